@@ -1,0 +1,62 @@
+"""Moesaic: sparse Mixture-of-Experts training in PyTorch, fast on any cluster, the small and slow ones included.
+
+Names are imported when they are first used, so that the parts which plan and report work without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
+    from moesaic.layer import MoE, balance_on_step, finish_step
+    from moesaic.routing.capacity import Capacity, Dropless
+    from moesaic.routing.losses import Importance, LoadBalance, ZLoss, set_loss_scale
+    from moesaic.routing.routing import Routing
+    from moesaic.runtime.tape import checkpoint, replay_contexts
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "MoE": "moesaic.layer",
+    "balance_on_step": "moesaic.layer",
+    "finish_step": "moesaic.layer",
+    "GatedExperts": "moesaic.experts",
+    "ModuleExperts": "moesaic.experts",
+    "PlainExperts": "moesaic.experts",
+    "Capacity": "moesaic.routing.capacity",
+    "Dropless": "moesaic.routing.capacity",
+    "Importance": "moesaic.routing.losses",
+    "LoadBalance": "moesaic.routing.losses",
+    "ZLoss": "moesaic.routing.losses",
+    "set_loss_scale": "moesaic.routing.losses",
+    "Routing": "moesaic.routing.routing",
+    "checkpoint": "moesaic.runtime.tape",
+    "replay_contexts": "moesaic.runtime.tape",
+}
+
+__all__ = [
+    "Capacity",
+    "Dropless",
+    "GatedExperts",
+    "Importance",
+    "LoadBalance",
+    "MoE",
+    "ModuleExperts",
+    "PlainExperts",
+    "Routing",
+    "ZLoss",
+    "balance_on_step",
+    "checkpoint",
+    "finish_step",
+    "replay_contexts",
+    "set_loss_scale",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,99 @@
+"""Grouped matmul: each expert's rows times that expert's matrix, in one call.
+
+Forward `y = x @ w[e].T`; backward `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped. Saved: x and w.
+`torch.nn.functional.grouped_mm` serves where it can (float32 and 16-bit, row strides of a multiple of 16 bytes); a loop
+over experts serves the rest (float64, odd widths). No copy of the weights is made. The two products are custom ops with fake
+implementations: torch's own shape function for `grouped_mm` refuses float32, which its CPU kernel takes, and the loop
+reads the row counts on the host; as ops of ours both compile without a graph break.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply expert-ordered rows by their expert's matrix, differentiable in `x` and `w`.
+
+    Args:
+        x: (R, K) rows, expert after expert.
+        w: (E, N, K), each matrix as `nn.Linear` stores it.
+        ends: (E,) int32, one past the last row of each expert; `ends[-1] == R`.
+
+    Returns:
+        (R, N) in the dtype of `x`.
+    """
+    y: Tensor = _GroupedMatmul.apply(x, w, ends)
+    return y
+
+
+def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply one expert's rows after the other."""
+    starts = [0, *ends.tolist()[:-1]]
+    return torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(zip(starts, ends.tolist()))])
+
+
+@torch.library.custom_op("moesaic::rows_times", mutates_args=())
+def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
+    if _is_supported(x, w):
+        return F.grouped_mm(x, w, offs=ends)
+    out = x.new_empty(len(x), w.shape[2])
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end], w[e], out=out[start:end])
+        start = end
+    return out
+
+
+@rows_times.register_fake
+def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@torch.library.custom_op("moesaic::outer_products", mutates_args=())
+def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
+    if _is_supported(dy, x):
+        return F.grouped_mm(dy.t(), x, offs=ends)
+    out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        torch.mm(dy[start:end].t(), x[start:end], out=out[e])
+        start = end
+    return out
+
+
+@outer_products.register_fake
+def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
+
+
+def _is_supported(*operands: Tensor) -> bool:
+    """Whether `F.grouped_mm` takes operands of this dtype and these row strides."""
+    dtype = operands[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if operands[0].device.type == "cuda" and dtype == torch.float32:
+        return False
+    per_16_bytes = 16 // dtype.itemsize
+    return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        return rows_times(x, w.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, w, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = rows_times(grad, w, ends) if ctx.needs_input_grad[0] else None
+        dw = outer_products(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
+        return dx, dw, None

@@ -1,0 +1,238 @@
+"""`MoE`: a sparse Mixture-of-Experts layer that drops in where a feed-forward layer stood. The face of the library.
+
+One call has four stages, whose names are the same everywhere: route, dispatch, expert, combine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
+from moesaic.kernels.permute import permute, sort_by_expert, unpermute
+from moesaic.routing.capacity import AbstractCapacity, Dropless
+from moesaic.routing.gates import ROUTERS, RouterFactory
+from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
+from moesaic.routing.route import Routed, route
+from moesaic.routing.router import AbstractRouter, check_top_k
+from moesaic.routing.routing import Routing
+from moesaic.runtime.tape import TapedModule
+
+
+class MoE(HasLossScale, TapedModule):
+    """A router, experts, and optionally a shared expert that every token passes.
+
+    `y = moe(x)` for x of (..., dim); `y, routing = moe(x, return_routing=True)` also returns the record of the call.
+    Auxiliary losses need no handling: their gradient is injected into backward (see `routing/losses.py`). Where a router
+    adapts outside the loss, or a loss spans the global batch, call `balance_on_step(optimizer, model)` once.
+
+    Args:
+        dim: width of a token.
+        hidden: inner width of one expert.
+        num_experts: how many experts there are.
+        top_k: experts per token.
+        router: a name in `ROUTERS`, or a function of (dim, num_experts) that returns a router.
+        experts: "swiglu", "gelu" or "relu", or a function of (dim, hidden, num_experts) that returns experts; use
+            `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
+        capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`.
+        losses: auxiliary losses; by default a micro-batch load-balance loss of 0.01. `()` for none.
+        shared_hidden: inner width of the shared expert; 0 for none.
+        apply_weight: multiply by the routing weight "after" the expert (its output) or "before" it (its input).
+        eval_top_k: experts per token in evaluation; None for `top_k`.
+        eval_capacity: capacity in evaluation; None for `capacity`.
+
+    Raises:
+        ValueError: for sizes that do not fit, in one line.
+    """
+
+    step_counts: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        router: str | RouterFactory = "softmax",
+        experts: str | ExpertsFactory = "swiglu",
+        capacity: AbstractCapacity | None = None,
+        losses: Sequence[AbstractLoss] = (LoadBalance(0.01),),
+        shared_hidden: int = 0,
+        apply_weight: Literal["after", "before"] = "after",
+        eval_top_k: int | None = None,
+        eval_capacity: AbstractCapacity | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
+        check_top_k(top_k, num_experts)
+        check_top_k(top_k if eval_top_k is None else eval_top_k, num_experts)
+        if shared_hidden < 0:
+            raise ValueError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
+        if apply_weight not in ("after", "before"):
+            raise ValueError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
+        self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
+        self.router: AbstractRouter = _pick(router, ROUTERS, "router")(dim, num_experts)
+        self.router.check(top_k)
+        make_experts = _pick(experts, EXPERTS, "experts")
+        self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
+        self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+        self.capacity = Dropless() if capacity is None else capacity
+        self.losses = tuple(losses)
+        self.apply_weight = apply_weight
+        self.eval_top_k = eval_top_k
+        self.eval_capacity = eval_capacity
+        self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    @overload
+    def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
+    @overload
+    def __call__(self, x: Tensor, **options: object) -> Tensor: ...
+    def __call__(self, x: Tensor, **options: object) -> Tensor | tuple[Tensor, Routing]:
+        """Run the layer; see `forward`."""
+        result: Tensor | tuple[Tensor, Routing] = super().__call__(x, **options)
+        return result
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        top_k: int | None = None,
+        capacity: AbstractCapacity | None = None,
+        return_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """Run the layer.
+
+        Args:
+            x: (..., dim). For losses per sequence the last dimension but one is the sequence.
+            mask: x's shape without dim, bool; False marks padding: no expert, no count, no loss, zero routed output.
+            token_ids: x's shape without dim, int64; for routers that read ids.
+            top_k: experts per token in this call; None for the layer's.
+            capacity: capacity of this call; None for the layer's.
+            return_routing: also return the call's `Routing`.
+
+        Returns:
+            y, of x's shape and dtype; with `return_routing` the pair (y, routing).
+        """
+        self._check_call(x, mask, token_ids, top_k)
+        x_TD = x.reshape(-1, self.dim)
+        routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
+        routing = routed.routing
+        y_TD = self._run_experts(x_TD, routing).to(x.dtype)
+        if self.shared is not None:
+            ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
+            y_TD = y_TD + self.shared(x_TD, None, ends).to(x.dtype)
+        y = y_TD.view(x.shape)
+        if routed.loss is not None and torch.is_grad_enabled() and self.training:
+            y = inject_loss(y, routed.loss, self.loss_scale)
+        return (y, routing) if return_routing else y
+
+    def finish_step(self) -> None:
+        """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`."""
+        self.router.update(self.step_counts)
+        self.step_counts.zero_()
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for printing."""
+        return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+    def _route(
+        self,
+        x_TD: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        token_ids: Tensor | None,
+        top_k: int | None,
+        capacity: AbstractCapacity | None,
+    ) -> Routed:
+        """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
+        if top_k is None:
+            top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
+        if capacity is None:
+            capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
+        replay = self.tape.read(self) if self.tape is not None and self.tape.is_replaying else None
+        spans_step = any(loss.name == "load_balance_global_batch" for loss in self.losses)
+        routed = route(
+            self.router,
+            x_TD,
+            top_k=top_k,
+            capacity=capacity,
+            losses=self.losses,
+            valid_T=None if mask is None else mask.reshape(-1),
+            token_ids=None if token_ids is None else token_ids.reshape(-1),
+            num_sequences=math.prod(x.shape[:-2]) if x.numel() else 1,
+            earlier_counts=self.step_counts if spans_step else None,
+            replay=replay,
+        )
+        if replay is None:
+            if self.tape is not None:
+                self.tape.write(self, routed.record)
+            if self.training and (torch.is_grad_enabled() or self.tape is not None):
+                self.step_counts += routed.routing.requested
+        return routed
+
+    def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The dispatch, expert and combine stages: (tokens, dim) -> (tokens, dim)."""
+        permutation = sort_by_expert(
+            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
+        )
+        rows = permute(x_TD, permutation)
+        weight = routing.weight[permutation.order]
+        if self.apply_weight == "before":
+            rows, weight = rows * weight.to(rows.dtype).unsqueeze(1), None
+        return unpermute(self.experts(rows, weight, permutation.ends), permutation)
+
+    def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            raise ValueError(f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim")
+        for name, value in (("mask", mask), ("token_ids", token_ids)):
+            if value is not None and value.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"MoE: {name} has shape {tuple(value.shape)}, x has {tuple(x.shape)}: "
+                    f"{name} must have shape {tuple(x.shape[:-1])}"
+                )
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"MoE: mask has dtype {mask.dtype}: pass bool, True for real tokens")
+        if self.router.needs_token_ids and token_ids is None:
+            raise ValueError(f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)")
+        if top_k is not None:
+            check_top_k(top_k, self.num_experts)
+
+
+def finish_step(model: nn.Module) -> None:
+    """Call `MoE.finish_step` on every MoE layer of `model`: once per optimizer step, before or after it."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.finish_step()
+
+
+def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Call `finish_step(model)` before every step of `optimizer`; a step that a gradient scaler skips does not count.
+
+    Returns:
+        A handle whose `remove()` undoes it.
+    """
+    return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
+
+
+def _pick(choice: str | Callable, table: dict, what: str) -> Callable:  # type: ignore[type-arg]
+    """Look a name up, or return the function that was given."""
+    if callable(choice):
+        return choice
+    if choice not in table:
+        raise ValueError(f"{what}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
+    factory: Callable = table[choice]  # type: ignore[type-arg]
+    return factory
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")

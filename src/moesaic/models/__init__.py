@@ -1,0 +1,1 @@
+"""Models built on the layer: what the trainer trains."""

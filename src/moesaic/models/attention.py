@@ -1,0 +1,76 @@
+"""Causal self-attention with rotary positions (Su et al., "RoFormer", 2021) and a key-value cache for decoding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KeyValueCache:
+    """The keys and values of the positions seen so far, of one attention layer; (batch, heads, positions, width)."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions seen."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new positions and return all of them."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Attention(nn.Module):
+    """Multi-head causal attention.
+
+    Args:
+        dim: width of the residual stream.
+        num_heads: heads; must divide dim into even widths.
+        base: of the rotary frequencies.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, dim: int, num_heads: int, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        width = dim // num_heads
+        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Attend to this position and the earlier ones.
+
+        Args:
+            x: (batch, positions, dim).
+            cache: earlier positions; x continues them.
+        """
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        start = 0 if cache is None else cache.length
+        q, k = self._rotate(q, start), self._rotate(k, start)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        if start == 0:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        """Rotate (batch, heads, positions, width) by position, in float32."""
+        positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32)
+        angles = positions[:, None] * self.frequencies
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

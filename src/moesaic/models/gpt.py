@@ -1,0 +1,190 @@
+"""A GPT whose feed-forward layers are MoE layers: pre-norm blocks, RMSNorm, rotary attention, tied embeddings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.experts import EXPERTS, AbstractExperts
+from moesaic.layer import MoE
+from moesaic.models.attention import Attention, KeyValueCache
+from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.routing.gates import ROUTERS, RouterFactory
+from moesaic.routing.routing import Routing
+from moesaic.runtime.tape import checkpoint
+
+
+@dataclass(frozen=True)
+class GPTOutput:
+    """What a forward pass returns."""
+
+    logits: Tensor
+    """(batch, positions, vocab_size)."""
+    loss: Tensor | None
+    """(): mean cross-entropy in nats per token over the targets that are not -1; None without targets."""
+    routings: list[Routing]
+    """One per MoE layer, in order."""
+
+
+class Dense(nn.Module):
+    """A dense feed-forward layer: the built-in experts with one expert.
+
+    Args:
+        dim: width of a token.
+        hidden: inner width.
+        kind: a key of `EXPERTS`.
+    """
+
+    def __init__(self, dim: int, hidden: int, kind: str) -> None:
+        super().__init__()
+        self.expert: AbstractExperts = EXPERTS[kind](dim, hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
+        return self.expert(x_TD, None, ends).view(x.shape)
+
+
+class Block(nn.Module):
+    """Attention, then a dense or sparse feed-forward layer, each behind a norm and a residual.
+
+    Args:
+        config: the model's shape.
+        layer: the block's index.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config.dim, config.num_heads)
+        self.ffn_norm = nn.RMSNorm(config.dim)
+        self.ffn: MoE | Dense
+        if config.is_sparse(layer):
+            self.ffn = make_moe(config.dim, config.moe)
+        else:
+            self.ffn = Dense(config.dim, config.active_hidden, config.moe.experts)
+
+    def forward(
+        self, x: Tensor, tokens: Tensor, mask: Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(self.attention_norm(x), cache)
+        if isinstance(self.ffn, MoE):
+            y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)
+            return x + y, routing
+        return x + self.ffn(self.ffn_norm(x)), None
+
+
+class GPT(nn.Module):
+    """A decoder-only language model.
+
+    Weights are drawn from N(0, 0.02), those that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers))
+    as GPT-2 does; the router from N(0, 0.02).
+
+    Args:
+        config: its shape.
+        vocab_size: rows of the embedding, which is also the output matrix.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise all matrices; see the class."""
+        into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            writes_residual = name.endswith(("attention.out.weight", ".w2"))
+            parameter.normal_(std=into_residual if writes_residual else 0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> GPTOutput:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: (batch, positions) int64.
+            targets: (batch, positions) int64, -1 where there is nothing to predict.
+            mask: (batch, positions) bool, False for padding, which is kept out of routing.
+            caches: one per block when decoding; tokens continue what they hold.
+        """
+        x = self.embedding(tokens)
+        routings: list[Routing] = []
+        for index, block in enumerate(self.blocks):
+            cache = None if caches is None else caches[index]
+            if self.config.checkpoint_activations and torch.is_grad_enabled():
+                x, routing = checkpoint(block, x, tokens, mask, cache)
+            else:
+                x, routing = block(x, tokens, mask, cache)
+            if routing is not None:
+                routings.append(routing)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return GPTOutput(logits, loss, routings)
+
+    def num_parameters(self) -> int:
+        """Return how many parameters the model has."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def num_active_parameters(self) -> int:
+        """Return how many parameters one token passes: all but the experts that it is not routed to."""
+        total = 0
+        for module in self.modules():
+            own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            total += own
+        for module in self.modules():
+            if isinstance(module, MoE):
+                expert = sum(parameter.numel() for parameter in module.experts.parameters())
+                total -= expert * (module.num_experts - module.top_k) // module.num_experts
+        return total
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the floating-point operations of one token, forward and backward, at `length` positions.
+
+        Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
+        12 * num_layers * dim * length / 2 for causal attention.
+        """
+        return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
+
+
+def make_moe(dim: int, config: MoEConfig) -> MoE:
+    """Build the MoE layer that a config describes."""
+    options: dict[str, RouterFactory] = {
+        "sigmoid": partial(ROUTERS["sigmoid"], bias_rate=config.bias_rate),
+        "group_limited": partial(
+            ROUTERS["group_limited"],
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            bias_rate=config.bias_rate,
+        ),
+    }
+    return MoE(
+        dim,
+        config.hidden,
+        config.num_experts,
+        config.top_k,
+        router=options.get(config.router, ROUTERS[config.router]),
+        experts=config.experts,
+        capacity=config.make_capacity(),
+        losses=config.make_losses(),
+        shared_hidden=config.shared_hidden,
+    )

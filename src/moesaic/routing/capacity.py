@@ -1,0 +1,119 @@
+"""How many rows an expert may take, and who gets in when there are more copies than that.
+
+`Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`, `Capacity.fitted(at_most=2.0)`: in words, so that no number
+means two things (Tutel section 4.1 encodes the same choices as positive, zero and negative factors).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moesaic.routing.routing import Choice
+
+Order = Literal["position", "score"]
+
+
+class AbstractCapacity(ABC):
+    """A rule for the number of rows per expert."""
+
+    order: Order
+
+    @abstractmethod
+    def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
+        """Return the rows that each expert may take, () int64, or None for no limit.
+
+        Args:
+            requested_E: (num_experts,) int64 copies per expert, padding excluded.
+            num_valid: () int64 tokens that are not padding.
+            top_k: experts per token.
+        """
+
+
+@dataclass(frozen=True)
+class Dropless(AbstractCapacity):
+    """Every copy is served, however uneven the load."""
+
+    order: Order = "position"
+
+    def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
+        """Return None: no limit."""
+        return None
+
+
+@dataclass(frozen=True)
+class Capacity(AbstractCapacity):
+    """A limit of `factor` times the mean load; build one with `Capacity.fixed` or `Capacity.fitted`."""
+
+    factor: float | None
+    """Rows per expert over the mean load `top_k * tokens / num_experts`; None for no upper limit."""
+    fit: bool
+    """Take no more than the fullest expert needs."""
+    order: Order = "position"
+    """Who is admitted first. Either way all first choices come before all second choices. "position": in token order
+    (GShard). "score": tokens with the larger best weight first (batch-prioritised routing, Riquelme et al., "Scaling
+    Vision with Sparse Mixture of Experts", 2021, section 4)."""
+
+    def __post_init__(self) -> None:
+        if self.factor is not None and not self.factor > 0:
+            raise ValueError(
+                f"a capacity factor must be above 0, got {self.factor}: write Dropless() to drop nothing, "
+                "or Capacity.fitted() for the smallest capacity without drops"
+            )
+        if self.order not in ("position", "score"):
+            raise ValueError(f'order={self.order!r} is unknown: write order="position" or order="score"')
+
+    @classmethod
+    def fixed(cls, factor: float, *, order: Order = "position") -> Capacity:
+        """Allow `ceil(factor * top_k * tokens / num_experts)` rows per expert; what exceeds it is dropped."""
+        return cls(factor=factor, fit=False, order=order)
+
+    @classmethod
+    def fitted(cls, *, at_most: float | None = None, order: Order = "position") -> Capacity:
+        """Take the smallest capacity without drops, never above the factor `at_most` (then copies are dropped)."""
+        return cls(factor=at_most, fit=True, order=order)
+
+    def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
+        """Return the limit, () int64; see `AbstractCapacity.rows`."""
+        needed = requested_E.max()
+        if self.factor is None:
+            return needed
+        limit = torch.ceil(num_valid.double() * (self.factor * top_k / len(requested_E))).long()
+        return torch.minimum(needed, limit) if self.fit else limit
+
+
+def admit(
+    choice: Choice, alive_N: Tensor | None, rows: Tensor | None, best_weight_T: Tensor | None, num_experts: int
+) -> Tensor | None:
+    """Return which copies are sent, ascending indices into the choice, or None for all of them.
+
+    Args:
+        choice: the N copies.
+        alive_N: (N,) bool, False for padding and for copies that the router itself held back; None means all alive.
+        rows: () int64 rows per expert, None for no limit.
+        best_weight_T: (tokens,) the largest weight of each token, to admit by score; None admits by position.
+        num_experts: how many experts there are.
+    """
+    if rows is None:
+        return None if alive_N is None else alive_N.nonzero().squeeze(1)
+    copies = torch.arange(len(choice.token), device=choice.token.device)
+    if alive_N is not None:
+        copies = copies[alive_N]
+    token, expert, slot = choice.token[copies], choice.expert[copies], choice.slot[copies]
+    turn = token
+    if best_weight_T is not None:
+        turn = torch.empty_like(best_weight_T, dtype=torch.int64)
+        by_score = best_weight_T.argsort(descending=True, stable=True)
+        turn[by_score] = torch.arange(len(by_score), device=by_score.device)
+        turn = turn[token]
+    num_turns = choice.token.max() + 1 if len(choice.token) else 1
+    queue = (slot * num_turns + turn).argsort(stable=True)
+    queue = queue[expert[queue].argsort(stable=True)]
+    load_E = torch.bincount(expert, minlength=num_experts)
+    start_E = load_E.cumsum(0) - load_E
+    place = torch.arange(len(queue), device=queue.device) - start_E[expert[queue]]
+    return copies[queue[place < rows]].sort().values

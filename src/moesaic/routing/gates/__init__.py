@@ -1,0 +1,57 @@
+"""The routers, one published method a file. To add one: a new file and a line in `ROUTERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from moesaic.routing.gates.base import BalancedAssignment
+from moesaic.routing.gates.cosine import CosineTopK
+from moesaic.routing.gates.expert_choice import ExpertChoice
+from moesaic.routing.gates.group_limited import GroupLimited
+from moesaic.routing.gates.gshard import GShardTop2
+from moesaic.routing.gates.hash import Hash
+from moesaic.routing.gates.noisy import NoisyTopK
+from moesaic.routing.gates.sigmoid import SigmoidTopK
+from moesaic.routing.gates.softmax import SoftmaxTopK
+from moesaic.routing.router import AbstractRouter
+
+RouterFactory = Callable[[int, int], AbstractRouter]
+"""Builds a router from (dim, num_experts)."""
+
+
+def group_limited(
+    dim: int, num_experts: int, *, num_groups: int = 4, top_groups: int = 2, bias_rate: float = 1e-3
+) -> GroupLimited:
+    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
+    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate)
+    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups)
+
+
+ROUTERS: dict[str, RouterFactory] = {
+    "softmax": SoftmaxTopK,
+    "switch": partial(SoftmaxTopK, normalize="before"),
+    "sigmoid": SigmoidTopK,
+    "noisy": NoisyTopK,
+    "cosine": CosineTopK,
+    "group_limited": group_limited,
+    "gshard": GShardTop2,
+    "base": BalancedAssignment,
+    "expert_choice": ExpertChoice,
+    "hash": Hash,
+}
+
+__all__ = [
+    "ROUTERS",
+    "BalancedAssignment",
+    "CosineTopK",
+    "ExpertChoice",
+    "GShardTop2",
+    "GroupLimited",
+    "Hash",
+    "NoisyTopK",
+    "RouterFactory",
+    "SigmoidTopK",
+    "SoftmaxTopK",
+    "group_limited",
+]

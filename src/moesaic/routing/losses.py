@@ -1,0 +1,230 @@
+"""Auxiliary losses of the router, and how they reach it.
+
+Every loss is a mean over tokens or a ratio of means, so its scale depends neither on the shape of the batch nor on the
+number of ranks. It reads `RouterStatistics`, sums that are taken (and, over several ranks, reduced) outside the router.
+
+T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies that chose e, before
+capacity, P_e the mean of p over tokens:
+
+    LoadBalance   E * sum_e f_e P_e                       1 when balanced; Switch section 2.2, GShard section 2.2
+    Importance    var_e(I_e) / mean_e(I_e)^2, I_e the     Shazeer et al. 2017, section 4
+                  summed routing weights of e
+    ZLoss         mean_t logsumexp(logits_t)^2            ST-MoE (Zoph et al. 2022), section 3
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.routing.routing import Choice, Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterStatistics:
+    """Sums over the valid tokens of one call; G sequences, or 1 where no loss asks for sequences."""
+
+    counts_GE: Tensor
+    """(G, E) float: chosen copies before capacity, without gradient."""
+    probs_GE: Tensor
+    """(G, E): summed probabilities, differentiable."""
+    tokens_G: Tensor
+    """(G,) float: valid tokens."""
+    importance_E: Tensor
+    """(E,): summed routing weights, differentiable."""
+    logsumexp_squared: Tensor
+    """(): summed squares of the logits' logsumexp, differentiable."""
+    step_counts_E: Tensor
+    """(E,) float: copies of the whole optimizer step so far, this call included."""
+
+    @classmethod
+    def of(
+        cls,
+        scores: Scores,
+        choice: Choice,
+        weight_N: Tensor,
+        alive_N: Tensor | None,
+        valid_T: Tensor | None,
+        num_sequences: int,
+        earlier_counts_E: Tensor | None,
+    ) -> RouterStatistics:
+        """Take the sums of one call.
+
+        Args:
+            scores: of the T tokens, which are `num_sequences` sequences of equal length, one after the other.
+            choice: the N chosen copies.
+            weight_N: (N,) their routing weights.
+            alive_N: (N,) bool, False for copies of padding or held back; None for all alive.
+            valid_T: (T,) bool, False for padding; None for none.
+            num_sequences: G.
+            earlier_counts_E: (E,) copies counted since the last optimizer step, without this call.
+        """
+        num_tokens, num_experts = scores.probs.shape
+        dtype = scores.probs.dtype
+        valid = torch.ones(num_tokens, dtype=dtype, device=scores.probs.device) if valid_T is None else valid_T.to(dtype)
+        alive = torch.ones_like(weight_N) if alive_N is None else alive_N.to(dtype)
+        length = max(num_tokens // num_sequences, 1)
+        cell = (choice.token // length) * num_experts + choice.expert
+        counts_GE = alive.new_zeros(num_sequences * num_experts).scatter_add(0, cell, alive.detach())
+        counts_GE = counts_GE.view(num_sequences, num_experts)
+        probs_GE = (scores.probs * valid.unsqueeze(1)).view(num_sequences, -1, num_experts).sum(1)
+        importance_E = weight_N.new_zeros(num_experts).index_add(0, choice.expert, weight_N * alive)
+        here_E = counts_GE.sum(0)
+        return cls(
+            counts_GE=counts_GE,
+            probs_GE=probs_GE,
+            tokens_G=valid.view(num_sequences, -1).sum(1),
+            importance_E=importance_E,
+            logsumexp_squared=(scores.logits.logsumexp(-1).square() * valid).sum(),
+            step_counts_E=here_E if earlier_counts_E is None else here_E + earlier_counts_E.to(dtype),
+        )
+
+
+@dataclass(frozen=True)
+class AbstractLoss(ABC):
+    """An auxiliary loss: a coefficient and a formula over `RouterStatistics`."""
+
+    coefficient: float
+    """Factor on the loss when its gradient is injected."""
+
+    def __post_init__(self) -> None:
+        if not self.coefficient >= 0:
+            raise ValueError(f"{type(self).__name__}: the coefficient must be 0 or more, got {self.coefficient}")
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The key under which `Routing.losses` and the metrics report it."""
+
+    @property
+    def needs_sequences(self) -> bool:
+        """True if the statistics must be kept per sequence."""
+        return False
+
+    @abstractmethod
+    def value(self, statistics: RouterStatistics) -> Tensor:
+        """Return the loss before its coefficient, (), differentiable; 0 for a call without valid tokens."""
+
+
+@dataclass(frozen=True)
+class LoadBalance(AbstractLoss):
+    """`E * sum_e f_e P_e`: pushes probability away from the experts that get more copies than their share.
+
+    `level` says over which tokens f and P are taken. "micro_batch": the tokens of the call (all ranks' tokens of it);
+    "sequence": each sequence apart, then the mean weighted by length (DeepSeek-V3 section 2.1.2); "global_batch": P
+    over the call, f over all calls since the last optimizer step (Qiu et al., "Demons in the Detail", 2025, section 3),
+    which lets experts specialise by domain.
+    """
+
+    level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level not in ("micro_batch", "sequence", "global_batch"):
+            raise ValueError(f"LoadBalance: level={self.level!r} is unknown: write micro_batch, sequence or global_batch")
+
+    @property
+    def name(self) -> str:
+        return "load_balance" if self.level == "micro_batch" else f"load_balance_{self.level}"
+
+    @property
+    def needs_sequences(self) -> bool:
+        return self.level == "sequence"
+
+    def value(self, statistics: RouterStatistics) -> Tensor:
+        num_experts = statistics.counts_GE.shape[1]
+        if self.level == "sequence":
+            counts, probs, tokens = statistics.counts_GE, statistics.probs_GE, statistics.tokens_G
+        else:
+            counts, probs = statistics.counts_GE.sum(0, keepdim=True), statistics.probs_GE.sum(0, keepdim=True)
+            tokens = statistics.tokens_G.sum(0, keepdim=True)
+            if self.level == "global_batch":
+                counts = statistics.step_counts_E.unsqueeze(0)
+        share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+        per_group = num_experts * (share * probs).sum(1) / tokens.clamp_min(1)
+        return (per_group * tokens).sum() / tokens.sum().clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Importance(AbstractLoss):
+    """The squared coefficient of variation of the experts' summed routing weights."""
+
+    @property
+    def name(self) -> str:
+        return "importance"
+
+    def value(self, statistics: RouterStatistics) -> Tensor:
+        importance_E = statistics.importance_E
+        mean = importance_E.mean()
+        tiny = torch.finfo(mean.dtype).tiny
+        return (importance_E - mean).square().mean() / mean.square().clamp_min(tiny)
+
+
+@dataclass(frozen=True)
+class ZLoss(AbstractLoss):
+    """The mean squared logsumexp of the logits: keeps them small, where low precision is exact enough."""
+
+    @property
+    def name(self) -> str:
+        return "z_loss"
+
+    def value(self, statistics: RouterStatistics) -> Tensor:
+        return statistics.logsumexp_squared / statistics.tokens_G.sum().clamp_min(1)
+
+
+class InjectLoss(torch.autograd.Function):
+    """Identity on `y`; in backward the gradient of `scale * loss` is added on the way.
+
+    The loss need not be returned through blocks, pipeline stages or compiled graphs, and cannot be forgotten or added
+    twice (the two commonest bugs of auxiliary losses).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.loss_dtype = loss.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (scale,) = ctx.saved_tensors
+        return grad_y, scale.to(ctx.loss_dtype), None
+
+
+def inject_loss(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    """Return `y`, carrying the gradient of `scale * loss`.
+
+    Args:
+        y: any shape, on the path to the main loss.
+        loss: (), differentiable.
+        scale: (), what one unit of the main loss weighs in this backward: the share of the optimizer step's tokens in
+            this micro-batch, times the gradient scaler's factor if there is one.
+    """
+    injected: Tensor = InjectLoss.apply(y, loss, scale)
+    return injected
+
+
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """Set the weight of the auxiliary losses of all MoE layers in `model` for the next backward passes.
+
+    With gradient accumulation the main loss of a micro-batch is multiplied by its share of the step; the auxiliary
+    losses need the same factor: `set_loss_scale(model, share)`, times `scaler.get_scale()` under a gradient scaler.
+    Layers start at 1, right for one backward per step.
+    """
+    for module in model.modules():
+        if isinstance(module, HasLossScale):
+            module.loss_scale.fill_(scale)
+
+
+class HasLossScale(nn.Module):
+    """A module whose injected losses follow `set_loss_scale`."""
+
+    loss_scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("loss_scale", torch.ones(()), persistent=False)

@@ -1,0 +1,81 @@
+"""The interface of a router. The leaves stand in `gates/`, one published method a file.
+
+A router owns the weights that score experts and the rule that picks them. It knows no capacity, no loss, no wire.
+Scoring is split from choosing so that a recorded choice can be replayed under activation checkpointing while the
+scores, which carry the gradient, are computed again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.routing.routing import Choice, Scores
+
+
+class AbstractRouter(nn.Module, ABC):
+    """Scores experts for tokens and chooses among them.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are to choose from.
+    """
+
+    needs_token_ids = False
+    """True for a router that reads token ids instead of activations (`Hash`)."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        if dim < 1 or num_experts < 1:
+            raise ValueError(f"a router needs dim and num_experts of at least 1, got dim={dim}, num_experts={num_experts}")
+        self.dim = dim
+        self.num_experts = num_experts
+
+    @abstractmethod
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Score every expert for every token.
+
+        Args:
+            x_TD: (tokens, dim), float32 or float64, whatever the autocast state.
+            noise: what `draw` returned for this call.
+            token_ids: (tokens,) int64 vocabulary ids, or None.
+        """
+
+    @abstractmethod
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        """Pick experts for the tokens; nothing here is differentiable.
+
+        Args:
+            scores: what `scores` returned.
+            top_k: experts per token (on average, for expert-choice).
+            valid_T: (tokens,) bool, False for padding; None when there is none.
+            noise: what `draw` returned for this call.
+        """
+
+    @abstractmethod
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        """Return the routing weight of every chosen copy, (N,), differentiable."""
+
+    def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return the random numbers of one call, None if the router uses none; a replay passes the recorded ones."""
+        return None
+
+    def check(self, top_k: int) -> None:
+        """Raise ValueError, in one line, if this router cannot train with `top_k` experts per token."""
+        check_top_k(top_k, self.num_experts)
+
+    def update(self, load_E: Tensor) -> None:
+        """Adapt to the load of one optimizer step; does nothing unless the method asks for it.
+
+        Args:
+            load_E: (num_experts,) int64 token copies per expert since the last step, without padding,
+                evaluation and recomputation.
+        """
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raise ValueError if `top_k` experts cannot be chosen out of `num_experts`."""
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")

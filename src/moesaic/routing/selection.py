@@ -1,0 +1,74 @@
+"""Pieces that several routers share: the linear score, the deterministic top-k, its weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.routing.routing import Choice
+
+
+def linear_scores(dim: int, num_experts: int) -> nn.Parameter:
+    """Return a router matrix, (num_experts, dim) float32, drawn uniformly from +-1/sqrt(dim) as `nn.Linear` does."""
+    bound = 1 / math.sqrt(dim)
+    return nn.Parameter(torch.empty(num_experts, dim).uniform_(-bound, bound))
+
+
+def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return the indices of the `top_k` largest entries of each row, largest first; of equal ones the lowest index.
+
+    `torch.topk` leaves the order of ties open, so two runs, or a run and its recomputation, may differ. Here a float32
+    is mapped to an integer of the same order and the index is appended: no two keys of a row are equal. The key has
+    32 + log2(E) bits and is exact in a float64, whose `topk` is fast on every device.
+
+    Args:
+        rank_by: (rows, columns), float32 or float64.
+        top_k: how many to return.
+
+    Returns:
+        (rows, top_k) int64.
+    """
+    if rank_by.dtype != torch.float32:
+        return top_k_indices_reference(rank_by, top_k)
+    bits = rank_by.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    columns = rank_by.shape[-1]
+    tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
+    return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
+
+
+def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return what `top_k_indices` must: a stable sort, cut."""
+    return rank_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def token_choice(experts_TK: Tensor) -> Choice:
+    """Turn each token's list of experts into copies, token by token.
+
+    Args:
+        experts_TK: (tokens, top_k) int64, best first.
+    """
+    num_tokens, top_k = experts_TK.shape
+    token = torch.arange(num_tokens, device=experts_TK.device).repeat_interleave(top_k)
+    slot = torch.arange(top_k, device=experts_TK.device).repeat(num_tokens)
+    return Choice(token, experts_TK.reshape(-1), slot, per_token=top_k)
+
+
+def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:
+    """Read each token's chosen entries: (tokens, num_experts) -> (tokens, top_k), for a choice made by `token_choice`."""
+    return values_TE.gather(1, choice.expert.view(-1, top_k))
+
+
+def normalized(gates_TK: Tensor) -> Tensor:
+    """Divide each row of non-negative gates by its sum; a row of zeros stays zero.
+
+    Args:
+        gates_TK: (tokens, top_k).
+
+    Returns:
+        (tokens * top_k,): one weight per copy.
+    """
+    total = gates_TK.sum(-1, keepdim=True)
+    return (gates_TK / total.clamp_min(torch.finfo(total.dtype).tiny)).reshape(-1)

@@ -1,0 +1,129 @@
+"""Activation checkpointing that replays the recorded routing and never routes again.
+
+A recomputed router may pick another expert than the first pass did: noise, nondeterministic kernels, a bias that moved
+in between. Shapes then differ, or gradients are silently wrong. So the first pass writes each layer's discrete decisions
+to a tape and the recomputation reads them back. Use `checkpoint(block, x)` in place of torch's, or pass
+`context_fn=lambda: replay_contexts(block)` to any code that calls torch's non-reentrant checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from moesaic.routing.route import RoutingRecord
+
+
+class RoutingTape:
+    """The routing records of one checkpointed call: per layer, in call order."""
+
+    def __init__(self) -> None:
+        self._records: dict[TapedModule, list[RoutingRecord]] = {}
+        self._position: dict[TapedModule, int] | None = None
+
+    @property
+    def is_replaying(self) -> bool:
+        """True during a recomputation."""
+        return self._position is not None
+
+    def write(self, layer: TapedModule, record: RoutingRecord) -> None:
+        """Append a record of the first pass."""
+        self._records.setdefault(layer, []).append(record)
+
+    def read(self, layer: TapedModule) -> RoutingRecord:
+        """Return the layer's next record."""
+        assert self._position is not None, "a tape is read only while it replays"
+        position = self._position.get(layer, 0)
+        self._position[layer] = position + 1
+        return self._records[layer][position]
+
+    def start_replay(self) -> None:
+        """Rewind; a tape may be replayed any number of times (`retain_graph`, several backward passes)."""
+        self._position = {}
+
+    def stop_replay(self) -> None:
+        """Leave the replay."""
+        self._position = None
+
+
+class TapedModule(nn.Module):
+    """A module whose routing goes onto a tape while one is set; the tape is set for the length of a context only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: RoutingTape | None = None
+
+
+def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the first pass and of the recomputation, for `context_fn` of torch's checkpoint.
+
+    Args:
+        module: what is checkpointed; every MoE layer in it records and replays.
+    """
+    tape = RoutingTape()
+    layers = [layer for layer in module.modules() if isinstance(layer, TapedModule)]
+    return _Reusable(lambda: _recording(layers, tape)), _Reusable(lambda: _replaying(layers, tape))
+
+
+def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run `module(*args, **kwargs)` without keeping its activations; backward runs it again, with the same routing.
+
+    Args:
+        module: the block to checkpoint.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        What the module returns.
+    """
+    return torch_checkpoint(
+        module, *args, use_reentrant=False, context_fn=lambda: replay_contexts(module), **kwargs
+    )
+
+
+class _Reusable(AbstractContextManager[None]):
+    """A context that can be entered again: one recomputation runs per autograd graph task."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._open.append(context)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._open.pop().__exit__(*exception)
+
+
+@contextmanager
+def _recording(layers: list[TapedModule], tape: RoutingTape) -> Iterator[None]:
+    with _set_tape(layers, tape):
+        yield
+
+
+@contextmanager
+def _replaying(layers: list[TapedModule], tape: RoutingTape) -> Iterator[None]:
+    tape.start_replay()
+    try:
+        with _set_tape(layers, tape):
+            yield
+    finally:
+        tape.stop_replay()
+
+
+@contextmanager
+def _set_tape(layers: list[TapedModule], tape: RoutingTape) -> Iterator[None]:
+    before = [layer.tape for layer in layers]
+    try:
+        for layer in layers:
+            layer.tape = tape
+        yield
+    finally:
+        for layer, previous in zip(layers, before):
+            layer.tape = previous

@@ -1,0 +1,101 @@
+"""Expert telemetry: what a layer's load looks like, in numbers a person can follow.
+
+Counts are of token copies before capacity, padding excluded, so that the figures describe the router and not the drops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.routing.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStatistics:
+    """The load of one layer over some tokens."""
+
+    tokens_per_expert: list[int]
+    """Copies that chose each expert."""
+    max_violation: float
+    """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 is balance."""
+    variation: float
+    """Coefficient of variation: standard deviation (population) over mean."""
+    dead_experts: int
+    """Experts without a copy."""
+    entropy: float
+    """Entropy of the load over that of a balanced one: 1 is balance, 0 is one expert taking all."""
+    needed_capacity_factor: float
+    """The smallest capacity factor that would drop nothing."""
+    dropped: int
+    """Copies that were dropped."""
+
+    @classmethod
+    def of(cls, tokens_per_expert: Sequence[int], dropped: int = 0) -> LoadStatistics:
+        """Compute the statistics of a load; all zero for no copies at all."""
+        load = [int(count) for count in tokens_per_expert]
+        total, num_experts = sum(load), len(load)
+        if total == 0:
+            return cls(
+                tokens_per_expert=load, max_violation=0.0, variation=0.0, dead_experts=num_experts, entropy=0.0,
+                needed_capacity_factor=0.0, dropped=dropped,
+            )  # fmt: skip
+        mean = total / num_experts
+        shares = [count / total for count in load if count]
+        entropy = -sum(share * math.log(share) for share in shares)
+        return cls(
+            tokens_per_expert=load,
+            max_violation=max(load) / mean - 1,
+            variation=math.sqrt(sum((count - mean) ** 2 for count in load) / num_experts) / mean,
+            dead_experts=load.count(0),
+            entropy=entropy / math.log(num_experts) if num_experts > 1 else 1.0,
+            needed_capacity_factor=max(load) / mean,
+            dropped=dropped,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the statistics as plain data for JSON."""
+        return asdict(self)
+
+
+class LoadMeter:
+    """Sums each layer's counts over the micro-batches of an interval, on the device, without a sync."""
+
+    def __init__(self) -> None:
+        self._requested: list[Tensor] = []
+        self._dropped: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, routings: Sequence[Routing]) -> None:
+        """Add one forward pass: a routing per MoE layer, in order."""
+        if not self._requested:
+            self._requested = [torch.zeros_like(routing.requested) for routing in routings]
+            self._dropped = [torch.zeros_like(routing.dropped) for routing in routings]
+        for index, routing in enumerate(routings):
+            self._requested[index] += routing.requested
+            self._dropped[index] += routing.dropped
+
+    def take(self) -> list[LoadStatistics]:
+        """Return the statistics per layer since the last `take`, and start anew."""
+        statistics = [
+            LoadStatistics.of(requested.tolist(), int(dropped))
+            for requested, dropped in zip(self._requested, self._dropped)
+        ]
+        self._requested, self._dropped = [], []
+        return statistics
+
+
+def expert_sets(routing: Routing) -> Tensor:
+    """Return which experts each token uses, (tokens, num_experts) bool."""
+    used = torch.zeros(routing.num_tokens, routing.num_experts, dtype=torch.bool, device=routing.token.device)
+    used[routing.token, routing.expert] = True
+    return used
+
+
+def churn(before: Tensor, after: Tensor) -> float:
+    """Return the share of tokens whose set of experts changed; both (tokens, num_experts) from `expert_sets`."""
+    return float((before != after).any(1).double().mean()) if len(before) else 0.0
