@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.kernels.permute import permute, sort_by_expert, unpermute
 from moesaic.routing.capacity import AbstractCapacity, Dropless
@@ -47,7 +48,7 @@ class MoE(HasLossScale, TapedModule):
         eval_capacity: capacity in evaluation; None for `capacity`.
 
     Raises:
-        ValueError: for sizes that do not fit, in one line.
+        InputError (a ValueError): for sizes that do not fit, in one line.
     """
 
     step_counts: Tensor
@@ -73,9 +74,9 @@ class MoE(HasLossScale, TapedModule):
         check_top_k(top_k, num_experts)
         check_top_k(top_k if eval_top_k is None else eval_top_k, num_experts)
         if shared_hidden < 0:
-            raise ValueError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
+            raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
         if apply_weight not in ("after", "before"):
-            raise ValueError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
+            raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
         self.router: AbstractRouter = _pick(router, ROUTERS, "router")(dim, num_experts)
         self.router.check(top_k)
@@ -191,17 +192,21 @@ class MoE(HasLossScale, TapedModule):
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:
-            raise ValueError(f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim")
+            raise InputError(
+                f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim"
+            )
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
-                raise ValueError(
+                raise InputError(
                     f"MoE: {name} has shape {tuple(value.shape)}, x has {tuple(x.shape)}: "
                     f"{name} must have shape {tuple(x.shape[:-1])}"
                 )
         if mask is not None and mask.dtype != torch.bool:
-            raise ValueError(f"MoE: mask has dtype {mask.dtype}: pass bool, True for real tokens")
+            raise InputError(f"MoE: mask has dtype {mask.dtype}: pass bool, True for real tokens")
         if self.router.needs_token_ids and token_ids is None:
-            raise ValueError(f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)")
+            raise InputError(
+                f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)"
+            )
         if top_k is not None:
             check_top_k(top_k, self.num_experts)
 
@@ -227,7 +232,7 @@ def _pick(choice: str | Callable, table: dict, what: str) -> Callable:  # type: 
     if callable(choice):
         return choice
     if choice not in table:
-        raise ValueError(f"{what}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
+        raise InputError(f"{what}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
     factory: Callable = table[choice]  # type: ignore[type-arg]
     return factory
 
@@ -235,4 +240,4 @@ def _pick(choice: str | Callable, table: dict, what: str) -> Callable:  # type: 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
+            raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")

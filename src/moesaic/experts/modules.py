@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
 
 
@@ -30,5 +31,7 @@ class ModuleExperts(AbstractExperts):
         starts = [0, *ends.tolist()[:-1]]
         out = torch.cat([module(rows[a:b]) for module, a, b in zip(self.experts, starts, ends.tolist())])
         if out.shape != rows.shape:
-            raise ValueError(f"a user-defined expert must map (rows, {self.dim}) to the same shape, got {tuple(out.shape)}")
+            raise InputError(
+                f"a user-defined expert must map (rows, {self.dim}) to the same shape, got {tuple(out.shape)}"
+            )
         return out if weight is None else out * weight.to(out.dtype).unsqueeze(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, add_bias, compute_dtype, init_stacked, stacked
 from moesaic.kernels.activation import ACTIVATIONS, activate, swiglu
 from moesaic.kernels.grouped_matmul import grouped_matmul
@@ -21,10 +22,12 @@ class PlainExperts(AbstractExperts):
         bias: add biases, (num_experts, hidden) and (num_experts, dim).
     """
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, *, activation: str = "gelu", bias: bool = False) -> None:
+    def __init__(
+        self, dim: int, hidden: int, num_experts: int, *, activation: str = "gelu", bias: bool = False
+    ) -> None:
         super().__init__(dim, num_experts)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+            raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
         self.activation = activation
         self.w1 = stacked(num_experts, hidden, dim)
         self.w2 = stacked(num_experts, dim, hidden)

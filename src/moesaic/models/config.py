@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moesaic.errors import InputError
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.gates import ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
@@ -96,18 +97,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "num_heads", "seq_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
         if self.dim % self.num_heads or self.dim // self.num_heads % 2:
-            raise ValueError(
+            raise InputError(
                 f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
                 f"choose dim as a multiple of {2 * self.num_heads}"
             )
         if self.moe.every < 1:
-            raise ValueError(f"model.moe.every={self.moe.every}: must be at least 1")
+            raise InputError(f"model.moe.every={self.moe.every}: must be at least 1")
         if self.moe.router not in ROUTERS:
-            raise ValueError(f"model.moe.router={self.moe.router!r} is unknown: choose one of {', '.join(ROUTERS)}")
+            raise InputError(f"model.moe.router={self.moe.router!r} is unknown: choose one of {', '.join(ROUTERS)}")
         if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
-            raise ValueError(
+            raise InputError(
                 f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
                 f"choose 1 <= top_k <= {self.moe.num_experts}"
             )

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.routing import Choice
 
 Order = Literal["position", "score"]
@@ -60,12 +61,12 @@ class Capacity(AbstractCapacity):
 
     def __post_init__(self) -> None:
         if self.factor is not None and not self.factor > 0:
-            raise ValueError(
+            raise InputError(
                 f"a capacity factor must be above 0, got {self.factor}: write Dropless() to drop nothing, "
                 "or Capacity.fitted() for the smallest capacity without drops"
             )
         if self.order not in ("position", "score"):
-            raise ValueError(f'order={self.order!r} is unknown: write order="position" or order="score"')
+            raise InputError(f'order={self.order!r} is unknown: write order="position" or order="score"')
 
     @classmethod
     def fixed(cls, factor: float, *, order: Order = "position") -> Capacity:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -65,7 +66,9 @@ class RouterStatistics:
         """
         num_tokens, num_experts = scores.probs.shape
         dtype = scores.probs.dtype
-        valid = torch.ones(num_tokens, dtype=dtype, device=scores.probs.device) if valid_T is None else valid_T.to(dtype)
+        valid = (
+            torch.ones(num_tokens, dtype=dtype, device=scores.probs.device) if valid_T is None else valid_T.to(dtype)
+        )
         alive = torch.ones_like(weight_N) if alive_N is None else alive_N.to(dtype)
         length = max(num_tokens // num_sequences, 1)
         cell = (choice.token // length) * num_experts + choice.expert
@@ -93,7 +96,7 @@ class AbstractLoss(ABC):
 
     def __post_init__(self) -> None:
         if not self.coefficient >= 0:
-            raise ValueError(f"{type(self).__name__}: the coefficient must be 0 or more, got {self.coefficient}")
+            raise InputError(f"{type(self).__name__}: the coefficient must be 0 or more, got {self.coefficient}")
 
     @property
     @abstractmethod
@@ -125,7 +128,9 @@ class LoadBalance(AbstractLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level not in ("micro_batch", "sequence", "global_batch"):
-            raise ValueError(f"LoadBalance: level={self.level!r} is unknown: write micro_batch, sequence or global_batch")
+            raise InputError(
+                f"LoadBalance: level={self.level!r} is unknown: write micro_batch, sequence or global_batch"
+            )
 
     @property
     def name(self) -> str:

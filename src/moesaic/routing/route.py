@@ -75,7 +75,9 @@ def route(
             kept = admit(choice, alive_N, rows, best_T, router.num_experts)
             earlier = None if earlier_counts is None else earlier_counts.clone()
             replay = RoutingRecord(noise, choice, kept, rows, earlier)
-        loss, values = _evaluate(losses, scores, choice, weight_N, alive_N, valid_T, num_sequences, replay.earlier_counts)
+        loss, values = _evaluate(
+            losses, scores, choice, weight_N, alive_N, valid_T, num_sequences, replay.earlier_counts
+        )
     kept = replay.kept
     expert = choice.expert if kept is None else choice.expert[kept]
     routing = Routing(

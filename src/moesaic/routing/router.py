@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -29,7 +30,9 @@ class AbstractRouter(nn.Module, ABC):
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         if dim < 1 or num_experts < 1:
-            raise ValueError(f"a router needs dim and num_experts of at least 1, got dim={dim}, num_experts={num_experts}")
+            raise InputError(
+                f"a router needs dim and num_experts of at least 1, got dim={dim}, num_experts={num_experts}"
+            )
         self.dim = dim
         self.num_experts = num_experts
 
@@ -63,7 +66,7 @@ class AbstractRouter(nn.Module, ABC):
         return None
 
     def check(self, top_k: int) -> None:
-        """Raise ValueError, in one line, if this router cannot train with `top_k` experts per token."""
+        """Raise InputError, in one line, if this router cannot train with `top_k` experts per token."""
         check_top_k(top_k, self.num_experts)
 
     def update(self, load_E: Tensor) -> None:
@@ -76,6 +79,6 @@ class AbstractRouter(nn.Module, ABC):
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:
-    """Raise ValueError if `top_k` experts cannot be chosen out of `num_experts`."""
+    """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
     if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")
+        raise InputError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")

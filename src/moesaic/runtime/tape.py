@@ -80,9 +80,7 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What the module returns.
     """
-    return torch_checkpoint(
-        module, *args, use_reentrant=False, context_fn=lambda: replay_contexts(module), **kwargs
-    )
+    return torch_checkpoint(module, *args, use_reentrant=False, context_fn=lambda: replay_contexts(module), **kwargs)
 
 
 class _Reusable(AbstractContextManager[None]):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, token_choice, top_k_indices
@@ -50,7 +51,7 @@ class BalancedAssignment(AbstractRouter):
     def check(self, top_k: int) -> None:
         super().check(top_k)
         if top_k != 1:
-            raise ValueError(f"the BASE router assigns one expert per token, got top_k={top_k}: set top_k=1")
+            raise InputError(f"the BASE router assigns one expert per token, got top_k={top_k}: set top_k=1")
 
 
 def balanced_assignment(scores: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, token_choice, top_k_indices
@@ -31,7 +32,7 @@ class CosineTopK(AbstractRouter):
     ) -> None:
         super().__init__(dim, num_experts)
         if not 0 < floor <= temperature:
-            raise ValueError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
+            raise InputError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
         self.projection = linear_scores(dim, projection)
         self.embedding = linear_scores(projection, num_experts)
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))

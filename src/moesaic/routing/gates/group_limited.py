@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import top_k_indices
@@ -36,13 +37,13 @@ class GroupLimited(AbstractRouter):
     ) -> None:
         super().__init__(inner.dim, inner.num_experts)
         if num_groups < 1 or inner.num_experts % num_groups:
-            raise ValueError(
+            raise InputError(
                 f"num_groups={num_groups} does not divide num_experts={inner.num_experts}: choose a divisor of it"
             )
         if not 1 <= top_groups <= num_groups:
-            raise ValueError(f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}")
+            raise InputError(f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}")
         if isinstance(inner, GroupLimited) or inner.needs_token_ids:
-            raise ValueError(f"GroupLimited cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
+            raise InputError(f"GroupLimited cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
         self.inner = inner
         self.num_groups = num_groups
         self.top_groups = top_groups
@@ -70,7 +71,7 @@ class GroupLimited(AbstractRouter):
         self.inner.check(top_k)
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:
-            raise ValueError(
+            raise InputError(
                 f"top_k={top_k} exceeds the {eligible} experts in {self.top_groups} of {self.num_groups} groups: "
                 "raise top_groups or lower top_k"
             )

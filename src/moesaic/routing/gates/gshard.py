@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
@@ -65,4 +66,4 @@ class GShardTop2(AbstractRouter):
 
     def _check_two(self, top_k: int) -> None:
         if top_k != 2:
-            raise ValueError(f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2")
+            raise InputError(f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2")

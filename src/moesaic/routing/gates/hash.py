@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import token_choice
@@ -28,14 +29,14 @@ class Hash(AbstractRouter):
     def __init__(self, dim: int, num_experts: int, *, buckets: int = 65_536, seed: int = 0) -> None:
         super().__init__(dim, num_experts)
         if buckets < 1:
-            raise ValueError(f"a hash router needs at least one bucket, got buckets={buckets}")
+            raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
         generator = torch.Generator().manual_seed(seed)
         table = torch.rand(buckets, num_experts, generator=generator).argsort(dim=1, stable=True)
         self.register_buffer("table", table.to(torch.int32))
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         if token_ids is None:
-            raise ValueError("the hash router reads token ids: call the layer as moe(x, token_ids=ids)")
+            raise InputError("the hash router reads token ids: call the layer as moe(x, token_ids=ids)")
         order_TE = self.table[token_ids % len(self.table)].long()
         rank_by = torch.zeros_like(order_TE, dtype=x_TD.dtype)
         places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, token_choice, top_k_indices
@@ -47,4 +48,4 @@ class NoisyTopK(AbstractRouter):
     def check(self, top_k: int) -> None:
         super().check(top_k)
         if top_k == 1 and self.num_experts > 1:
-            raise ValueError("noisy top-k with top_k=1 gives every token weight 1 and no gradient: use top_k >= 2")
+            raise InputError("noisy top-k with top_k=1 gives every token weight 1 and no gradient: use top_k >= 2")

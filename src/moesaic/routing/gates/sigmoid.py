@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
@@ -58,7 +59,7 @@ class SigmoidTopK(AbstractRouter):
     def check(self, top_k: int) -> None:
         super().check(top_k)
         if top_k == 1 and self.normalize and self.num_experts > 1:
-            raise ValueError(
+            raise InputError(
                 "top_k=1 with normalize=True gives every token the same weight and the router no gradient: "
                 "use SigmoidTopK(..., normalize=False)"
             )

@@ -11,6 +11,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import chosen, linear_scores, token_choice, top_k_indices
@@ -48,7 +49,7 @@ class SoftmaxTopK(AbstractRouter):
     def check(self, top_k: int) -> None:
         super().check(top_k)
         if top_k == 1 and self.normalize == "after" and self.num_experts > 1:
-            raise ValueError(
+            raise InputError(
                 'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
                 'use SoftmaxTopK(..., normalize="before")'
             )
