@@ -93,7 +93,7 @@ class MoE(HasLossScale, TapedModule):
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
     @overload
-    def __call__(self, x: Tensor, **options: object) -> Tensor: ...
+    def __call__(self, x: Tensor, *, return_routing: Literal[False] = False, **options: object) -> Tensor: ...
     def __call__(self, x: Tensor, **options: object) -> Tensor | tuple[Tensor, Routing]:
         """Run the layer; see `forward`."""
         result: Tensor | tuple[Tensor, Routing] = super().__call__(x, **options)
@@ -185,9 +185,9 @@ class MoE(HasLossScale, TapedModule):
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
         )
         rows = permute(x_TD, permutation)
-        weight = routing.weight[permutation.order]
+        weight: Tensor | None = routing.weight[permutation.order]
         if self.apply_weight == "before":
-            rows, weight = rows * weight.to(rows.dtype).unsqueeze(1), None
+            rows, weight = rows * routing.weight[permutation.order].to(rows.dtype).unsqueeze(1), None
         return unpermute(self.experts(rows, weight, permutation.ends), permutation)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
@@ -227,13 +227,13 @@ def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remov
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
 
 
-def _pick(choice: str | Callable, table: dict, what: str) -> Callable:  # type: ignore[type-arg]
+def _pick(choice: str | Callable, table: dict, what: str) -> Callable:
     """Look a name up, or return the function that was given."""
     if callable(choice):
         return choice
     if choice not in table:
         raise InputError(f"{what}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
-    factory: Callable = table[choice]  # type: ignore[type-arg]
+    factory: Callable = table[choice]
     return factory
 
 

@@ -91,7 +91,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return rows_times(x, w.transpose(1, 2), ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w, ends = ctx.saved_tensors
         grad = grad.contiguous()
         dx = rows_times(grad, w, ends) if ctx.needs_input_grad[0] else None

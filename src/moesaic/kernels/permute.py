@@ -96,7 +96,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, permutation.token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum_rows(grad, ctx.permutation), None
 
 
@@ -107,5 +107,5 @@ class _Unpermute(torch.autograd.Function):
         return _sum_rows(rows, permutation)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.permutation.token), None

@@ -14,7 +14,7 @@ from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.routing.gates import ROUTERS, RouterFactory
+from moesaic.routing.gates import ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
 from moesaic.runtime.tape import checkpoint
 
@@ -168,21 +168,19 @@ class GPT(nn.Module):
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:
     """Build the MoE layer that a config describes."""
-    options: dict[str, RouterFactory] = {
-        "sigmoid": partial(ROUTERS["sigmoid"], bias_rate=config.bias_rate),
-        "group_limited": partial(
-            ROUTERS["group_limited"],
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-            bias_rate=config.bias_rate,
-        ),
-    }
+    router: RouterFactory = ROUTERS[config.router]
+    if config.router == "sigmoid":
+        router = partial(SigmoidTopK, bias_rate=config.bias_rate)
+    elif config.router == "group_limited":
+        router = partial(
+            group_limited, num_groups=config.num_groups, top_groups=config.top_groups, bias_rate=config.bias_rate
+        )
     return MoE(
         dim,
         config.hidden,
         config.num_experts,
         config.top_k,
-        router=options.get(config.router, ROUTERS[config.router]),
+        router=router,
         experts=config.experts,
         capacity=config.make_capacity(),
         losses=config.make_losses(),

@@ -195,7 +195,7 @@ class InjectLoss(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return grad_y, scale.to(ctx.loss_dtype), None
 

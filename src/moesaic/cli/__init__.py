@@ -1,0 +1,1 @@
+"""The `moesaic` command: one small file per subcommand."""

@@ -1,0 +1,61 @@
+"""The entry point: picks a subcommand, turns errors into one line and an exit code.
+
+Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from moesaic import __version__
+from moesaic.errors import InputError, TrainingError
+
+COMMANDS = {
+    "train": "train a language model and write a run folder",
+    "sample": "continue a prompt with a trained model",
+    "report": "write one HTML page about one or more runs",
+    "demo": "train a sparse and a dense model, compare them, sample, report",
+}
+"""Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"moesaic {__version__}")
+        return 0
+    command = words[0]
+    try:
+        if command not in COMMANDS:
+            raise InputError(f"unknown command: choose one of {', '.join(COMMANDS)}")
+        code: int = import_module(f"moesaic.cli.{command}").run(words[1:])
+        return code
+    except (InputError, TrainingError) as error:
+        print(f"moesaic {command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in _EXTRAS:
+            raise
+        extra = _EXTRAS[error.name.split(".")[0]]
+        print(f'moesaic {command}: needs the package {error.name}: pip install "moesaic[{extra}]"', file=sys.stderr)
+        return 2
+
+
+_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report"}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help tells what a command takes."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""`moesaic sample RUN`: continue a prompt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """What to sample."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run folder."""
+    prompt: str = "def "
+    """What to continue."""
+    tokens: int = 300
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int | None = 40
+    """Sample among the so many likeliest tokens; None among all."""
+    seed: int = 0
+    """Of the draws."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.temperature < 0 or (self.top_k is not None and self.top_k < 1):
+            raise InputError("tokens and top-k must be at least 1, temperature at least 0")
+        if not self.prompt:
+            raise InputError("prompt: give at least one character")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Sample; returns the exit code."""
+    options = parse(
+        SampleOptions, arguments, prog="moesaic sample", description="Continue a prompt with a trained model."
+    )
+    print(options.prompt + continuation(options))
+    return 0
+
+
+def continuation(options: SampleOptions) -> str:
+    """Return the text that continues the prompt.
+
+    Raises:
+        InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
+    """
+    from moesaic.models.gpt import GPT
+    from moesaic.train.checkpoint import load_checkpoint, load_into
+    from moesaic.train.config import TrainConfig
+    from moesaic.train.configfile import override, read_table
+    from moesaic.train.generate import generate
+    from moesaic.train.machine import pick_device
+    from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+
+    folder = Path(options.run)
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder}: no run there (config.json is missing): name the folder that moesaic train wrote")
+    config = override(TrainConfig(), read_table(folder / "config.json"), source=str(folder / "config.json"))
+    if any(path.endswith(".bin") for path in config.data.path):
+        raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
+    saved = load_checkpoint(folder / "checkpoints", lambda line: print(line, file=sys.stderr))
+    tokenizer: AbstractTokenizer = ByteTokenizer()
+    if config.data.tokenizer == "bpe":
+        tokenizer = BPETokenizer.load(folder / "tokenizer.json")
+    model = GPT(config.model, saved.vocab_size)
+    load_into(model, saved, config.model, saved.vocab_size)
+    model.to(pick_device(options.device)).eval()
+    ids = generate(
+        model,
+        tokenizer.encode(options.prompt.encode()).tolist(),
+        num_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    return tokenizer.decode(ids)

@@ -1,0 +1,216 @@
+"""Checkpoints: safetensors and JSON, written aside and renamed, so that a folder that has its name is whole.
+
+    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json
+
+`state.json` holds a checksum of each tensor file; loading takes the newest checkpoint whose checksums hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig
+from moesaic.train.configfile import differing_fields, override
+
+FORMAT = 1
+"""Version of the layout; a reader refuses newer ones."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint."""
+
+    step: int
+    """Optimizer steps taken."""
+    model_config: ModelConfig
+    """Architecture of the saved model."""
+    vocab_size: int
+    """Its vocabulary."""
+    model: dict[str, Tensor]
+    """Parameters and persistent buffers by name."""
+    optimizer: dict[str, Tensor]
+    """`<parameter>.<state>` to tensor."""
+    extra: dict[str, Any]
+    """What the loop stored beside them."""
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    model_config: ModelConfig,
+    vocab_size: int,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any],
+    keep_last: int,
+) -> Path:
+    """Write `folder/step-XXXXXXXX` atomically, then delete all but the newest `keep_last` checkpoints.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        step: optimizer steps taken.
+        model: its parameters and persistent buffers are saved.
+        model_config: its architecture.
+        vocab_size: its vocabulary.
+        optimizer: its state is saved by parameter name.
+        extra: JSON data to hand back on loading.
+        keep_last: checkpoints to keep.
+
+    Raises:
+        InputError: if the disk is full or the folder cannot be written; earlier checkpoints stay.
+    """
+    target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    state = {
+        "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
+    }  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        tensors = {
+            "model.safetensors": {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+            "optimizer.safetensors": optimizer_tensors(model, optimizer),
+        }
+        state["sha256"] = {name: _write(aside / name, part) for name, part in tensors.items()}
+        (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        reason = "the disk is full: free space" if full else f"{error}: check the folder"
+        raise InputError(
+            f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
+        ) from error
+    for old in list_checkpoints(folder)[:-keep_last]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """Load the newest whole checkpoint.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        warn: is given one line for each damaged checkpoint that is passed over.
+
+    Raises:
+        InputError: if there is none, or none is whole.
+    """
+    candidates = list_checkpoints(folder)
+    if not candidates:
+        raise InputError(f"{folder}: no checkpoint there: train first, or name another run folder")
+    for path in reversed(candidates):
+        try:
+            return _read(path)
+        except _DamagedError as damage:
+            earlier = "taking the previous one" if path != candidates[0] else "and there is no earlier one"
+            warn(f"checkpoint {path} is damaged ({damage}), {earlier}")
+    raise InputError(f"{folder}: every checkpoint there is damaged: train anew with --existing replace")
+
+
+def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
+    """Copy a checkpoint's parameters into a model.
+
+    Raises:
+        InputError: if the checkpoint is of another architecture; names the fields that differ.
+    """
+    different = differing_fields(config, checkpoint.model_config, "model.")
+    different = [line for line in different if not line.startswith("model.checkpoint_activations")]
+    if vocab_size != checkpoint.vocab_size:
+        different.append(f"vocabulary ({vocab_size} and {checkpoint.vocab_size})")
+    if different:
+        raise InputError(
+            f"the checkpoint of step {checkpoint.step} is of another architecture, {'; '.join(different)} "
+            "(configured and saved): configure the saved one, or choose another run folder"
+        )
+    model.load_state_dict(checkpoint.model)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as `<parameter>.<state>` to tensor."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}.{key}": torch.as_tensor(value).contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` returned."""
+    for name, parameter in model.named_parameters():
+        prefix = f"{name}."
+        keys = {key[len(prefix) :] for key in tensors if key.startswith(prefix) and "." not in key[len(prefix) :]}
+        for key in keys:
+            value = tensors[prefix + key]
+            optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+
+
+class _DamagedError(Exception):
+    """A checkpoint that is not whole."""
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors, flush them to the disk, return the file's checksum."""
+    save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _checksum(path)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(path)
+        )
+
+
+def _slow_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if state["format"] > FORMAT:
+            raise InputError(
+                f"checkpoint {path} has format {state['format']}, this Moesaic reads up to {FORMAT}: upgrade it"
+            )
+        for name, checksum in state["sha256"].items():
+            if _checksum(path / name) != checksum:
+                raise _DamagedError(f"{name} does not match its checksum")
+        return Checkpoint(
+            step=state["step"],
+            model_config=override(ModelConfig(), state["model_config"], source=str(path / "state.json")),
+            vocab_size=state["vocab_size"],
+            model=load_file(path / "model.safetensors"),
+            optimizer=load_file(path / "optimizer.safetensors"),
+            extra=state["extra"],
+        )
+    except FileNotFoundError as error:
+        raise _DamagedError(f"{Path(error.filename).name} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _DamagedError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,125 @@
+"""The configuration of a training run: frozen dataclasses, a docstring under each field, written into the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and how it becomes tokens."""
+
+    path: tuple[str, ...] = ()
+    """Text files, folders (every text file in them), globs, or `.bin` files of tokens (raw little-endian integers, memory
+    mapped). Empty: the source text of this Python's standard library, without its tests."""
+    val_path: tuple[str, ...] = ()
+    """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
+    `.bin` files, the last val_share of the tokens."""
+    val_share: float = 0.05
+    """Share of the files, or of the tokens, that is set aside for validation."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """bytes: 256 tokens, one per byte. bpe: byte-level BPE trained on the training files, kept in the run folder."""
+    vocab_size: int = 256
+    """Tokens: 256 for bytes; the size to train for bpe; the largest id plus one in `.bin` files."""
+    bin_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """Integer type of `.bin` files."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_share < 1:
+            raise InputError(f"data.val_share={self.val_share}: choose a share between 0 and 1")
+        if (
+            self.tokenizer == "bytes"
+            and self.vocab_size < 256
+            and not all(p.endswith(".bin") for p in self.path or ("",))
+        ):
+            raise InputError(f"data.vocab_size={self.vocab_size}: bytes need 256")
+        if self.tokenizer == "bpe" and self.vocab_size < 300:
+            raise InputError(f"data.vocab_size={self.vocab_size}: a byte-level BPE needs at least 300")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with warm-up and a cosine down to `final_share` of the peak."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    warmup_steps: int = 40
+    """Steps of linear warm-up."""
+    final_share: float = 0.1
+    """Learning rate at the last step over the peak."""
+    weight_decay: float = 0.1
+    """On matrices; norms, biases and routers have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    clip_norm: float = 1.0
+    """Largest norm of the gradient over all parameters; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise InputError(f"optimizer.lr={self.lr}: must be above 0")
+        if self.warmup_steps < 0 or self.clip_norm < 0 or self.weight_decay < 0:
+            raise InputError("optimizer: warmup_steps, clip_norm and weight_decay must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    out: str = "runs/gpt"
+    """The run folder: config, metrics, checkpoints, TensorBoard events."""
+    existing: Literal["refuse", "resume", "replace"] = "refuse"
+    """If the folder holds a run already: refuse; resume from its last good checkpoint; or replace it."""
+    steps: int = 500
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Sequences per micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    seed: int = 0
+    """Of initialisation, data order and routing noise."""
+    device: str = "auto"
+    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast of the forward pass. auto: bfloat16 where a matmul of it is measured at least 1.5 times as fast."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_sequences: int = 128
+    """Sequences per evaluation, spread evenly over the validation data."""
+    save_every: int = 250
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = 2
+    """Checkpoints to keep."""
+    probe_sequences: int = 2
+    """Validation sequences of the fixed batch on which churn is measured."""
+    tensorboard: bool = True
+    """Also write TensorBoard event files."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.keep_last < 1 or self.probe_sequences < 1:
+            raise InputError("keep_last and probe_sequences must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"threads={self.threads}: must be at least 1")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.accumulation * self.model.seq_len

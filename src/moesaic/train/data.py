@@ -1,0 +1,244 @@
+"""Training data: where the text comes from, how it is split, and which tokens each micro-batch holds.
+
+A micro-batch is a pure function of (data, seed, index): resuming needs no state but the index.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.train.config import DataConfig
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+
+FEW_FILES = 20
+"""Below this many files the validation data is the end of the text rather than whole files."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens for training and validation."""
+
+    train: np.ndarray
+    """(tokens,) unsigned integers, memory mapped for `.bin` files."""
+    val: np.ndarray
+    """(tokens,)."""
+    tokenizer: AbstractTokenizer
+    """How they were made; bytes for `.bin` files, whose ids it cannot decode."""
+    vocab_size: int
+    """Ids are below it."""
+    val_bytes: int
+    """Bytes of text behind `val`, to express losses per byte; its tokens for `.bin` files."""
+    description: str
+    """One line for people."""
+
+
+def load_corpus(config: DataConfig, run_folder: Path | None = None) -> Corpus:
+    """Find, read, split and tokenize the data.
+
+    Args:
+        config: what to read.
+        run_folder: where a trained tokenizer is kept; one that is there already is used again.
+
+    Raises:
+        InputError: if data is missing, empty, unreadable, or holds ids that the vocabulary does not.
+    """
+    files, root = (find_files(config.path, "data.path"), None) if config.path else standard_library()
+    if files[0].suffix == ".bin":
+        return _load_bin(config, files)
+    val_files = find_files(config.val_path, "data.val_path") if config.val_path else []
+    if not val_files and len(files) >= FEW_FILES:
+        files, val_files = split_by_name(files, config.val_share, root)
+    train_documents, val_documents = _read(files), _read(val_files)
+    if not val_documents:
+        whole = b"\0".join(train_documents)
+        cut = int(len(whole) * (1 - config.val_share))
+        train_documents, val_documents = [whole[:cut]], [whole[cut:]]
+    tokenizer = _make_tokenizer(config, train_documents, run_folder)
+    return Corpus(
+        train=_join(tokenizer, train_documents),
+        val=_join(tokenizer, val_documents),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        val_bytes=sum(map(len, val_documents)) + len(val_documents) - 1,
+        description=f"{len(files) + len(val_files)} files" + (f" of {root}" if root else ""),
+    )
+
+
+def standard_library() -> tuple[list[Path], Path]:
+    """Return the source files of this Python's standard library without its tests, sorted, and their folder."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
+    if not files:
+        raise InputError(f"no Python sources in {root}: pass text with data.path")
+    return files, root
+
+
+def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
+    """Return the files behind paths, folders and globs, sorted; text files and `.bin` files do not mix."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_file():
+            found.add(path)
+        elif path.is_dir():
+            found.update(p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.parts[1:]))
+        else:
+            matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+            if not matches:
+                raise InputError(f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file")
+            found.update(match for match in matches if match.is_file())
+    if not found:
+        raise InputError(f"{where}: no files in {', '.join(patterns)}")
+    if len({path.suffix == ".bin" for path in found}) > 1:
+        raise InputError(f"{where}: .bin files and text files are mixed: give one kind")
+    return sorted(found)
+
+
+def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
+    """Set files aside for validation by a hash of their names, so that adding files never moves others across.
+
+    Args:
+        files: all files.
+        share: of the files that go to validation, on average.
+        root: names are taken relative to it; None takes the last two parts of each path.
+
+    Returns:
+        (training files, validation files).
+    """
+
+    def draw(path: Path) -> float:
+        name = path.relative_to(root).as_posix() if root else "/".join(path.parts[-2:])
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+    return [p for p in files if draw(p) >= share], [p for p in files if draw(p) < share]
+
+
+class Batches:
+    """Micro-batches of consecutive, non-overlapping windows in an order that each epoch shuffles anew.
+
+    Args:
+        tokens: (tokens,) the data.
+        seq_len: tokens per sequence.
+        batch_size: sequences per micro-batch.
+        seed: of the order.
+        name: of the data, for messages.
+
+    Raises:
+        InputError: if the data is shorter than one sequence and its target.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, name: str = "training data"
+    ) -> None:
+        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self.num_windows = (len(tokens) - 1) // seq_len
+        if self.num_windows < 1:
+            raise InputError(
+                f"{name}: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
+                "give more data or a smaller model.seq_len"
+            )
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def get(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return micro-batch `index`: tokens and targets, (batch_size, seq_len) int64 each."""
+        first = index * self.batch_size
+        windows = [self._window(place) for place in range(first, first + self.batch_size)]
+        return as_batch(self.tokens, windows, self.seq_len)
+
+    def _window(self, place: int) -> int:
+        epoch, within = divmod(place, self.num_windows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.num_windows)
+        return int(self._order[within])
+
+
+def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
+    """Return up to `count` windows spread evenly over the data, for evaluation."""
+    available = (len(tokens) - 1) // seq_len
+    if available < 1:
+        raise InputError(
+            f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
+            "give more with data.val_path, raise data.val_share or lower model.seq_len"
+        )
+    return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
+
+
+def as_batch(tokens: np.ndarray, windows: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return windows of the data as tokens and next tokens, (len(windows), seq_len) int64 each."""
+    rows = np.stack([tokens[w * seq_len : (w + 1) * seq_len + 1] for w in windows]).astype(np.int64)
+    batch = torch.from_numpy(rows)
+    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def _read(files: list[Path]) -> list[bytes]:
+    documents = []
+    for path in files:
+        try:
+            documents.append(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"data: {path} cannot be read ({error.strerror})") from error
+    documents = [data for data in documents if data]
+    if files and not documents:
+        raise InputError(
+            f"data: {files[0]}{' and all others' if len(files) > 1 else ''} is empty: give files with text"
+        )
+    return documents
+
+
+def _make_tokenizer(config: DataConfig, documents: list[bytes], run_folder: Path | None) -> AbstractTokenizer:
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    saved = run_folder / "tokenizer.json" if run_folder else None
+    if saved and saved.exists():
+        return BPETokenizer.load(saved)
+    tokenizer = BPETokenizer.train(documents, config.vocab_size)
+    if saved:
+        tokenizer.save(saved)
+    return tokenizer
+
+
+def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
+    parts: list[np.ndarray] = []
+    for data in documents:
+        ids = tokenizer.encode(data)
+        parts += [np.array([tokenizer.separator], dtype=ids.dtype), ids]
+    return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
+
+
+def _load_bin(config: DataConfig, files: list[Path]) -> Corpus:
+    arrays = [_map_bin(path, config) for path in files]
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if config.val_path:
+        train, val = whole, np.concatenate([_map_bin(p, config) for p in find_files(config.val_path, "data.val_path")])
+    else:
+        cut = int(len(whole) * (1 - config.val_share))
+        train, val = whole[:cut], whole[cut:]
+    return Corpus(train, val, ByteTokenizer(), config.vocab_size, max(len(val), 1), f"{len(files)} token files")
+
+
+def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
+    dtype = np.dtype(config.bin_dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise InputError(
+            f"data: {path} has {size} bytes, not a whole number of {config.bin_dtype}: check data.bin_dtype"
+        )
+    tokens = np.memmap(path, dtype=dtype, mode="r")
+    largest = int(tokens.max())
+    if largest >= config.vocab_size:
+        raise InputError(
+            f"data: {path} holds token {largest}, data.vocab_size is {config.vocab_size}: set it above {largest}"
+        )
+    return tokens

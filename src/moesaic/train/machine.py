@@ -1,0 +1,71 @@
+"""What the machine gives: device, precision, threads and the matmul rate that MFU is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from moesaic.errors import InputError
+
+BFLOAT16_PAYS_FROM = 1.5
+"""bfloat16 is chosen where its matmul is this much faster than float32's: casts and norms eat part of the gain."""
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that a config names; "auto" is CUDA where there is one.
+
+    Raises:
+        InputError: if it does not exist here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device={name!r} is unknown: write auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device={name!r} is not supported: write auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices: write cpu or auto"
+        )
+    return device
+
+
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
+    """Measure the rate of a square matmul: the median of several, after a warm-up.
+
+    Args:
+        device: where.
+        dtype: of both operands.
+        size: rows and columns; None takes 1024 on a CPU and 8192 on a GPU.
+    """
+    size = size or (8192 if device.type == "cuda" else 1024)
+    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the run
+    a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
+    seconds = []
+    for _ in range(8):
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / sorted(seconds[2:])[3]
+
+
+def pick_precision(name: str, device: torch.device) -> torch.dtype:
+    """Return the autocast dtype that a config asks for; "auto" measures on a CPU and asks the driver on a GPU."""
+    if name == "float32":
+        return torch.float32
+    if name == "bfloat16":
+        return torch.bfloat16
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    gain = matmul_flops_per_second(device, torch.bfloat16) / matmul_flops_per_second(device, torch.float32)
+    return torch.bfloat16 if gain >= BFLOAT16_PAYS_FROM else torch.float32
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,90 @@
+"""Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, TensorBoard event files.
+
+Each line has `kind` ("train" or "eval") and `step`. The report and the benchmarks read nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import InputError
+
+
+class Metrics:
+    """Appends lines to a run's metrics.
+
+    Args:
+        run_folder: the run.
+        start_step: lines of later steps are cut off first, so that a resumed run has each step once.
+        tensorboard: also write event files below `run_folder/tensorboard`.
+    """
+
+    def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
+        self.path = run_folder / "metrics.jsonl"
+        kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+        self._writer = _event_writer(run_folder / "tensorboard", start_step) if tensorboard else None
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append a line; numbers and lists of per-layer dicts also become TensorBoard scalars."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in _scalars(values):
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics, in order; a last line that was cut short is left out.
+
+    Raises:
+        InputError: if the run has no metrics, or a line before the last is damaged.
+    """
+    path = run_folder / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no metrics there: name the folder of a run") from error
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise InputError(f"{path}: line {number} is damaged ({error}): remove it") from error
+    return parsed
+
+
+def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            found.append((prefix + name, float(value)))
+        elif isinstance(value, dict):
+            found += _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, item in enumerate(value):
+                found += _scalars(item, f"{prefix}{name}/layer{index}/")
+    return found
+
+
+def _event_writer(folder: Path, start_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "tensorboard=True needs the package tensorboard: pip install tensorboard, or --no-tensorboard"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)

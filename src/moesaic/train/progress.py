@@ -1,0 +1,53 @@
+"""What a person sees while a model trains: a rich progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainingProgress:
+    """A context manager around a run of `steps` steps.
+
+    Args:
+        steps: of the whole run.
+        done: steps taken before.
+        console: where to print; None for standard output.
+        label: shown in front.
+    """
+
+    def __init__(self, steps: int, done: int, *, console: Console | None = None, label: str = "training") -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task(label, total=steps, completed=done, status="")
+        self._label = label
+
+    def __enter__(self) -> TrainingProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, step: int, status: str | None = None) -> None:
+        """Show that `step` steps are done, with a short status."""
+        if status is None:
+            self._progress.update(self._task, completed=step)
+        else:
+            self._progress.update(self._task, completed=step, status=status)
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)

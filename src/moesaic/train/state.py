@@ -1,0 +1,128 @@
+"""Everything a run is made of, built once from its configuration or taken up again from its folder."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from moesaic.errors import InputError
+from moesaic.models.gpt import GPT
+from moesaic.routing.router import AbstractRouter
+from moesaic.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, load_into, load_optimizer
+from moesaic.train.config import OptimizerConfig, TrainConfig
+from moesaic.train.configfile import as_json
+from moesaic.train.data import Corpus, load_corpus
+from moesaic.train.machine import pick_device, pick_precision
+
+
+@dataclass
+class RunState:
+    """A run at some step."""
+
+    config: TrainConfig
+    """Resolved: `precision` is no longer "auto"."""
+    folder: Path
+    corpus: Corpus
+    device: torch.device
+    dtype: torch.dtype
+    """Of the forward pass's autocast; float32 for none."""
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    step: int
+    """Optimizer steps taken."""
+    seconds: float
+    """Spent in training steps by earlier processes."""
+
+
+def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
+    """Build a run, or take it up again where `config.existing` says so.
+
+    Nothing in an existing folder is touched before the configuration, the data and the checkpoint have proven good.
+
+    Args:
+        config: the configuration.
+        say: is given a line for people now and then.
+
+    Raises:
+        InputError: for a folder that holds a run already, bad data, another architecture.
+    """
+    folder = Path(config.out)
+    occupied = (folder / "config.json").exists()
+    if occupied and config.existing == "refuse":
+        raise InputError(f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = pick_device(config.device)
+    resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
+    saved = load_checkpoint(folder / "checkpoints", say) if resuming else None
+    dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
+    config = replace(config, precision="bfloat16" if dtype == torch.bfloat16 else "float32")
+    # A tokenizer is kept in the folder; one that is to be replaced must not be taken over.
+    keeps_folder = not occupied or config.existing == "resume"
+    corpus = load_corpus(config.data, _made(folder) if keeps_folder else None)
+    seed_everything(config.seed)
+    model = GPT(config.model, corpus.vocab_size).to(device)
+    optimizer = make_optimizer(model, config.optimizer, device)
+    if saved is not None:
+        load_into(model, saved, config.model, corpus.vocab_size)
+        load_optimizer(model, optimizer, saved.optimizer)
+        restore_rng(saved)
+    elif occupied:
+        for stale in ("checkpoints", "tensorboard"):
+            shutil.rmtree(folder / stale, ignore_errors=True)
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+        if config.data.tokenizer == "bpe":
+            corpus.tokenizer.save(folder / "tokenizer.json")  # type: ignore[attr-defined]
+    (_made(folder) / "config.json").write_text(as_json(config), encoding="utf-8")
+    step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
+    return RunState(config, folder, corpus, device, dtype, model, optimizer, step, seconds)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only; routers, norms and biases have none."""
+    routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
+    decayed = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in routers]
+    others = [p for p in model.parameters() if p.dim() < 2 or id(p) in routers]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, fused=True)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> dict[str, str]:
+    """Return torch's generator states, as hexadecimal text; the data order needs none, it is a function of the step."""
+    states = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}
+    if device.type == "cuda":
+        states["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
+    return states
+
+
+def restore_rng(checkpoint: Checkpoint) -> None:
+    """Put back what `rng_state` returned."""
+    for kind, text in checkpoint.extra["rng"].items():
+        state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out={folder}: the folder cannot be made ({error.strerror}): choose another --out") from error
+    return folder

@@ -1,0 +1,94 @@
+"""Text to tokens and back: bytes, or a byte-level BPE trained on the corpus by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.errors import InputError
+
+
+class AbstractTokenizer(ABC):
+    """Maps text to token ids; id `separator` stands between documents."""
+
+    vocab_size: int
+    separator: int
+
+    @abstractmethod
+    def encode(self, data: bytes) -> np.ndarray:
+        """Return the ids of a document, (tokens,) of an unsigned integer dtype, without a separator."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; bytes that are no UTF-8 become the replacement character."""
+
+
+class ByteTokenizer(AbstractTokenizer):
+    """One token per byte; byte 0 separates documents."""
+
+    vocab_size = 256
+    separator = 0
+
+    def encode(self, data: bytes) -> np.ndarray:
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) % 256 for i in ids).decode("utf-8", errors="replace")
+
+
+class BPETokenizer(AbstractTokenizer):
+    """A byte-level BPE; token 0 separates documents.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` whose id 0 is `<|end|>`.
+    """
+
+    separator = 0
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = int(tokenizer.get_vocab_size())
+
+    @classmethod
+    def train(cls, documents: Iterable[bytes], vocab_size: int) -> BPETokenizer:
+        """Train on documents; deterministic for the same documents in the same order."""
+        library = _library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<|end|>"],
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator((data.decode("utf-8", errors="replace") for data in documents), trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, path: Path) -> BPETokenizer:
+        """Read a tokenizer that `save` wrote."""
+        return cls(_library().Tokenizer.from_file(str(path)))
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON."""
+        self._tokenizer.save(str(path))
+
+    def encode(self, data: bytes) -> np.ndarray:
+        ids = self._tokenizer.encode(data.decode("utf-8", errors="replace")).ids
+        return np.asarray(ids, dtype=np.uint16 if self.vocab_size <= 65_536 else np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids]))
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise InputError('data.tokenizer=bpe needs the package tokenizers: pip install "moesaic[bpe]"') from error
+    return tokenizers
