@@ -72,7 +72,6 @@ class MoE(HasLossScale, TapedModule):
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
         check_top_k(top_k, num_experts)
-        check_top_k(top_k if eval_top_k is None else eval_top_k, num_experts)
         if shared_hidden < 0:
             raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
         if apply_weight not in ("after", "before"):
@@ -80,6 +79,7 @@ class MoE(HasLossScale, TapedModule):
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
         self.router: AbstractRouter = _pick(router, ROUTERS, "router")(dim, num_experts)
         self.router.check(top_k)
+        self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
         make_experts = _pick(experts, EXPERTS, "experts")
         self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
         self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
@@ -158,7 +158,7 @@ class MoE(HasLossScale, TapedModule):
             top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
         if capacity is None:
             capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
-        replay = self.tape.read(self) if self.tape is not None and self.tape.is_replaying else None
+        replay = None if self.tape is None else self.tape.read(self)
         spans_step = any(loss.name == "load_balance_global_batch" for loss in self.losses)
         routed = route(
             self.router,
@@ -172,11 +172,10 @@ class MoE(HasLossScale, TapedModule):
             earlier_counts=self.step_counts if spans_step else None,
             replay=replay,
         )
-        if replay is None:
-            if self.tape is not None:
-                self.tape.write(self, routed.record)
-            if self.training and (torch.is_grad_enabled() or self.tape is not None):
-                self.step_counts += routed.routing.requested
+        if self.tape is not None and not self.tape.is_replaying:
+            self.tape.write(self, routed.record)
+        if replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None):
+            self.step_counts += routed.routing.requested
         return routed
 
     def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -208,7 +207,7 @@ class MoE(HasLossScale, TapedModule):
                 f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)"
             )
         if top_k is not None:
-            check_top_k(top_k, self.num_experts)
+            self.router.check_fits(top_k)
 
 
 def finish_step(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise InputError(_one_line(errors.getvalue())) from stop
+        raise _refusal_of(stop) or InputError(_one_line(errors.getvalue())) from stop
     if unknown:
         raise InputError(f"unknown argument {unknown[0]}{_nearest(unknown[0], kind)}; --help lists all")
     result: T = parsed
@@ -63,9 +63,18 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
     return flags
 
 
+def _refusal_of(stop: SystemExit) -> InputError | None:
+    """Return the dataclass's own refusal that made tyro stop: tyro's frame would break its lines."""
+    error = stop.__context__
+    while error is not None and not isinstance(error, InputError):
+        error = error.__context__
+    return error
+
+
 def _one_line(box: str) -> str:
-    """Return the text of tyro's framed message without the frame."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [re.sub(r"[─-╿]+", " ", line).strip() for line in text.splitlines()]
-    words = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
-    return re.sub(r"\s+", " ", words).removeprefix("Parsing error ").strip()
+    """Return the text of tyro's framed message without the frame (lines, or hyphens in ASCII), headings and help."""
+    text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}", " ", box)
+    words = re.sub(r"\s+", " ", text).strip()
+    words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]
+    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Required options) ", "", words)
+    return re.sub(r"^Error parsing ", "", words)

@@ -1,6 +1,7 @@
 """The entry point: picks a subcommand, turns errors into one line and an exit code.
 
-Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training failed, 2 bad input.
+Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training failed, 2 bad input,
+130 interrupted before there was anything to save.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:  # while something is read or built; the training loop itself saves first
+        print(f"moesaic {command}: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
             raise

@@ -67,9 +67,9 @@ def continuation(options: SampleOptions) -> str:
     if not (folder / "config.json").exists():
         raise InputError(f"{folder}: no run there (config.json is missing): name the folder that moesaic train wrote")
     config = override(TrainConfig(), read_table(folder / "config.json"), source=str(folder / "config.json"))
-    if any(path.endswith(".bin") for path in config.data.path):
-        raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
     saved = load_checkpoint(folder / "checkpoints", lambda line: print(line, file=sys.stderr))
+    if not saved.extra.get("has_text", True):
+        raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
     tokenizer: AbstractTokenizer = ByteTokenizer()
     if config.data.tokenizer == "bpe":
         tokenizer = BPETokenizer.load(folder / "tokenizer.json")

@@ -40,8 +40,8 @@ def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("moesaic::rows_times", mutates_args=())
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
-    if _is_supported(x, w):
-        return F.grouped_mm(x, w, offs=ends)
+    if len(x) and _is_supported(x, w):
+        return F.grouped_mm(_packed(x), w, offs=ends)
     out = x.new_empty(len(x), w.shape[2])
     start = 0
     for e, end in enumerate(ends.tolist()):
@@ -58,8 +58,8 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("moesaic::outer_products", mutates_args=())
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
-    if _is_supported(dy, x):
-        return F.grouped_mm(dy.t(), x, offs=ends)
+    if len(x) and _is_supported(dy, x):
+        return F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
     for e, end in enumerate(ends.tolist()):
@@ -84,6 +84,14 @@ def _is_supported(*operands: Tensor) -> bool:
     return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
 
 
+def _packed(rows: Tensor) -> Tensor:
+    """Return the rows one after the other in memory, as `F.grouped_mm` wants them.
+
+    `contiguous()` is not enough: it leaves a single row's stride as it is, 0 after an `expand`.
+    """
+    return rows if rows.stride() == (rows.shape[1], 1) else rows.clone(memory_format=torch.contiguous_format)
+
+
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -93,7 +101,6 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w, ends = ctx.saved_tensors
-        grad = grad.contiguous()
         dx = rows_times(grad, w, ends) if ctx.needs_input_grad[0] else None
-        dw = outer_products(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
+        dw = outer_products(grad, x, ends) if ctx.needs_input_grad[1] else None
         return dx, dw, None

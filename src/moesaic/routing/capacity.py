@@ -6,6 +6,7 @@ means two things (Tutel section 4.1 encodes the same choices as positive, zero a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -60,9 +61,9 @@ class Capacity(AbstractCapacity):
     Vision with Sparse Mixture of Experts", 2021, section 4)."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and not self.factor > 0:
+        if self.factor is not None and not 0 < self.factor < math.inf:
             raise InputError(
-                f"a capacity factor must be above 0, got {self.factor}: write Dropless() to drop nothing, "
+                f"a capacity factor must be a finite number above 0, got {self.factor}: write Dropless() to drop nothing, "
                 "or Capacity.fitted() for the smallest capacity without drops"
             )
         if self.order not in ("position", "score"):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
+from moesaic.routing.buffers import KeepsFloat32
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -190,14 +191,13 @@ class InjectLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
+        ctx.scale = scale  # not saved: it may be set anew between forward and backward
         ctx.loss_dtype = loss.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return grad_y, scale.to(ctx.loss_dtype), None
+        return grad_y, ctx.scale.to(ctx.loss_dtype), None
 
 
 def inject_loss(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def inject_loss(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
     Args:
         y: any shape, on the path to the main loss.
         loss: (), differentiable.
-        scale: (), what one unit of the main loss weighs in this backward: the share of the optimizer step's tokens in
+        scale: (), read in backward; what one unit of the main loss weighs there: the share of the optimizer step's tokens in
             this micro-batch, times the gradient scaler's factor if there is one.
     """
     injected: Tensor = InjectLoss.apply(y, loss, scale)
@@ -225,9 +225,10 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
             module.loss_scale.fill_(scale)
 
 
-class HasLossScale(nn.Module):
+class HasLossScale(KeepsFloat32):
     """A module whose injected losses follow `set_loss_scale`."""
 
+    float32_buffers = ("loss_scale",)
     loss_scale: Tensor
 
     def __init__(self) -> None:

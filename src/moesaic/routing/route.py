@@ -61,7 +61,7 @@ def route(
         replay: a record of the same call; nothing is drawn, chosen or admitted anew.
     """
     with torch.autocast(device_type=x_TD.device.type, enabled=False):
-        x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        x = _router_input(x_TD, valid_T)
         noise = router.draw(len(x), x.device) if replay is None else replay.noise
         scores = router.scores(x, noise, token_ids)
         choice = router.choose(scores, top_k, valid_T, noise) if replay is None else replay.choice
@@ -75,9 +75,8 @@ def route(
             kept = admit(choice, alive_N, rows, best_T, router.num_experts)
             earlier = None if earlier_counts is None else earlier_counts.clone()
             replay = RoutingRecord(noise, choice, kept, rows, earlier)
-        loss, values = _evaluate(
-            losses, scores, choice, weight_N, alive_N, valid_T, num_sequences, replay.earlier_counts
-        )
+        earlier = replay.earlier_counts
+        loss, values = _evaluate(losses, scores, choice, weight_N, alive_N, valid_T, num_sequences, earlier)
     kept = replay.kept
     expert = choice.expert if kept is None else choice.expert[kept]
     routing = Routing(
@@ -100,6 +99,12 @@ def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
     """Return the copies per expert, (num_experts,) int64, without a host sync; `alive_N` (N,) bool says which count."""
     ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
     return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(0, expert_N, ones)
+
+
+def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Return the tokens in float32 at least, padding as zeros: it may hold anything, and 0 * nan is nan."""
+    x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
 def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.routing.buffers import KeepsFloat32
 from moesaic.routing.routing import Choice, Scores
 
 
-class AbstractRouter(nn.Module, ABC):
+class AbstractRouter(KeepsFloat32, ABC):
     """Scores experts for tokens and chooses among them.
 
     Args:
@@ -26,6 +27,8 @@ class AbstractRouter(nn.Module, ABC):
 
     needs_token_ids = False
     """True for a router that reads token ids instead of activations (`Hash`)."""
+    takes_best_ranked = True
+    """True if each token's experts are ranked by `Scores.rank_by` alone, so that -inf there excludes an expert."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
@@ -65,9 +68,13 @@ class AbstractRouter(nn.Module, ABC):
         """Return the random numbers of one call, None if the router uses none; a replay passes the recorded ones."""
         return None
 
+    def check_fits(self, top_k: int) -> None:
+        """Raise InputError, in one line, if this router cannot choose `top_k` experts per token."""
+        check_top_k(top_k, self.num_experts)
+
     def check(self, top_k: int) -> None:
         """Raise InputError, in one line, if this router cannot train with `top_k` experts per token."""
-        check_top_k(top_k, self.num_experts)
+        self.check_fits(top_k)
 
     def update(self, load_E: Tensor) -> None:
         """Adapt to the load of one optimizer step; does nothing unless the method asks for it.
@@ -80,5 +87,5 @@ class AbstractRouter(nn.Module, ABC):
 
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
-    if not 1 <= top_k <= num_experts:
+    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")

@@ -32,7 +32,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
-    bits = rank_by.contiguous().view(torch.int32)
+    bits = rank_by.masked_fill(rank_by == 0, 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)

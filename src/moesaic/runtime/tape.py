@@ -19,9 +19,14 @@ from moesaic.routing.route import RoutingRecord
 
 
 class RoutingTape:
-    """The routing records of one checkpointed call: per layer, in call order."""
+    """The routing records of one checkpointed call: per layer, in call order.
 
-    def __init__(self) -> None:
+    Args:
+        outer: the tape of the surrounding checkpoint, for each layer that is in one.
+    """
+
+    def __init__(self, outer: dict[TapedModule, RoutingTape]) -> None:
+        self._outer = outer
         self._records: dict[TapedModule, list[RoutingRecord]] = {}
         self._position: dict[TapedModule, int] | None = None
 
@@ -31,12 +36,17 @@ class RoutingTape:
         return self._position is not None
 
     def write(self, layer: TapedModule, record: RoutingRecord) -> None:
-        """Append a record of the first pass."""
+        """Append a record of the first pass, to the surrounding tapes that record too."""
         self._records.setdefault(layer, []).append(record)
+        outer = self._outer.get(layer)
+        if outer is not None and not outer.is_replaying:
+            outer.write(layer, record)
 
-    def read(self, layer: TapedModule) -> RoutingRecord:
-        """Return the layer's next record."""
-        assert self._position is not None, "a tape is read only while it replays"
+    def read(self, layer: TapedModule) -> RoutingRecord | None:
+        """Return the layer's next record, from the innermost tape that replays; None in a first pass."""
+        if self._position is None:
+            outer = self._outer.get(layer)
+            return None if outer is None else outer.read(layer)
         position = self._position.get(layer, 0)
         self._position[layer] = position + 1
         return self._records[layer][position]
@@ -64,8 +74,8 @@ def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Ab
     Args:
         module: what is checkpointed; every MoE layer in it records and replays.
     """
-    tape = RoutingTape()
     layers = [layer for layer in module.modules() if isinstance(layer, TapedModule)]
+    tape = RoutingTape({layer: layer.tape for layer in layers if layer.tape is not None})
     return _Reusable(lambda: _recording(layers, tape)), _Reusable(lambda: _replaying(layers, tape))
 
 

@@ -84,7 +84,7 @@ def reference(
     x_TD = x.reshape(-1, twin.dim)
     valid = [True] * len(x_TD) if mask is None else mask.reshape(-1).tolist()
     logits, probs, copies = reference_choice(twin, x_TD, valid, token_ids, top_k)
-    requested = [sum(copy.expert == e for copy in copies) for e in range(twin.num_experts)]
+    requested = [sum(c.expert == e for c in copies) for e in range(twin.num_experts)]
     limit = reference_limit(capacity, requested, sum(valid), top_k)
     sent = reference_admission(copies, limit, capacity.order)
 
@@ -105,7 +105,7 @@ def reference(
         value = reference_loss(loss, logits, probs, copies, valid, num_sequences, twin.step_counts.tolist())
         losses[loss.name] = value
         total = total + loss.coefficient * value
-    rows = sorted((copy.token, copy.expert) for copy in sent)
+    rows = sorted((c.token, c.expert) for c in sent)
     return Reference(y=y_TD.view(x.shape), rows=rows, requested=requested, losses=losses, loss=total)
 
 
@@ -184,15 +184,15 @@ def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = 
     if limit is None:
         return list(copies)
     best: dict[int, float] = {}
-    for copy in copies:
-        best[copy.token] = max(best.get(copy.token, 0.0), float(copy.weight))
+    for token, _, _, weight in copies:
+        best[token] = max(best.get(token, 0.0), float(weight.detach()))
     load: dict[int, int] = {}
     sent = []
     turns = sorted(copies, key=lambda c: (c.slot, -best[c.token] if order == "score" else 0.0, c.token))
-    for copy in turns:
-        if load.get(copy.expert, 0) < limit:
-            load[copy.expert] = load.get(copy.expert, 0) + 1
-            sent.append(copy)
+    for turn in turns:
+        if load.get(turn.expert, 0) < limit:
+            load[turn.expert] = load.get(turn.expert, 0) + 1
+            sent.append(turn)
     return sent
 
 
@@ -244,8 +244,8 @@ def reference_load_balance(
     """Return `E * sum_e f_e P_e` over `tokens`: f_e from the copies (and earlier counts), P_e from the probabilities."""
     num_experts = probs.shape[1]
     load = [0 if earlier is None else earlier[e] for e in range(num_experts)]
-    for copy in copies:
-        load[copy.expert] += 1
+    for _, expert, _, _ in copies:
+        load[expert] += 1
     value = torch.zeros((), dtype=torch.float64)
     for e in range(num_experts):
         share = load[e] / max(sum(load), 1)
@@ -258,6 +258,6 @@ def reference_importance(copies: Sequence[Copy], num_experts: int) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64)
     importance = [sum((c.weight for c in copies if c.expert == e), start=zero) for e in range(num_experts)]
     mean = sum(importance, start=zero) / num_experts
-    if float(mean) == 0:
+    if float(mean.detach()) == 0:
         return zero
     return sum(((value - mean) ** 2 for value in importance), start=zero) / num_experts / mean**2

@@ -59,7 +59,9 @@ def save_checkpoint(
     extra: dict[str, Any],
     keep_last: int,
 ) -> Path:
-    """Write `folder/step-XXXXXXXX` atomically, then delete all but the newest `keep_last` checkpoints.
+    """Write `folder/step-XXXXXXXX` atomically, then delete all but the newest `keep_last` checkpoints up to it.
+
+    Later ones, damaged and passed over when the run was taken up, go too: they belong to a course that is given up.
 
     Args:
         folder: the run's `checkpoints` folder.
@@ -80,7 +82,8 @@ def save_checkpoint(
     }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        for leftover in folder.glob(".writing-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
         tensors = {
             "model.safetensors": {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
@@ -97,8 +100,10 @@ def save_checkpoint(
         raise InputError(
             f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
         ) from error
-    for old in list_checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
+    upto = [path for path in list_checkpoints(folder) if path.name <= target.name]
+    for path in list_checkpoints(folder):
+        if path not in upto[-keep_last:]:
+            shutil.rmtree(path, ignore_errors=True)
     return target
 
 
@@ -120,13 +125,19 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
     candidates = list_checkpoints(folder)
     if not candidates:
         raise InputError(f"{folder}: no checkpoint there: train first, or name another run folder")
+    damages: list[str] = []
     for path in reversed(candidates):
         try:
-            return _read(path)
+            loaded = _read(path)
         except _DamagedError as damage:
-            earlier = "taking the previous one" if path != candidates[0] else "and there is no earlier one"
-            warn(f"checkpoint {path} is damaged ({damage}), {earlier}")
-    raise InputError(f"{folder}: every checkpoint there is damaged: train anew with --existing replace")
+            damages.append(f"{path.name}: {damage}")
+            continue
+        for line in damages:
+            warn(f"{folder}: a checkpoint is damaged ({line}): taking {path.name} instead")
+        return loaded
+    raise InputError(
+        f"{folder}: every checkpoint there is damaged ({'; '.join(damages)}): train anew with --existing replace"
+    )
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
@@ -164,7 +175,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         keys = {key[len(prefix) :] for key in tensors if key.startswith(prefix) and "." not in key[len(prefix) :]}
         for key in keys:
             value = tensors[prefix + key]
-            optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+            optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
 
 
 class _DamagedError(Exception):

@@ -65,6 +65,11 @@ class OptimizerConfig:
             raise InputError(f"optimizer.lr={self.lr}: must be above 0")
         if self.warmup_steps < 0 or self.clip_norm < 0 or self.weight_decay < 0:
             raise InputError("optimizer: warmup_steps, clip_norm and weight_decay must be 0 or more")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if not 0 <= self.final_share <= 1:
+            raise InputError(f"optimizer.final_share={self.final_share}: choose a share from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,8 @@ class TrainConfig:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.keep_last < 1 or self.probe_sequences < 1:
             raise InputError("keep_last and probe_sequences must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
 

@@ -31,8 +31,8 @@ class Corpus:
     """(tokens,) unsigned integers, memory mapped for `.bin` files."""
     val: np.ndarray
     """(tokens,)."""
-    tokenizer: AbstractTokenizer
-    """How they were made; bytes for `.bin` files, whose ids it cannot decode."""
+    tokenizer: AbstractTokenizer | None
+    """How they were made; None for `.bin` files, whose text is not known."""
     vocab_size: int
     """Ids are below it."""
     val_bytes: int
@@ -41,20 +41,23 @@ class Corpus:
     """One line for people."""
 
 
-def load_corpus(config: DataConfig, run_folder: Path | None = None) -> Corpus:
+def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpus:
     """Find, read, split and tokenize the data.
 
     Args:
         config: what to read.
-        run_folder: where a trained tokenizer is kept; one that is there already is used again.
+        tokenizer_file: a saved BPE to use; None trains one where the config asks for it.
 
     Raises:
         InputError: if data is missing, empty, unreadable, or holds ids that the vocabulary does not.
     """
     files, root = (find_files(config.path, "data.path"), None) if config.path else standard_library()
-    if files[0].suffix == ".bin":
-        return _load_bin(config, files)
     val_files = find_files(config.val_path, "data.val_path") if config.val_path else []
+    if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
+        raise InputError("data.path and data.val_path: .bin files and text files are mixed: give one kind in both")
+    if files[0].suffix == ".bin":
+        return _load_bin(config, files, val_files)
+    files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
     train_documents, val_documents = _read(files), _read(val_files)
@@ -62,7 +65,7 @@ def load_corpus(config: DataConfig, run_folder: Path | None = None) -> Corpus:
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
         train_documents, val_documents = [whole[:cut]], [whole[cut:]]
-    tokenizer = _make_tokenizer(config, train_documents, run_folder)
+    tokenizer = _make_tokenizer(config, train_documents, tokenizer_file)
     return Corpus(
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
@@ -91,7 +94,7 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
         if path.is_file():
             found.add(path)
         elif path.is_dir():
-            found.update(p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.parts[1:]))
+            found.update(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
         else:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
@@ -102,6 +105,10 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     if len({path.suffix == ".bin" for path in found}) > 1:
         raise InputError(f"{where}: .bin files and text files are mixed: give one kind")
     return sorted(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
@@ -197,16 +204,10 @@ def _read(files: list[Path]) -> list[bytes]:
     return documents
 
 
-def _make_tokenizer(config: DataConfig, documents: list[bytes], run_folder: Path | None) -> AbstractTokenizer:
+def _make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
     if config.tokenizer == "bytes":
         return ByteTokenizer()
-    saved = run_folder / "tokenizer.json" if run_folder else None
-    if saved and saved.exists():
-        return BPETokenizer.load(saved)
-    tokenizer = BPETokenizer.train(documents, config.vocab_size)
-    if saved:
-        tokenizer.save(saved)
-    return tokenizer
+    return BPETokenizer.load(file) if file else BPETokenizer.train(documents, config.vocab_size)
 
 
 def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
@@ -217,15 +218,15 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
     return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
 
 
-def _load_bin(config: DataConfig, files: list[Path]) -> Corpus:
+def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path]) -> Corpus:
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    if config.val_path:
-        train, val = whole, np.concatenate([_map_bin(p, config) for p in find_files(config.val_path, "data.val_path")])
+    if val_files:
+        train, val = whole, np.concatenate([_map_bin(path, config) for path in val_files])
     else:
         cut = int(len(whole) * (1 - config.val_share))
         train, val = whole[:cut], whole[cut:]
-    return Corpus(train, val, ByteTokenizer(), config.vocab_size, max(len(val), 1), f"{len(files)} token files")
+    return Corpus(train, val, None, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
 
 
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:

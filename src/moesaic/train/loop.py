@@ -23,7 +23,7 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.data import Batches, as_batch, even_windows
+from moesaic.train.data import as_batch
 from moesaic.train.machine import matmul_flops_per_second
 from moesaic.train.metrics import Metrics
 from moesaic.train.progress import TrainingProgress
@@ -72,10 +72,8 @@ class Trainer:
     def __init__(self, run: RunState, console: Console) -> None:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
-        model = self.config.model
-        self.batches = Batches(run.corpus.train, model.seq_len, self.config.batch_size, self.config.seed)
-        self.eval_windows = even_windows(run.corpus.val, model.seq_len, self.config.eval_sequences)
-        self.probe = as_batch(run.corpus.val, self.eval_windows[: self.config.probe_sequences], model.seq_len)[0]
+        probe_windows = run.eval_windows[: self.config.probe_sequences]
+        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len)[0]
         self.peak = matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
         self.seconds = run.seconds
@@ -132,7 +130,7 @@ class Trainer:
         routings: list[Routing] = []
         set_loss_scale(self.model, 1 / config.accumulation)
         for micro in range(config.accumulation):
-            tokens, targets = self.batches.get(state.step * config.accumulation + micro)
+            tokens, targets = state.batches.get(state.step * config.accumulation + micro)
             with self._autocast():
                 output = self.model(tokens.to(state.device), targets.to(state.device))
             assert output.loss is not None
@@ -200,13 +198,13 @@ class Trainer:
         state, size = self.state, self.config.batch_size
         self.model.eval()
         total = 0.0
-        for first in range(0, len(self.eval_windows), size):
-            windows = self.eval_windows[first : first + size]
+        for first in range(0, len(state.eval_windows), size):
+            windows = state.eval_windows[first : first + size]
             tokens, targets = as_batch(state.corpus.val, windows, self.config.model.seq_len)
             with self._autocast():
                 output = self.model(tokens.to(state.device), targets.to(state.device))
             total += float(output.loss) * len(windows)
-        loss = total / len(self.eval_windows)
+        loss = total / len(state.eval_windows)
         per_byte = loss * len(state.corpus.val) / state.corpus.val_bytes
         values = {"val_loss": loss, "val_nats_per_byte": per_byte, "seconds": self.seconds}
         metrics.write("eval", state.step, values)
@@ -240,7 +238,12 @@ class Trainer:
             model_config=self.config.model,
             vocab_size=state.corpus.vocab_size,
             optimizer=state.optimizer,
-            extra={"rng": rng_state(state.device), "precision": self.config.precision, "seconds": self.seconds},
+            extra={
+                "rng": rng_state(state.device),
+                "precision": self.config.precision,
+                "seconds": self.seconds,
+                "has_text": state.corpus.tokenizer is not None,
+            },
             keep_last=self.config.keep_last,
         )
 

@@ -5,7 +5,9 @@ Each line has `kind` ("train" or "eval") and `step`. The report and the benchmar
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,27 @@ class Metrics:
     def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
         self.path = run_folder / "metrics.jsonl"
         kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        self._file = self.path.open("a", encoding="utf-8")
+        aside = self.path.with_suffix(".writing")
+        try:
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(aside, self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise _unwritable(self.path, error) from error
         self._writer = _event_writer(run_folder / "tensorboard", start_step) if tensorboard else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line; numbers and lists of per-layer dicts also become TensorBoard scalars."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        """Append a line; numbers and lists of per-layer dicts also become TensorBoard scalars.
+
+        Raises:
+            InputError: if the disk is full, or the file cannot be written.
+        """
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
         if self._writer is not None:
             for name, value in _scalars(values):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
@@ -63,6 +78,11 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
                 break
             raise InputError(f"{path}: line {number} is damaged ({error}): remove it") from error
     return parsed
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    reason = "the disk is full: free space" if error.errno == errno.ENOSPC else f"{error.strerror}: check the folder"
+    return InputError(f"metrics {path} could not be written, {reason}; resume from the last checkpoint then")
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

@@ -18,8 +18,9 @@ from moesaic.routing.router import AbstractRouter
 from moesaic.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, load_into, load_optimizer
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.configfile import as_json
-from moesaic.train.data import Corpus, load_corpus
+from moesaic.train.data import Batches, Corpus, even_windows, load_corpus
 from moesaic.train.machine import pick_device, pick_precision
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
 @dataclass
@@ -30,6 +31,10 @@ class RunState:
     """Resolved: `precision` is no longer "auto"."""
     folder: Path
     corpus: Corpus
+    batches: Batches
+    """Of the training data."""
+    eval_windows: list[int]
+    """Of the validation data."""
     device: torch.device
     dtype: torch.dtype
     """Of the forward pass's autocast; float32 for none."""
@@ -64,25 +69,19 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
     saved = load_checkpoint(folder / "checkpoints", say) if resuming else None
     dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
     config = replace(config, precision="bfloat16" if dtype == torch.bfloat16 else "float32")
-    # A tokenizer is kept in the folder; one that is to be replaced must not be taken over.
-    keeps_folder = not occupied or config.existing == "resume"
-    corpus = load_corpus(config.data, _made(folder) if keeps_folder else None)
+    corpus = load_corpus(config.data, folder / "tokenizer.json" if saved else None)
+    batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed)
+    eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
     seed_everything(config.seed)
     model = GPT(config.model, corpus.vocab_size).to(device)
     optimizer = make_optimizer(model, config.optimizer, device)
     if saved is not None:
         load_into(model, saved, config.model, corpus.vocab_size)
         load_optimizer(model, optimizer, saved.optimizer)
-        restore_rng(saved)
-    elif occupied:
-        for stale in ("checkpoints", "tensorboard"):
-            shutil.rmtree(folder / stale, ignore_errors=True)
-        (folder / "tokenizer.json").unlink(missing_ok=True)
-        if config.data.tokenizer == "bpe":
-            corpus.tokenizer.save(folder / "tokenizer.json")  # type: ignore[attr-defined]
-    (_made(folder) / "config.json").write_text(as_json(config), encoding="utf-8")
+        restore_rng(saved, device)
+    _write_folder(folder, config, corpus.tokenizer, is_new=saved is None)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
-    return RunState(config, folder, corpus, device, dtype, model, optimizer, step, seconds)
+    return RunState(config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, seconds)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
@@ -110,19 +109,28 @@ def rng_state(device: torch.device) -> dict[str, str]:
     return states
 
 
-def restore_rng(checkpoint: Checkpoint) -> None:
+def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
     """Put back what `rng_state` returned."""
     for kind, text in checkpoint.extra["rng"].items():
         state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
         if kind == "cpu":
             torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+        elif device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
 
 
-def _made(folder: Path) -> Path:
+def _write_folder(folder: Path, config: TrainConfig, tokenizer: AbstractTokenizer | None, *, is_new: bool) -> None:
+    """Make the run folder; a new run's is emptied of an earlier run first."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            for stale in ("checkpoints", "tensorboard"):
+                shutil.rmtree(folder / stale, ignore_errors=True)
+            (folder / "tokenizer.json").unlink(missing_ok=True)
+            if isinstance(tokenizer, BPETokenizer):
+                tokenizer.save(folder / "tokenizer.json")
+        # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
+        text = as_json(replace(config, existing="resume"))
+        (folder / "config.json").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"out={folder}: the folder cannot be made ({error.strerror}): choose another --out") from error
-    return folder
+        raise InputError(f"out={folder}: cannot be written ({error.strerror}): choose another --out") from error

@@ -71,8 +71,18 @@ class BPETokenizer(AbstractTokenizer):
 
     @classmethod
     def load(cls, path: Path) -> BPETokenizer:
-        """Read a tokenizer that `save` wrote."""
-        return cls(_library().Tokenizer.from_file(str(path)))
+        """Read a tokenizer that `save` wrote.
+
+        Raises:
+            InputError: if it is missing or damaged.
+        """
+        library = _library()
+        try:
+            return cls(library.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except FileNotFoundError as error:
+            raise InputError(f"{path}: the run's tokenizer is missing: restore it, or train anew") from error
+        except Exception as error:  # the library raises Exception itself for a file that does not parse
+            raise InputError(f"{path}: the run's tokenizer is damaged ({error}): restore it, or train anew") from error
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON."""

@@ -29,6 +29,8 @@ class BalancedAssignment(AbstractRouter):
         num_experts: how many experts there are; a token goes to one of them with weight `sigmoid(score)`.
     """
 
+    takes_best_ranked = False
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts)
@@ -48,8 +50,8 @@ class BalancedAssignment(AbstractRouter):
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return chosen(scores.gates, choice, top_k).reshape(-1)
 
-    def check(self, top_k: int) -> None:
-        super().check(top_k)
+    def check_fits(self, top_k: int) -> None:
+        super().check_fits(top_k)
         if top_k != 1:
             raise InputError(f"the BASE router assigns one expert per token, got top_k={top_k}: set top_k=1")
 

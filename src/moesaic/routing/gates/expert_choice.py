@@ -26,6 +26,8 @@ class ExpertChoice(AbstractRouter):
         num_experts: how many experts there are.
     """
 
+    takes_best_ranked = False
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts)

@@ -27,6 +27,8 @@ class GroupLimited(AbstractRouter):
         rank_groups_by: "best" expert of the group, or the sum of its "best_two".
     """
 
+    takes_best_ranked = False
+
     def __init__(
         self,
         inner: AbstractRouter,
@@ -42,8 +44,12 @@ class GroupLimited(AbstractRouter):
             )
         if not 1 <= top_groups <= num_groups:
             raise InputError(f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}")
-        if isinstance(inner, GroupLimited) or inner.needs_token_ids:
+        if not inner.takes_best_ranked:
             raise InputError(f"GroupLimited cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
+        if rank_groups_by not in ("best", "best_two"):
+            raise InputError(
+                f'rank_groups_by={rank_groups_by!r} is unknown: write rank_groups_by="best" or rank_groups_by="best_two"'
+            )
         self.inner = inner
         self.num_groups = num_groups
         self.top_groups = top_groups
@@ -68,7 +74,11 @@ class GroupLimited(AbstractRouter):
         return self.inner.weigh(scores, choice, top_k)
 
     def check(self, top_k: int) -> None:
+        self.check_fits(top_k)
         self.inner.check(top_k)
+
+    def check_fits(self, top_k: int) -> None:
+        self.inner.check_fits(top_k)
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:
             raise InputError(

@@ -29,6 +29,8 @@ class GShardTop2(AbstractRouter):
         self, dim: int, num_experts: int, *, second: Literal["sampled", "random_dispatch"] = "sampled"
     ) -> None:
         super().__init__(dim, num_experts)
+        if second not in ("sampled", "random_dispatch"):
+            raise InputError(f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"')
         self.weight = linear_scores(dim, num_experts)
         self.second = second
 
@@ -44,7 +46,6 @@ class GShardTop2(AbstractRouter):
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        self._check_two(top_k)
         first = top_k_indices(scores.rank_by, 1)
         rest = scores.rank_by.scatter(1, first, float("-inf"))
         if noise is not None and self.second == "sampled":
@@ -60,10 +61,7 @@ class GShardTop2(AbstractRouter):
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return normalized(chosen(scores.gates, choice, top_k))
 
-    def check(self, top_k: int) -> None:
-        super().check(top_k)
-        self._check_two(top_k)
-
-    def _check_two(self, top_k: int) -> None:
+    def check_fits(self, top_k: int) -> None:
+        super().check_fits(top_k)
         if top_k != 2:
             raise InputError(f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2")

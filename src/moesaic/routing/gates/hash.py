@@ -24,6 +24,7 @@ class Hash(AbstractRouter):
     """
 
     needs_token_ids = True
+    takes_best_ranked = False
     table: Tensor
 
     def __init__(self, dim: int, num_experts: int, *, buckets: int = 65_536, seed: int = 0) -> None:

@@ -31,6 +31,7 @@ class SigmoidTopK(AbstractRouter):
         scale: factor on the normalised weights (`routed_scaling_factor` of DeepSeek-V3).
     """
 
+    float32_buffers = ("bias",)
     bias: Tensor
 
     def __init__(

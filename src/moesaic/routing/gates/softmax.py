@@ -30,6 +30,8 @@ class SoftmaxTopK(AbstractRouter):
 
     def __init__(self, dim: int, num_experts: int, *, normalize: Literal["before", "after"] = "after") -> None:
         super().__init__(dim, num_experts)
+        if normalize not in ("before", "after"):
+            raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
         self.weight = linear_scores(dim, num_experts)
         self.normalize = normalize
 

@@ -1,0 +1,46 @@
+"""A router of your own in twenty lines: the largest of random fixed projections decides, nothing is learnt."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic import MoE
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import chosen, normalized, token_choice, top_k_indices
+
+
+class LocalitySensitive(AbstractRouter):
+    """Tokens that lie in one direction go to one expert."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts)
+        self.register_buffer("directions", F.normalize(torch.randn(num_experts, dim), dim=1))
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Score by projection."""
+        logits = F.linear(x_TD, self.directions.to(x_TD.dtype))
+        probs = logits.softmax(-1)
+        return Scores(logits, probs, probs, logits.detach())
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        """Take the largest."""
+        return token_choice(top_k_indices(scores.rank_by, top_k))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        """Normalise over the chosen."""
+        return normalized(chosen(scores.gates, choice, top_k))
+
+
+def main() -> None:
+    """Route random tokens."""
+    torch.manual_seed(0)
+    moe = MoE(dim=32, hidden=64, num_experts=4, top_k=2, router=LocalitySensitive, losses=())
+    y, routing = moe(torch.randn(100, 32), return_routing=True)
+    print(tuple(y.shape), "tokens per expert:", routing.counts.tolist())
+
+
+if __name__ == "__main__":
+    main()

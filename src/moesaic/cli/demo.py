@@ -1,0 +1,64 @@
+"""`moesaic demo`: the whole product in a few minutes: train sparse and dense, compare, sample, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.cli.arguments import parse
+from moesaic.cli.sample import SampleOptions, continuation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """How the demo runs."""
+
+    out: str = "runs/demo"
+    """Folder of the two runs and the report; an earlier demo there is replaced."""
+    steps: int | None = None
+    """Optimizer steps of each model; None takes the presets'."""
+    prompt: str = "def read_file(path):\n"
+    """What the sparse model continues in the end."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the demo; returns the exit code."""
+    description = "Train a sparse and a dense GPT on Python source, compare them, sample, write the report."
+    options = parse(DemoOptions, arguments, prog="moesaic demo", description=description)
+    from moesaic.report.page import write_report
+    from moesaic.train.loop import TrainResult, train
+    from moesaic.train.presets import demo, demo_dense
+
+    console = Console()
+    results: dict[str, TrainResult] = {}
+    for name, preset in (("moe", demo()), ("dense", demo_dense())):
+        config = replace(
+            preset, out=str(Path(options.out) / name), existing="replace", steps=options.steps or preset.steps
+        )
+        results[name] = train(config, console=console)
+        if results[name].was_stopped:
+            return 0
+    console.print(_comparison(results["moe"], results["dense"]))
+    folder = results["moe"].folder
+    sample = SampleOptions(run=str(folder), prompt=options.prompt)
+    console.rule("a sample of the sparse model")
+    console.print(sample.prompt + continuation(sample), markup=False, highlight=False)
+    console.rule()
+    page = write_report([results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html")
+    console.print(f"the report: {page}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _comparison(moe: object, dense: object) -> Table:
+    table = Table(title="validation loss after the same tokens, at the same active parameters")
+    for column in ("model", "nats/byte", "training seconds"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, result in (("sparse (MoE)", moe), ("dense", dense)):
+        table.add_row(name, f"{result.val_nats_per_byte:.4f}", f"{result.seconds:.0f}")  # type: ignore[attr-defined]
+    gain = dense.val_nats_per_byte - moe.val_nats_per_byte  # type: ignore[attr-defined]
+    table.add_row("gain of the sparse model", f"{gain:.4f}", "")
+    return table

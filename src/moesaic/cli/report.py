@@ -1,0 +1,48 @@
+"""`moesaic report RUN ...`: one HTML page about one or more runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What to report."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """The run folders; several are compared."""
+    out: str | None = None
+    """The file to write; None for report.html in the first run's folder."""
+    json: bool = False
+    """Print the summary numbers as JSON instead of the page's path."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the page; returns the exit code."""
+    options = parse(
+        ReportOptions,
+        arguments,
+        prog="moesaic report",
+        description="Write one HTML page about one or more runs. It loads nothing and works offline.",
+    )
+    if not options.runs:
+        raise InputError("name at least one run folder: moesaic report runs/demo/moe")
+    if options.out == "":
+        raise InputError("out: give a file name")
+    from moesaic.report.summary import read_runs
+
+    runs = read_runs([Path(folder) for folder in options.runs])
+    from moesaic.report.page import write_page
+
+    path = write_page(runs, Path(options.out) if options.out else None)
+    print(json.dumps({"page": str(path), "runs": [one.headline() for one in runs]}) if options.json else path)
+    return 0

@@ -1,0 +1,158 @@
+"""`Slot`, `Task`, `Program`: what a layer does, as data. No tensors, no process groups, no callables.
+
+A program is rank-free: every rank runs the same one. A group is a tuple of axes; sizes come from flows, which `sizes.py`
+binds to a rank. Each slot carries a state per axis, from which the transpose follows (`transpose.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from moesaic.program.grid import Axis
+
+
+class State(str, Enum):
+    """How a slot's values relate across the ranks of an axis."""
+
+    SHARDED = "S"
+    """Each rank has values of its own."""
+    REPLICATED = "R"
+    """All ranks have the same values and use them differently: their cotangents are partial."""
+    PARTIAL = "P"
+    """The value is the sum over the ranks."""
+    IDENTICAL = "I"
+    """All ranks have the same values and use them the same way: their cotangents are identical too."""
+
+    @property
+    def dual(self) -> State:
+        """The state of the cotangent."""
+        return {State.REPLICATED: State.PARTIAL, State.PARTIAL: State.REPLICATED}.get(self, self)
+
+
+class Kind(str, Enum):
+    """What a slot holds."""
+
+    TOKENS = "tokens"
+    """(tokens, dim) in the order of the layer's input."""
+    ROWS = "rows"
+    """(rows, dim): token copies."""
+    LANE = "lane"
+    """(rows, 1): a scalar that travels with each row in float32 or more, the routing weight."""
+    INDEX = "index"
+    """(rows, 1) int64: the place of each copy's token among its origin's tokens. It has no cotangent."""
+
+
+class Op(str, Enum):
+    """What a task does. Movements differ in states and layouts only; the executor has one implementation for all."""
+
+    PERMUTE = "permute"
+    """tokens, index -> rows: copy each token to its rows."""
+    COMBINE = "combine"
+    """rows, index -> tokens: sum each token's rows. The transpose of permute."""
+    MOVE = "move"
+    """Rows to another layout, over a group; sums where the source is partial and the target is not."""
+    SCALE = "scale"
+    """Multiply by the size of the group to the power `power`; the transpose uses `dual_power`."""
+    ADD = "add"
+    """Sum of slots of one layout."""
+    COPY = "copy"
+    """One slot to several readers. The transpose of add."""
+    EXPERT = "expert"
+    """rows, gates -> rows: the rank's experts, each result times its gate."""
+    EXPERT_GRAD = "expert_grad"
+    """cotangent, rows, gates -> cotangents of rows and gates; the weights' gradients go to the caller."""
+
+
+class Lane(str, Enum):
+    """Where a task runs; tasks of one lane run one after the other."""
+
+    COMPUTE = "compute"
+    INTRA = "intra"
+    INTER = "inter"
+    HOST = "host"
+
+
+class Stage(str, Enum):
+    """Which part of the layer a task belongs to."""
+
+    ROUTE = "route"
+    DISPATCH = "dispatch"
+    EXPERT = "expert"
+    COMBINE = "combine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Which rows a slot holds on a rank, and in which order: experts ascending, within one by origin, then by chunk.
+
+    The rows that one rank (the origin) contributes for one expert are a run; a run may be cut into chunks. Every layout
+    is a list of whole pieces (origin, expert, chunk), so a movement is a matching of pieces.
+    """
+
+    flow: Literal["copies", "tokens"] = "copies"
+    """Token copies bound for experts, or the tokens themselves (then there is one "expert")."""
+    spread: tuple[Axis, ...] = ()
+    """Origins: all ranks of the group over these sparse axes; () for the rank itself."""
+    whole_tp: bool = False
+    """Each origin stands for its whole tensor group."""
+    local_experts: bool = False
+    """Only the experts that live on the rank; else all."""
+    chunk: int | None = None
+    """Only this chunk of each run; else all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A named value."""
+
+    name: str
+    kind: Kind
+    layout: Layout
+    state: tuple[tuple[Axis, State], ...] = ()
+    """Per axis; an axis that is not listed is sharded."""
+
+    def on(self, axis: Axis) -> State:
+        """Return the state on an axis."""
+        return dict(self.state).get(axis, State.SHARDED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One step."""
+
+    name: str
+    op: Op
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stage: Stage
+    lane: Lane = Lane.COMPUTE
+    group: tuple[Axis, ...] = ()
+    """Axes over which a movement goes, or whose size a scale takes."""
+    power: int = 0
+    """Of a scale."""
+    dual_power: int = 0
+    """Of its transpose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A list of tasks in a legal order, the slots they read and write, and what goes in and comes out."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    tasks: tuple[Task, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def slot(self, name: str) -> Slot:
+        """Return a slot by name."""
+        for slot in self.slots:
+            if slot.name == name:
+                return slot
+        raise KeyError(name)
+
+    def moves(self) -> tuple[Task, ...]:
+        """Return the tasks that move bytes between ranks, or would on a larger mesh."""
+        return tuple(task for task in self.tasks if task.op is Op.MOVE)

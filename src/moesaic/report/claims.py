@@ -1,0 +1,115 @@
+"""The one output shape of every benchmark: machine, versions, date, rows, claims.
+
+A claim that was not measured is listed with `value: null` and the reason, never left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+OPERATORS = {">=": lambda value, target: value >= target, "<=": lambda value, target: value <= target}
+"""How a value is held against its target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One figure and what it should be."""
+
+    name: str
+    """Dotted, as the documentation names it."""
+    value: float | None
+    """What was measured; None if it was not."""
+    unit: str
+    """Of value and target; "1" for a ratio."""
+    target: float | None
+    """What it should reach; None for a figure that is only reported."""
+    op: Literal[">=", "<="]
+    """How value must compare to target."""
+    reason: str = ""
+    """Why there is no value."""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the target is reached; None without a value or a target."""
+        if self.value is None or self.target is None:
+            return None
+        return bool(OPERATORS[self.op](self.value, self.target))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the claim as plain data."""
+        data: dict[str, Any] = {
+            "name": self.name, "value": self.value, "unit": self.unit, "target": self.target, "op": self.op,
+            "holds": self.holds,
+        }  # fmt: skip
+        return data | ({"reason": self.reason} if self.reason else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a benchmark found."""
+
+    rows: list[dict[str, Any]]
+    """The table, a dict per row."""
+    claims: Sequence[Claim]
+    """The figures that documentation and issues quote."""
+    notes: str = ""
+    """What a reader must know to judge the figures."""
+    packages: tuple[str, ...] = ("torch", "numpy")
+    """Whose versions matter."""
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+    """Where it ran."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return machine, versions, date, rows and claims as plain data."""
+        return {
+            "machine": self.machine,
+            "versions": versions(*self.packages),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            "notes": self.notes,
+            "rows": self.rows,
+            "claims": [claim.as_dict() for claim in self.claims],
+        }
+
+    def write(self, target: str) -> None:
+        """Write JSON to a file, whole or not at all, or to standard output for "-"."""
+        text = json.dumps(self.as_dict(), indent=2) + "\n"
+        if target == "-":
+            sys.stdout.write(text)
+            return
+        path = Path(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".writing")
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the installed versions of Python, Moesaic and `packages`; "absent" for those that are not there."""
+    found = {"python": platform.python_version()}
+    for package in ("moesaic", *packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor's name, the number of cores and the system."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return {"cpu": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}", "gpu": None}

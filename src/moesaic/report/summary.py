@@ -1,0 +1,286 @@
+"""What a run folder says, as series and headline numbers. Reads two files and needs neither torch nor plotly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.train.metrics import read_metrics
+
+_TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A number over optimizer steps; lines without the number are left out."""
+
+    steps: tuple[int, ...] = ()
+    """The steps."""
+    values: tuple[float, ...] = ()
+    """The number at each of them."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        """The last value, None for an empty series."""
+        return self.values[-1] if self.values else None
+
+    @property
+    def median(self) -> float | None:
+        """The median value, None for an empty series."""
+        return median(self.values) if self.values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeries:
+    """One MoE layer over time; each value covers the steps since the line before."""
+
+    max_violation: Series
+    """MaxVio: largest load over mean load, minus 1."""
+    dead_experts: Series
+    """Experts that no token chose."""
+    dropped_share: Series
+    """Dropped copies over all copies."""
+    entropy: Series
+    """Entropy of the load over that of a balanced one."""
+    needed_capacity_factor: Series
+    """The smallest capacity factor that drops nothing."""
+    churn: Series
+    """Share of the probe batch's tokens whose experts changed in one optimizer step."""
+    load_steps: tuple[int, ...]
+    """The steps at which loads were written."""
+    loads: tuple[tuple[int, ...], ...]
+    """Copies per expert at each of `load_steps`."""
+    dropped: int
+    """Copies that were dropped over the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run: its series and its headline numbers."""
+
+    name: str
+    """The folder's name, with as many parent folders as it takes to tell the runs apart."""
+    folder: Path
+    """The run folder."""
+    config: dict[str, Any]
+    """The run's config.json."""
+    steps: int
+    """The last step that was logged."""
+    training_seconds: float
+    """Time spent training, evaluation not counted."""
+    loss: Series
+    """Training loss in nats per token."""
+    grad_norm: Series
+    """Norm of the gradient before clipping."""
+    lr: Series
+    """Learning rate."""
+    tokens_per_second: Series
+    """Training speed."""
+    mfu: Series
+    """Model FLOPs utilisation: 1 is the measured matmul peak."""
+    val_loss: Series
+    """Validation loss in nats per token."""
+    val_nats_per_byte: Series
+    """Validation loss in nats per byte."""
+    val_seconds: Series
+    """Training seconds at each evaluation."""
+    auxiliary: dict[str, Series]
+    """Losses that balance the experts, before their coefficients, mean over the layers."""
+    layers: tuple[LayerSeries, ...]
+    """The MoE layers; none for a dense run."""
+
+    @property
+    def best_val(self) -> float | None:
+        """The lowest validation loss in nats per byte, None before the first evaluation."""
+        return min(self.val_nats_per_byte.values, default=None)
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Tokens trained on, None if the configuration does not tell."""
+        try:
+            config = self.config
+            return int(self.steps * config["batch_size"] * config["accumulation"] * config["model"]["seq_len"])
+        except (KeyError, TypeError):
+            return None
+
+    @property
+    def final_max_violation(self) -> float | None:
+        """MaxVio at the end, mean over the layers."""
+        return _mean([layer.max_violation.last for layer in self.layers])
+
+    @property
+    def final_dead_experts(self) -> int | None:
+        """Dead experts at the end, over all layers."""
+        if not self.layers:
+            return None
+        return sum(int(layer.dead_experts.last or 0) for layer in self.layers)
+
+    @property
+    def dropped_share(self) -> float | None:
+        """Dropped copies over all copies of the run."""
+        copies = sum(sum(load) for layer in self.layers for load in layer.loads)
+        return sum(layer.dropped for layer in self.layers) / copies if copies else None
+
+    def headline(self) -> dict[str, Any]:
+        """Return the headline numbers as plain data for JSON; None where the run has no such number."""
+        numbers = {
+            "name": self.name,
+            "folder": str(self.folder),
+            "steps": self.steps,
+            "tokens": self.total_tokens,
+            "training_seconds": self.training_seconds,
+            "last_train_loss": self.loss.last,
+            "last_val_nats_per_byte": self.val_nats_per_byte.last,
+            "best_val_nats_per_byte": self.best_val,
+            "tokens_per_second_median": self.tokens_per_second.median,
+            "mfu_median": self.mfu.median,
+            "max_violation_per_layer": [layer.max_violation.last for layer in self.layers],
+            "max_violation_mean": self.final_max_violation,
+            "dead_experts": self.final_dead_experts,
+            "dropped_copies": sum(layer.dropped for layer in self.layers) if self.layers else None,
+            "dropped_share": self.dropped_share,
+        }
+        return {name: _finite_or_none(value) for name, value in numbers.items()}
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
+    """Summarise runs, in the given order, under names that tell them apart.
+
+    Raises:
+        InputError: if a folder is missing, is no run, is given twice, or its files are damaged.
+    """
+    whole = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, whole):
+        if whole.count(path) > 1:
+            raise InputError(f"{folder}: given twice: name each run once")
+    return [summarise(folder, name) for folder, name in zip(folders, distinct_names(whole))]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return for each path its last part, or as many last parts as no other path shares."""
+    names = []
+    for folder in folders:
+        others = [other.parts for other in folders if other != folder]
+        length = 1
+        while length < len(folder.parts) and any(other[-length:] == folder.parts[-length:] for other in others):
+            length += 1
+        names.append("/".join(part.strip("/") for part in folder.parts[-length:]) or str(folder))
+    return names
+
+
+def summarise(folder: Path, name: str) -> RunSummary:
+    """Read one run folder.
+
+    Raises:
+        InputError: if it is missing, is no run, or its files are damaged.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
+    config = _read_config(folder / "config.json")
+    lines = read_metrics(folder)
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int) or "kind" not in line:
+            raise InputError(f"{folder / 'metrics.jsonl'}: line {number} is not one of a run's metrics: remove it")
+    if not lines:
+        raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
+    train = [line for line in lines if line["kind"] == "train"]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    return RunSummary(
+        name=name,
+        folder=folder,
+        config=config,
+        steps=max(line["step"] for line in lines),
+        training_seconds=max(_series(lines, "seconds").values, default=0.0),
+        loss=_series(train, "loss"),
+        grad_norm=_series(train, "grad_norm"),
+        lr=_series(train, "lr"),
+        tokens_per_second=_series(train, "tokens_per_second"),
+        mfu=_series(train, "mfu"),
+        val_loss=_series(evals, "val_loss"),
+        val_nats_per_byte=_series(evals, "val_nats_per_byte"),
+        val_seconds=_series(evals, "seconds"),
+        auxiliary=_auxiliary(train),
+        layers=_layers(train),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path.parent}: no run there (config.json is missing): name the folder of a run") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: does not parse ({error})") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: must hold a table of fields, holds a {type(config).__name__}")
+    return config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
+    found = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
+    return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+
+
+def _auxiliary(train: Sequence[dict[str, Any]]) -> dict[str, Series]:
+    names = {name: None for line in train for name, value in line.items() if _is_number(value)}
+    return {name: _series(train, name) for name in names if name not in _TRAIN_KEYS}
+
+
+def _layers(train: Sequence[dict[str, Any]]) -> tuple[LayerSeries, ...]:
+    with_layers = [line for line in train if line.get("layers")]
+    num_layers = max((len(line["layers"]) for line in with_layers), default=0)
+    return tuple(_layer(train, with_layers, index) for index in range(num_layers))
+
+
+def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
+    rows = [{"step": line["step"], **line["layers"][index]} for line in with_layers if index < len(line["layers"])]
+    for row in rows:
+        copies = sum(row.get("tokens_per_expert", ()))
+        row["dropped_share"] = row.get("dropped", 0) / copies if copies else 0.0
+    moved = [
+        {"step": line["step"], "churn": line["churn"][index]} for line in train if index < len(line.get("churn", ()))
+    ]
+    return LayerSeries(
+        max_violation=_series(rows, "max_violation"),
+        dead_experts=_series(rows, "dead_experts"),
+        dropped_share=_series(rows, "dropped_share"),
+        entropy=_series(rows, "entropy"),
+        needed_capacity_factor=_series(rows, "needed_capacity_factor"),
+        churn=_series(moved, "churn"),
+        load_steps=tuple(row["step"] for row in rows if row.get("tokens_per_expert")),
+        loads=tuple(tuple(row["tokens_per_expert"]) for row in rows if row.get("tokens_per_expert")),
+        dropped=sum(row.get("dropped", 0) for row in rows),
+    )
+
+
+def mean_over_layers(series: Sequence[Series]) -> Series:
+    """Return the mean of the layers' values at every step that all of them have."""
+    if not series:
+        return Series()
+    tables = [dict(zip(one.steps, one.values)) for one in series]
+    steps = tuple(step for step in series[0].steps if all(step in table for table in tables))
+    return Series(steps, tuple(fmean(table[step] for table in tables) for step in steps))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,74 @@
+"""Command lines become dataclasses, and every refusal one line, whatever the terminal can draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from moesaic.cli.arguments import _one_line, parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Nested."""
+
+    kind: Literal["a", "b"] = "a"
+    """One of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to do."""
+
+    count: int = 1
+    """How many."""
+    inner: Inner = field(default_factory=Inner)
+    """More."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"count={self.count} in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1")
+
+
+def options(*words: str, default: Options | None = None) -> Options:
+    return parse(Options, words, prog="moesaic do", description="Do.", default=default)
+
+
+def test_flags_override_the_default():
+    assert options() == Options()
+    assert options("--count", "3", "--inner.kind=b") == Options(count=3, inner=Inner(kind="b"))
+    assert options("--inner.kind", "b", default=Options(count=7)) == Options(count=7, inner=Inner(kind="b"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cuont", "3"], "unknown argument --cuont, did you mean --count?; --help lists all"),
+        (["--kind=b"], "unknown argument --kind=b, did you mean --inner.kind?; --help lists all"),
+        (["--zzzzz"], "unknown argument --zzzzz; --help lists all"),
+        (["word"], "unknown argument word; --help lists all"),
+        (["--count", "x"], "--count: invalid literal for int() with base 10: 'x'"),
+        (["--inner.kind", "c"], "invalid choice 'c' for argument '--inner.kind'. Expected one of ('a', 'b')."),
+        (["--count", "0"], f"count=0 in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1"),
+    ],
+)
+def test_refusals_are_one_line(words, message):
+    with pytest.raises(InputError) as caught:
+        options(*words)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "╭─ Value error ───╮\n│ Error parsing --steps: no number: 'x' │\n│ ───── │\n│ Argument helptext: │\n│ --steps │\n",
+        " Value error  \n ------ \n  Error parsing --steps: no number: 'x' \n ------\n  Argument helptext: \n  --steps \n\n",
+        "\x1b[31m╭─\x1b[0m Value error ─╮\n│ Error parsing --steps:\n no number: 'x' │\n│ For full helptext, see --help │\n",
+    ],
+    ids=["lines", "ascii", "colours"],
+)
+def test_frames_are_taken_off(box):
+    assert _one_line(box) == "--steps: no number: 'x'"

@@ -1,0 +1,92 @@
+"""The command: help, versions, exit codes, and that planning needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moesaic import __version__
+from moesaic.cli import main as main_module
+from moesaic.cli import sample
+from moesaic.cli.main import COMMANDS, main
+from moesaic.errors import InputError, TrainingError
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_usage_lists_every_command(capsys, words):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: moesaic COMMAND")
+    for command, summary in COMMANDS.items():
+        assert f"{command} " in out
+        assert summary in out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moesaic {__version__}\n"
+
+
+def test_the_words_come_from_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["moesaic", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"moesaic {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    captured = capsys.readouterr()
+    assert f"moesaic {command}" in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (InputError("no: do this"), 2, "moesaic sample: no: do this"),
+        (TrainingError("went wrong"), 1, "moesaic sample: went wrong"),
+        (KeyboardInterrupt(), 130, "moesaic sample: interrupted"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            2,
+            'moesaic sample: needs the package torch: pip install "moesaic[train]"',
+        ),
+        (
+            ModuleNotFoundError("No module named 'plotly.graph_objects'", name="plotly.graph_objects"),
+            2,
+            'moesaic sample: needs the package plotly.graph_objects: pip install "moesaic[report]"',
+        ),
+    ],
+)
+def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, code, line):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(sample, "run", fail)
+    assert main(["sample", "x"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == line + "\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="moesaic.lost"), ZeroDivisionError()])
+def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(sample, "run", fail)
+    with pytest.raises(type(error)):
+        main(["sample", "x"])
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic", "nonsense"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join(main_module.COMMANDS)}\n"

@@ -1,0 +1,94 @@
+"""`moesaic sample`: continues a prompt with what the run folder holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.cli.sample import SampleOptions
+from runs import run_quietly, snapshot, tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two tiny models, on bytes and on a BPE."""
+    folder = tmp_path_factory.mktemp("sample")
+    run_quietly(tiny(folder, steps=3, save_every=2, out=str(folder / "bytes")))
+    run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"tokenizer": "bpe", "vocab_size": 300}))
+    return folder
+
+
+def sampled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["sample", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", ["bytes", "bpe"])
+def test_sampling_continues_the_prompt(capsys, folder, run):
+    words = [str(folder / run), "--prompt", "abc ", "--tokens", "40"]
+    first = sampled(capsys, *words)
+    assert first.startswith("abc ")
+    assert len(first.encode()) > len("abc ") + 20
+    assert sampled(capsys, *words) == first
+    assert sampled(capsys, *words, "--seed", "1") != first
+    greedy = sampled(capsys, *words, "--temperature", "0")
+    assert sampled(capsys, *words, "--temperature", "0", "--seed", "1") == greedy
+    assert sampled(capsys, *words, "--top-k", "1") == greedy
+
+
+def test_sampling_leaves_the_run_alone(capsys, folder):
+    before = snapshot(folder)
+    sampled(capsys, str(folder / "bpe"), "--tokens", "2")
+    assert snapshot(folder) == before
+
+
+def test_all_tokens_may_be_drawn(capsys, folder):
+    out = sampled(capsys, str(folder / "bytes"), "--tokens", "50", "--top-k", "None", "--temperature", "9")
+    assert len(set(out)) > 20
+
+
+def test_a_damaged_checkpoint_is_passed_over(capsys, tmp_path):
+    run_quietly(tiny(tmp_path, steps=2, save_every=1))
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"x")
+    assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "step-00000002: model.safetensors does not match its checksum" in err
+    assert "taking step-00000001 instead" in err
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_token_files_have_no_text(capsys, tmp_path, as_folder):
+    (tmp_path / "tokens").mkdir()
+    path = tmp_path / "tokens" / "a.bin"
+    np.arange(2000, dtype="<u2").tofile(path)
+    given = str(path.parent if as_folder else path)
+    run_quietly(tiny(tmp_path, steps=1, data={"path": [given], "vocab_size": 2000}))
+    assert main(["sample", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.endswith("the run was trained on .bin tokens, whose text is not known\n")
+
+
+def test_help_holds_every_fields_text(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", "--help"])
+    assert stopped.value.code == 0
+    out = re.sub(r"[\s─-╿]", "", capsys.readouterr().out)
+    for text in (
+        "The run folder.",
+        "What to continue.",
+        "How many tokens to add.",
+        "Divides the logits; 0 always takes the likeliest token.",
+        "Sample among the so many likeliest tokens; None among all.",
+        "Of the draws.",
+        "auto, cpu or cuda.",
+    ):
+        assert text.replace(" ", "") in out
+
+
+def test_the_defaults_are_the_documented_ones():
+    options = SampleOptions(run="x")
+    assert (options.tokens, options.temperature, options.top_k, options.seed) == (300, 0.8, 40, 0)

@@ -1,0 +1,204 @@
+"""`moesaic train`: where settings come from, and what signals and kills leave behind."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from moesaic.cli import train as command
+from moesaic.cli.main import main
+from moesaic.train import loop
+from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
+from moesaic.train.config import TrainConfig
+from moesaic.train.loop import TrainResult
+from moesaic.train.presets import PRESETS, gpt_tiny
+from runs import assert_same, losses, parameters, run_quietly, snapshot, tiny, write_config
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Catch configurations instead of training them."""
+    found: list[TrainConfig] = []
+
+    def note(config: TrainConfig) -> TrainResult:
+        found.append(config)
+        return TrainResult(Path(config.out), config.steps, 1.0, 1.0, False)
+
+    monkeypatch.setattr(loop, "train", note)
+    return found
+
+
+def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
+    """Return flag to field docstring, nested dataclasses included."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {
+        field.target.id: text.value.value
+        for field, text in zip(tree.body, tree.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    hints, found = get_type_hints(kind), {}
+    for field in fields(kind):
+        flag = prefix + field.name.replace("_", "-")
+        if is_dataclass(hints[field.name]):
+            found |= docs_of(hints[field.name], f"{flag}.")
+        else:
+            found[flag] = texts[field.name]
+    return found
+
+
+def plain(text: str) -> str:
+    """Return text without frames, colours and spaces, which wrapping moves."""
+    return re.sub(r"[\s─-╿]|\x1b\[[0-9;]*m", "", text)
+
+
+def test_help_holds_every_fields_text(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    out = plain(capsys.readouterr().out)
+    docs = docs_of(TrainConfig)
+    assert len(docs) > 40
+    assert [flag for flag in docs if flag not in out] == []
+    assert [flag for flag, text in docs.items() if plain(text) not in out] == []
+    assert [name for name in PRESETS if name not in out] == []
+
+
+def test_help_shows_the_presets_values(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--preset", "gpt-tiny", "--help"])
+    assert "(default:runs/gpt-tiny)" in plain(capsys.readouterr().out)
+
+
+def test_a_preset_then_a_file_then_flags(tmp_path, taken):
+    file = tmp_path / "a.toml"
+    file.write_text('steps = 7\nbatch_size = 3\n[model.moe]\nrouter = "sigmoid"\n[optimizer]\nlr = 1\n')
+    assert main(["train", "--preset", "gpt-tiny"]) == 0
+    assert main(["train", "--preset=gpt-tiny", f"--config={file}"]) == 0
+    assert main(["train", "--steps", "9", "--preset", "gpt-tiny", "--config", str(file), "--model.moe.top-k=1"]) == 0
+    preset, filed, flagged = taken
+    assert preset == gpt_tiny()
+    expected = gpt_tiny()
+    moe = replace(expected.model.moe, router="sigmoid")
+    expected = replace(
+        expected,
+        steps=7,
+        batch_size=3,
+        model=replace(expected.model, moe=moe),
+        optimizer=replace(expected.optimizer, lr=1.0),
+    )
+    assert filed == expected
+    assert flagged == replace(expected, steps=9, model=replace(expected.model, moe=replace(moe, top_k=1)))
+
+
+def test_without_anything_the_defaults_hold(taken):
+    assert main(["train"]) == 0
+    assert taken == [TrainConfig()]
+
+
+def test_several_paths_and_none(taken):
+    assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--no-tensorboard"]) == 0
+    assert main(["train", "--threads", "None"]) == 0
+    assert taken[0].data.path == ("a.txt", "b")
+    assert (taken[0].threads, taken[0].tensorboard) == (2, False)
+    assert taken[1].threads is None
+
+
+def test_the_configuration_of_a_run_takes_it_up_again(tmp_path, capsys):
+    config = tiny(tmp_path, steps=2)
+    assert main(["train", "--config", str(write_config(config, tmp_path / "a.json"))]) == 0
+    assert f"done: {tmp_path / 'run'}, step 2" in capsys.readouterr().out
+    kept = tmp_path / "run" / "config.json"
+    assert main(["train", "--config", str(kept), "--steps", "3"]) == 0
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+    assert main(["train", "--config", str(kept), "--out", str(tmp_path / "other")]) == 0
+    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("run", "other")]
+    assert saved[0] | {"out": saved[1]["out"]} == saved[1]
+    assert saved[0]["steps"] == 3
+
+
+def test_flags_are_split_off_wherever_they_stand():
+    words = ["--steps", "3", "--preset", "demo", "--config=a=b.toml", "--seed=1"]
+    rest, chosen = command._take(words, ("--preset", "--config"))
+    assert rest == ["--steps", "3", "--seed=1"]
+    assert chosen == {"--preset": "demo", "--config": "a=b.toml"}
+
+
+def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
+    """Start `moesaic train` in a process of its own."""
+    file = write_config(config, folder / "given.json")
+    words = [sys.executable, "-m", "moesaic", "train", "--config", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until `reached`, as long as the process lives, at most two minutes."""
+    deadline = time.monotonic() + 120
+    while not reached():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_lines(folder: Path, count: int) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
+    config = tiny(tmp_path, steps=1_000_000, model={"moe": {"router": "noisy"}}, optimizer={"warmup_steps": 1_000_000})
+    run = tmp_path / "run"
+    process = start(config, tmp_path)
+    wait_for(lambda: has_lines(run, 3), process)
+    process.send_signal(kind)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    step = losses(run)[-1][0]
+    assert step >= 3
+    assert f"stopped by {kind.name} after step {step}, saved; go on with moesaic train --config" in out
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
+    words = re.search(r"go on with moesaic (.*)", out)
+    assert words
+    assert main([*words.group(1).split(), "--steps", str(step + 2)]) == 0
+    whole = replace(config, steps=step + 2, out=str(tmp_path / "whole"))
+    run_quietly(whole)
+    assert [number for number, _ in losses(run)] == list(range(1, step + 3))
+    assert losses(run) == losses(tmp_path / "whole")
+    assert_same(parameters(run), parameters(tmp_path / "whole"))
+
+
+def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
+    run = tmp_path / "run"
+    config = tiny(tmp_path, steps=1_000_000, save_every=1, keep_last=3)
+    for _ in range(2):
+        before = len(losses(run)) if run.exists() else 0
+        process = start(replace(config, existing="resume"), tmp_path)
+        wait_for(lambda before=before: has_lines(run, before + 5), process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL
+        found = {path.name for path in (run / "checkpoints").iterdir()}
+        assert all(re.fullmatch(r"step-\d{8}|\.writing-\d{8}", name) for name in found)
+        assert load_checkpoint(run / "checkpoints", pytest.fail).step >= before
+    (run / "checkpoints" / ".writing-99999999").mkdir()
+    step = load_checkpoint(run / "checkpoints", pytest.fail).step
+    run_quietly(replace(config, steps=step + 2, existing="resume"))
+    assert [number for number, _ in losses(run)] == list(range(1, step + 3))
+    names = [path.name for path in sorted((run / "checkpoints").iterdir())]
+    assert names == [f"step-{number:08d}" for number in range(step, step + 3)]
+    assert not [name for name in snapshot(run) if ".writing" in name]

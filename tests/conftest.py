@@ -1,0 +1,23 @@
+"""One thread, one seed per test, and derandomised property tests: a failure is the same on every machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "moesaic",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("moesaic")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

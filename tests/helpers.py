@@ -1,0 +1,135 @@
+"""Builders that several tests share: routers by name, a layer's run and the reference's run, and their comparison."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moesaic import MoE
+from moesaic.routing.gates import ROUTERS
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Routing, Scores
+from moesaic.routing.selection import token_choice, top_k_indices
+from moesaic.testing.reference import Reference, in_float64, reference
+
+TOP_K = {"switch": 1, "base": 1}
+"""Experts per token for the routers that are not run with two."""
+
+DETERMINISTIC = [name for name in ROUTERS if name not in ("noisy", "gshard")]
+"""Routers that draw no random numbers in training."""
+
+
+def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter:
+    """Build a router with parameters and buffers away from their special initial values."""
+    router = ROUTERS[name](dim, num_experts)
+    for key, buffer in router.named_buffers():
+        if key.endswith("bias"):
+            buffer.copy_(torch.linspace(-0.1, 0.1, num_experts))
+    for parameter in router.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.5)
+    return router
+
+
+def make_layer(name: str = "softmax", dim: int = 8, hidden: int = 8, num_experts: int = 4, **options: object) -> MoE:
+    """Build a layer around `make_router(name)`."""
+    options.setdefault("top_k", TOP_K.get(name, min(2, num_experts)))
+    return MoE(dim, hidden, num_experts, router=lambda d, n: make_router(name, d, n), **options)
+
+
+def ids_for(x: Tensor) -> Tensor:
+    """Return token ids for x of (..., dim)."""
+    shape = x.shape[:-1]
+    return (torch.arange(shape.numel()) * 7919 % 1000).view(shape)
+
+
+class Run(NamedTuple):
+    """A forward and a backward pass."""
+
+    y: Tensor
+    dx: Tensor
+    grads: dict[str, Tensor | None]
+    routing: Routing
+
+
+class ReferenceRun(NamedTuple):
+    """The same, computed by the reference."""
+
+    result: Reference
+    dx: Tensor
+    grads: dict[str, Tensor | None]
+
+
+def run(layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0, **options: object) -> Run:
+    """Run forward, and backward from `(y * upstream).sum()`; y.sum() without `upstream`."""
+    layer.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    torch.manual_seed(seed)
+    y, routing = layer(x, return_routing=True, **options)
+    (y.sum() if upstream is None else (y * upstream).sum()).backward()
+    return Run(y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}, routing)
+
+
+def run_reference(layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **options: object) -> ReferenceRun:
+    """Run the float64 reference of `layer` on x, its auxiliary losses added as in training."""
+    twin = in_float64(layer)
+    x = x.detach().double().requires_grad_()
+    torch.manual_seed(seed)
+    result = reference(twin, x, **options)
+    total = (result.y * upstream.double()).sum() + 0 * x.sum()
+    if layer.training:
+        total = total + layer.loss_scale.double() * result.loss
+    total.backward()
+    return ReferenceRun(result, x.grad, {n: p.grad for n, p in twin.named_parameters()})
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str) -> None:
+    """Compare in float64, relative to the largest expected entry; None stands for zeros."""
+    if actual is None or expected is None:
+        for value in (actual, expected):
+            assert value is None or not value.any(), f"{what}: one is None, the other is not zero"
+        return
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    if actual.numel():
+        scale = max(float(expected.double().abs().max()), 1e-2)
+        error = float((actual.double() - expected.double()).abs().max()) / scale
+        assert error <= tolerance, f"{what}: relative error {error:.2e}"
+
+
+def assert_runs_agree(actual: Run, expected: ReferenceRun, tolerance: float) -> None:
+    """Compare routing, losses, output and every gradient."""
+    rows = sorted(zip(actual.routing.token.tolist(), actual.routing.expert.tolist()))
+    assert rows == expected.result.rows
+    assert actual.routing.requested.tolist() == expected.result.requested
+    for name, value in expected.result.losses.items():
+        assert_close(actual.routing.losses[name], value.detach(), tolerance, name)
+    assert_close(actual.y, expected.result.y.detach(), tolerance, "y")
+    assert_close(actual.dx, expected.dx, tolerance, "dx")
+    assert actual.grads.keys() == expected.grads.keys()
+    for name, grad in actual.grads.items():
+        assert_close(grad, expected.grads[name], tolerance, f"gradient of {name}")
+
+
+def agree(layer: MoE, x: Tensor, *, seed: int = 0, **options: object) -> Run:
+    """Run the layer and the reference and compare them, to 1e-10 in float64 and 1e-5 in float32."""
+    upstream = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
+    expected = run_reference(layer, x, upstream, seed=seed, **options)  # first: the run adds to the step's counts
+    actual = run(layer, x, upstream, seed=seed, **options)
+    assert_runs_agree(actual, expected, 1e-10 if x.dtype == torch.float64 else 1e-5)
+    return actual
+
+
+class Scripted(AbstractRouter):
+    """A router whose logits are its inputs' first entries: a test writes them down."""
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        logits = x_TD[:, : self.num_experts]
+        return Scores(logits, logits.softmax(-1), logits.softmax(-1), logits.detach())
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        return token_choice(top_k_indices(scores.rank_by, top_k))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return scores.gates[choice.token, choice.expert]

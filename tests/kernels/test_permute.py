@@ -1,0 +1,95 @@
+"""Permute and unpermute against a loop, both of unpermute's sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels.permute import Permutation, permute, sort_by_expert, unpermute, unpermute_reference
+from moesaic.routing.route import count
+
+SHAPES = [(0, 4, 2), (1, 1, 1), (1, 4, 4), (5, 1, 1), (7, 3, 2), (13, 5, 5), (64, 8, 2)]
+"""(tokens, experts, rows per token)."""
+
+
+def uniform(tokens: int, experts: int, per_token: int) -> Permutation:
+    """Every token has `per_token` rows, at different experts; the last expert stays empty where it can."""
+    usable = max(experts - 1, per_token)
+    expert = torch.rand(tokens, usable).argsort(1)[:, :per_token].reshape(-1)
+    token = torch.arange(tokens).repeat_interleave(per_token)
+    return sort_by_expert(token, expert, count(expert, None, experts), tokens, per_token)
+
+
+def ragged(tokens: int, experts: int, per_token: int) -> Permutation:
+    """The same with half of the rows gone, so that tokens have different numbers of rows, some none."""
+    full = uniform(tokens, experts, per_token)
+    expert = torch.repeat_interleave(torch.arange(experts), full.counts)
+    kept = torch.rand(len(expert)) < 0.5
+    by_token = full.token[kept].argsort(stable=True)
+    token, expert = full.token[kept][by_token], expert[kept][by_token]
+    return sort_by_expert(token, expert, count(expert, None, experts), tokens, None)
+
+
+BUILDERS = pytest.mark.parametrize("build", [uniform, ragged])
+
+
+@BUILDERS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_permute_gathers_and_its_gradient_sums(build, shape: tuple[int, int, int]) -> None:
+    permutation = build(*shape)
+    x = torch.randn(shape[0], 3, dtype=torch.float64, requires_grad=True)
+    rows = permute(x, permutation)
+    assert torch.equal(rows, x[permutation.token])
+    upstream = torch.randn_like(rows)
+    rows.backward(upstream)
+    torch.testing.assert_close(x.grad, unpermute_reference(upstream, permutation))
+
+
+@BUILDERS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unpermute_sums_and_its_gradient_gathers(build, shape: tuple[int, int, int]) -> None:
+    permutation = build(*shape)
+    rows = torch.randn(len(permutation.token), 3, dtype=torch.float64, requires_grad=True)
+    y = unpermute(rows, permutation)
+    torch.testing.assert_close(y, unpermute_reference(rows.detach(), permutation))
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    assert torch.equal(rows.grad, upstream[permutation.token])
+
+
+@BUILDERS
+def test_the_order_is_by_expert_and_stable(build) -> None:
+    permutation = build(13, 5, 3)
+    starts = [0, *permutation.ends.tolist()[:-1]]
+    for start, end in zip(starts, permutation.ends.tolist()):
+        tokens = permutation.token[start:end].tolist()
+        assert tokens == sorted(tokens)
+    assert permutation.ends.dtype == torch.int32
+    assert int(permutation.ends[-1]) == len(permutation.token)
+
+
+def test_the_inverse_undoes_the_order() -> None:
+    permutation = uniform(9, 4, 2)
+    assert torch.equal(permutation.order[permutation.inverse], torch.arange(18))
+
+
+@BUILDERS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_rows_are_summed_in_float32(build, dtype: torch.dtype) -> None:
+    permutation = build(6, 40, 40)
+    rows = torch.rand(len(permutation.token), 4).to(dtype)
+    y = unpermute(rows, permutation)
+    assert y.dtype == dtype
+    assert torch.equal(y, unpermute_reference(rows, permutation).float().to(dtype))
+
+
+def numbers(tensor: Tensor) -> list[list[float]]:
+    return tensor.tolist()
+
+
+def test_a_token_without_rows_gets_zeros() -> None:
+    permutation = sort_by_expert(torch.tensor([2, 0, 2]), torch.tensor([1, 1, 0]), torch.tensor([1, 2]), 4, None)
+    rows = torch.tensor([[1.0], [10.0], [100.0]])  # expert 0: token 2; expert 1: tokens 2 and 0, in routing order
+    assert permutation.token.tolist() == [2, 2, 0]
+    assert numbers(unpermute(rows, permutation)) == [[100.0], [0.0], [11.0], [0.0]]

@@ -1,0 +1,119 @@
+"""Charts: what is drawn, in which colour, and with which titles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from report.folders import dense_run, eval_line, sparse_run, train_line, write_run
+
+pytest.importorskip("plotly")
+
+from moesaic.report import charts, layers
+from moesaic.report.style import INK, run_colour, time_unit
+from moesaic.report.summary import RunSummary, read_runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunSummary]:
+    return read_runs([sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")])
+
+
+def test_loss_has_both_losses_of_both_runs(runs: list[RunSummary]) -> None:
+    made = charts.loss_over_steps(runs)
+    assert [(trace.name, trace.line.color) for trace in made.data] == [
+        ("moe, training", run_colour(0)),
+        ("dense, training", run_colour(1)),
+        ("moe, validation", run_colour(0)),
+        ("dense, validation", run_colour(1)),
+    ]
+    assert list(made.data[2].y) == [2.5, 2.75]
+    assert made.data[2].mode == "lines+markers"
+    assert made.data[0].line.width < made.data[2].line.width
+    assert made.layout.yaxis.title.text == "loss (nats/byte)"
+
+
+def test_a_single_evaluation_is_a_marker(runs: list[RunSummary]) -> None:
+    assert charts.validation_over_time(runs).data[1].mode == "markers"
+
+
+def test_losses_of_other_tokens_are_named_as_such(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "bpe", [train_line(1, 5.0, 1.0, []), eval_line(1, 5.0, per_byte=1.5)])
+    made = charts.loss_over_steps(read_runs([run]))
+    assert made.layout.yaxis.title.text == "loss (nats/token)"
+    assert list(made.data[1].y) == [5.0]
+    assert list(charts.validation_over_time(read_runs([run])).data[0].y) == [1.5]
+
+
+def test_the_loss_axis_starts_below_the_first_steep_drop(tmp_path: Path) -> None:
+    lines = [train_line(1, 9.0, 1.0, []), *[eval_line(step, 3.0 - step / 10) for step in (2, 4, 6)]]
+    low, high = charts.loss_over_steps(read_runs([write_run(tmp_path / "a", lines)])).layout.yaxis.range
+    assert low < 2.4
+    assert 2.8 < high < 9.0
+
+
+def test_validation_over_time_uses_a_fitting_unit(runs: list[RunSummary]) -> None:
+    assert list(charts.validation_over_time(runs).data[0].x) == [5.0, 15.0]
+    long = [replace(run, training_seconds=1200.0) for run in runs]
+    made = charts.validation_over_time(long)
+    assert list(made.data[0].x) == [5 / 60, 15 / 60]
+    assert made.layout.xaxis.title.text == "training time (min)"
+    assert [time_unit(seconds)[0] for seconds in (599, 601, 4 * 3600)] == ["s", "min", "h"]
+
+
+def test_runs_without_a_number_are_left_out_and_colours_stay(tmp_path: Path) -> None:
+    runs = read_runs([dense_run(tmp_path / "dense"), sparse_run(tmp_path / "moe")])
+    for made in (
+        charts.auxiliary_loss(runs, "load_balance"),
+        charts.mean_max_violation(runs),
+        charts.mean_churn(runs),
+    ):
+        assert [(trace.name, trace.line.color) for trace in made.data] == [("moe", run_colour(1))]
+
+
+@pytest.mark.parametrize("chart", [charts.throughput, charts.mfu, charts.gradient_norm, charts.learning_rate])
+def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary], chart: object) -> None:
+    made = chart(runs)
+    assert [trace.name for trace in made.data] == ["moe", "dense"]
+    assert made.layout.xaxis.title.text == "optimizer step"
+    assert made.layout.yaxis.title.text
+    assert made.layout.showlegend is True
+
+
+def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary]) -> None:
+    made = layers.max_violation(runs[0])
+    assert [trace.name for trace in made.data] == ["layer 0", "layer 1", "mean"]
+    assert list(made.data[2].y) == [0.2, 0.5, 0.7]
+    assert made.data[2].line.color == INK
+    assert len({trace.line.color for trace in made.data}) == 3
+
+
+def test_small_charts_have_no_mean(runs: list[RunSummary]) -> None:
+    for chart in (layers.dead_experts, layers.dropped_share, layers.entropy, layers.needed_capacity_factor):
+        assert [trace.name for trace in chart(runs[0]).data] == ["layer 0", "layer 1"]
+
+
+def test_heatmap_is_load_over_mean_centred_at_one(runs: list[RunSummary]) -> None:
+    heat = layers.load_heatmap(runs[0].layers[0]).data[0]
+    assert list(heat.x) == [10, 20, 30]
+    assert [list(row) for row in heat.z] == [
+        [1.333, 2.0, 1.0],
+        [0.0, 0.667, 1.0],
+        [1.333, 0.667, 1.333],
+        [1.333, 0.667, 0.667],
+    ]
+    assert (heat.zmin + heat.zmax) / 2 == 1
+    assert heat.colorscale[2][0] == 0.5
+
+
+def test_many_columns_are_added_up(runs: list[RunSummary]) -> None:
+    steps, shares = layers.load_shares(runs[0].layers[0], most_columns=2)
+    assert steps == [20, 30]
+    assert shares[0] == [round(10 / 6, 3), round(2 / 6, 3), 1.0, 1.0]
+
+
+def test_an_interval_without_load_is_blank(runs: list[RunSummary]) -> None:
+    empty = replace(runs[0].layers[0], loads=((0, 0),), load_steps=(1,))
+    assert layers.load_shares(empty) == ([1], [[None, None]])

@@ -1,0 +1,67 @@
+"""The report in words, and short forms of numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.report.summary import read_runs
+from moesaic.report.words import amount, cards, duration, in_words, percent
+from report.folders import dense_run, eval_line, layer, sparse_run, train_line, write_run
+
+
+def test_the_best_run_comes_first(tmp_path: Path) -> None:
+    runs = read_runs([dense_run(tmp_path / "dense"), sparse_run(tmp_path / "moe")])
+    assert in_words(runs) == [
+        "moe reaches 2.750 nats/byte after 30 steps, 0.125 below dense (2.875).",
+        "dense trained for 15 s at 400 tokens/s (40 % MFU) and moe trained for 15 s at 200 tokens/s (20 % MFU).",
+        "The 2 MoE layers of moe end at a mean MaxVio of 0.70 with 1 dead expert; 4.2 % of all copies were dropped.",
+    ]
+
+
+def test_different_numbers_of_steps_are_said(tmp_path: Path) -> None:
+    runs = read_runs([sparse_run(tmp_path / "moe"), write_run(tmp_path / "long", [eval_line(60, 2.5)])])
+    assert in_words(runs)[0] == "long reaches 2.500 nats/byte after 60 steps, 0.250 below moe (2.750 after 30 steps)."
+
+
+def test_a_run_without_evaluation_is_described_by_its_training_loss(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "young", [train_line(5, 4.0, 9.0, [layer([2, 2], 0.0)])])
+    assert in_words(read_runs([run])) == [
+        "young has no evaluation yet: its training loss is 4.000 nats/token after 5 steps.",
+        "young trained for 2.5 s at 9 tokens/s (0.90 % MFU).",
+        "The MoE layer of young ends at a mean MaxVio of 0.00 with no dead expert; no copy was dropped.",
+    ]
+
+
+def test_cards_hold_a_value_per_run(tmp_path: Path) -> None:
+    runs = read_runs([sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")])
+    found = {card.title: card.values for card in cards(runs)}
+    assert found["Validation loss"] == ("2.750", "2.875")
+    assert found["Best validation"] == ("2.500", "2.875")
+    assert found["Tokens"] == ("1.92 k", "1.92 k")
+    assert found["MaxVio"] == ("0.70", "—")
+    assert found["Dead · dropped"] == ("1 · 4.2 %", "—")
+    assert "MaxVio" not in {card.title for card in cards(runs[1:])}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "—"), (0, "0"), (812.4, "812"), (9213, "9.21 k"), (92130, "92.1 k"), (2.048e6, "2.05 M")]
+)
+def test_amounts(value: float | None, text: str) -> None:
+    assert amount(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(None, "—"), (0, "0 %"), (0.314, "31 %"), (0.0314, "3.1 %"), (0.00314, "0.31 %")]
+)
+def test_percentages(share: float | None, text: str) -> None:
+    assert percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.26, "4.3 s"), (48.2, "48 s"), (59.7, "1 min 00 s"), (131, "2 min 11 s"), (18190, "5 h 03 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

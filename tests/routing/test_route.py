@@ -1,0 +1,97 @@
+"""The route stage: its record, its replay, its counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers import DETERMINISTIC, Scripted, ids_for, make_router
+from moesaic import Capacity, Dropless, LoadBalance
+from moesaic.routing.gates import ROUTERS
+from moesaic.routing.route import Routed, count, route
+
+
+def routed(name: str, x: torch.Tensor, **options: object) -> Routed:
+    options.setdefault("capacity", Dropless())
+    options.setdefault("top_k", 1 if name in ("base", "switch") else 2)
+    torch.manual_seed(1)
+    return route(make_router(name), x, token_ids=ids_for(x), **options)
+
+
+@pytest.mark.parametrize("capacity", [Dropless(), Capacity.fixed(0.5)], ids=["dropless", "fixed"])
+@pytest.mark.parametrize("name", list(ROUTERS))
+def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
+    router, x, top_k = make_router(name), torch.randn(12, 8), 1 if name in ("base", "switch") else 2
+    call = {"top_k": top_k, "capacity": capacity, "losses": (LoadBalance(1.0),), "token_ids": ids_for(x)}
+    first = route(router, x, **call)
+    state = torch.get_rng_state()
+    again = route(router, x, replay=first.record, **call)
+    assert torch.equal(torch.get_rng_state(), state), "a replay draws nothing"
+    for field in ("token", "expert", "weight", "counts", "requested"):
+        assert torch.equal(getattr(first.routing, field), getattr(again.routing, field)), field
+    assert torch.equal(first.loss, again.loss)
+    assert first.routing.rows_per_token == again.routing.rows_per_token
+
+
+def test_a_replay_keeps_experts_that_the_router_would_no_longer_choose() -> None:
+    router, x = make_router("sigmoid"), torch.randn(12, 8)
+    first = route(router, x, top_k=2, capacity=Capacity.fixed(0.5))
+    router.bias.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
+    again = route(router, x, top_k=2, capacity=Capacity.fixed(0.5), replay=first.record)
+    fresh = route(router, x, top_k=2, capacity=Capacity.fixed(0.5))
+    assert torch.equal(first.routing.expert, again.routing.expert)
+    assert torch.equal(first.routing.weight, again.routing.weight)
+    assert not torch.equal(first.routing.requested, fresh.routing.requested)
+
+
+def test_a_replay_reads_the_counts_of_the_first_pass() -> None:
+    router, x = make_router("softmax"), torch.randn(6, 8)
+    losses, earlier = (LoadBalance(1.0, level="global_batch"),), torch.tensor([5, 0, 0, 0])
+    first = route(router, x, top_k=2, capacity=Dropless(), losses=losses, earlier_counts=earlier)
+    value = first.loss.clone()
+    earlier += 100
+    again = route(router, x, top_k=2, capacity=Dropless(), losses=losses, earlier_counts=earlier, replay=first.record)
+    assert torch.equal(again.loss, value)
+
+
+def test_rows_per_token_is_known_only_when_every_copy_is_sent() -> None:
+    x = torch.randn(6, 8)
+    assert routed("softmax", x).routing.rows_per_token == 2
+    assert routed("softmax", x, capacity=Capacity.fixed(9.0)).routing.rows_per_token is None
+    assert routed("softmax", x, valid_T=torch.ones(6, dtype=torch.bool)).routing.rows_per_token is None
+    assert routed("expert_choice", x).routing.rows_per_token is None
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_an_unneeded_limit_and_a_full_mask_change_no_row(name: str) -> None:
+    x = torch.randn(6, 8)
+    plain = routed(name, x).routing
+    for options in ({"capacity": Capacity.fitted()}, {"valid_T": torch.ones(6, dtype=torch.bool)}):
+        other = routed(name, x, **options).routing
+        assert torch.equal(plain.token, other.token)
+        assert torch.equal(plain.expert, other.expert)
+        assert torch.equal(plain.weight, other.weight)
+
+
+def test_counts_are_rows_and_requested_are_copies() -> None:
+    x = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
+    valid = torch.tensor([True, True, True, False])
+    result = route(Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), valid_T=valid).routing  # ceil(1.8) = 2
+    assert result.requested.tolist() == [3, 2, 1]
+    assert result.counts.tolist() == [2, 2, 1]
+    assert int(result.dropped) == 1
+    assert int(result.num_valid) == 3
+    assert list(zip(result.token.tolist(), result.expert.tolist())) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2)]
+
+
+def test_count_counts_the_living() -> None:
+    experts = torch.tensor([0, 2, 2, 1])
+    assert count(experts, None, 4).tolist() == [1, 1, 2, 0]
+    assert count(experts, torch.tensor([True, False, True, False]), 4).tolist() == [1, 0, 1, 0]
+    assert count(experts[:0], None, 2).tolist() == [0, 0]
+
+
+def test_without_losses_there_is_no_loss() -> None:
+    result = routed("softmax", torch.randn(3, 8))
+    assert result.loss is None
+    assert result.routing.losses == {}

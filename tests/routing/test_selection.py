@@ -1,0 +1,107 @@
+"""The deterministic top-k and what stands beside it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.routing.selection import (
+    chosen,
+    linear_scores,
+    normalized,
+    token_choice,
+    top_k_indices,
+    top_k_indices_reference,
+)
+
+DTYPES = [torch.float32, torch.float64]
+INF = math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_scores_the_lowest_index_comes_first(dtype: torch.dtype) -> None:
+    scores = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 1.0, 2.0], [3.0, 1.0, 3.0, 3.0]], dtype=dtype)
+    assert top_k_indices(scores, 3).tolist() == [[0, 1, 2], [1, 3, 2], [0, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_negative_zero_equals_zero(dtype: torch.dtype) -> None:
+    scores = torch.tensor([[-0.0, 0.0, -0.0], [0.0, -0.0, 0.0], [-1e-30, -0.0, 0.0]], dtype=dtype)
+    assert top_k_indices(scores, 3).tolist() == [[0, 1, 2], [0, 1, 2], [1, 2, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_order_and_tie_like_numbers(dtype: torch.dtype) -> None:
+    scores = torch.tensor([[-INF, INF, 0.0, INF], [-INF, -INF, -3.4e38, -INF]], dtype=dtype)
+    assert top_k_indices(scores, 4).tolist() == [[1, 3, 2, 0], [2, 0, 1, 3]]
+
+
+def test_neighbouring_floats_are_told_apart_beside_many_columns() -> None:
+    one = torch.ones(1, dtype=torch.float32)
+    scores = torch.full((1, 4096), -5.0)
+    scores[0, 17], scores[0, 4000] = one, torch.nextafter(one, one + 1)
+    assert top_k_indices(scores, 3).tolist() == [[4000, 17, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8)])
+def test_odd_shapes_equal_the_stable_sort(dtype: torch.dtype, rows: int, columns: int, top_k: int) -> None:
+    scores = torch.randint(-3, 3, (rows, columns)).to(dtype)
+    indices = top_k_indices(scores, top_k)
+    assert indices.shape == (rows, top_k)
+    assert torch.equal(indices, top_k_indices_reference(scores, top_k))
+
+
+def test_a_transposed_input_equals_its_copy() -> None:
+    scores = torch.randn(6, 5).t()
+    assert torch.equal(top_k_indices(scores, 3), top_k_indices(scores.contiguous(), 3))
+
+
+floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, INF, -INF, 0.1, 0.5])
+
+
+@given(values=st.lists(floats, min_size=1, max_size=9), data=st.data())
+def test_any_row_equals_the_stable_sort(values: list[float], data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, len(values)))
+    for dtype in DTYPES:
+        row = torch.tensor([values], dtype=dtype)
+        numbers = row[0].tolist()
+        expected = sorted(range(len(values)), key=lambda i: (-numbers[i], i))[:top_k]
+        assert top_k_indices(row, top_k).tolist() == [expected]
+
+
+def test_token_choice_lists_copies_token_by_token() -> None:
+    choice = token_choice(torch.tensor([[2, 0], [1, 3], [0, 1]]))
+    assert choice.token.tolist() == [0, 0, 1, 1, 2, 2]
+    assert choice.expert.tolist() == [2, 0, 1, 3, 0, 1]
+    assert choice.slot.tolist() == [0, 1, 0, 1, 0, 1]
+    assert choice.per_token == 2
+    assert choice.sent is None
+
+
+def test_chosen_reads_each_tokens_entries() -> None:
+    choice = token_choice(torch.tensor([[2, 0], [1, 3]]))
+    values = torch.arange(8.0).view(2, 4)
+    assert chosen(values, choice, 2).tolist() == [[2.0, 0.0], [5.0, 7.0]]
+
+
+def test_normalized_rows_sum_to_one_and_a_row_of_zeros_stays_zero() -> None:
+    assert normalized(torch.tensor([[1.0, 3.0], [0.0, 0.0]])).tolist() == [0.25, 0.75, 0.0, 0.0]
+
+
+def test_a_row_of_zeros_has_a_finite_gradient() -> None:
+    gates = torch.zeros(1, 2, requires_grad=True)
+    (normalized(gates) * 0).sum().backward()
+    assert gates.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_the_router_matrix_starts_within_its_bound() -> None:
+    matrix = linear_scores(16, 200).detach()
+    assert matrix.shape == (200, 16)
+    assert matrix.abs().max() <= 0.25
+    assert matrix.abs().max() > 0.24
+    assert abs(float(matrix.mean())) < 0.02

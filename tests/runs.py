@@ -1,0 +1,125 @@
+"""Tiny training runs that the tests of training and of the commands share."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from moesaic.train import loop, machine
+from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.config import TrainConfig
+from moesaic.train.configfile import override
+from moesaic.train.loop import Trainer, TrainResult, train
+from moesaic.train.metrics import read_metrics
+
+TINY: dict[str, Any] = {
+    "steps": 4,
+    "batch_size": 2,
+    "device": "cpu",
+    "precision": "float32",
+    "threads": 1,
+    "log_every": 1,
+    "eval_every": 100,
+    "eval_sequences": 4,
+    "save_every": 100,
+    "tensorboard": False,
+    "model": {
+        "dim": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "seq_len": 16,
+        "moe": {"num_experts": 4, "top_k": 2, "hidden": 16},
+    },
+    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+}
+"""A run of four steps of 32 tokens, as a table."""
+
+
+def write_text(path: Path, size: int = 6000, seed: int = 0) -> Path:
+    """Write words made of a seed; returns the path."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(40)]
+    text = " ".join(draw.choice(words) for _ in range(size))
+    path.write_text(text[:size], encoding="utf-8")
+    return path
+
+
+def tiny(folder: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a tiny run in `folder / "run"` on text beside it, changed by (nested) tables."""
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(text)
+    base = override(TrainConfig(), TINY, source="TINY")
+    base = replace(base, out=str(folder / "run"), data=replace(base.data, path=(str(text),)))
+    return override(base, changes, source="changes")
+
+
+def write_config(config: TrainConfig, path: Path) -> Path:
+    """Write a configuration for `--config`; returns the path."""
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    return path
+
+
+def run_quietly(config: TrainConfig) -> tuple[TrainResult, str]:
+    """Train; returns the result and what a person would have read."""
+    screen = io.StringIO()
+    result = train(config, console=Console(file=screen, width=200))
+    return result, screen.getvalue()
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return a run's lines of metrics of one kind."""
+    return [line for line in read_metrics(folder) if line["kind"] == kind]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Return (step, training loss) for every line of training metrics."""
+    return [(line["step"], line["loss"]) for line in lines(folder, "train")]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters of a run's newest checkpoint, which must be whole."""
+
+    def refuse(line: str) -> None:
+        raise AssertionError(line)
+
+    return load_checkpoint(folder / "checkpoints", refuse).model
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Compare tensors bit by bit."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, kind: signal.Signals = signal.SIGINT) -> None:
+    """Make the process signal itself when `step` steps are taken."""
+    plain = Trainer._step
+
+    def stepping(self: Trainer) -> dict[str, Any]:
+        values = plain(self)
+        if self.state.step == step:
+            signal.raise_signal(kind)
+        return values
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def skip_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the machine's matmul rate as 1 GFLOP/s, which takes no time."""
+    for module in (loop, machine):
+        monkeypatch.setattr(module, "matmul_flops_per_second", lambda *_, **__: 1e9)

@@ -1,0 +1,267 @@
+"""The rules of the code base that a machine can hold: who imports whom, sizes, docstrings, state, machine paths."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "moesaic"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PARTS = (
+    "errors", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer", "models", "train",
+    "testing", "testbed", "report", "cli",
+)  # fmt: skip
+"""In this order: a part imports itself and parts that stand before it."""
+TORCH_FREE = ("errors", "program", "cost", "plan", "report")
+"""Parts that neither import torch nor a part that does: planning and reporting work without it."""
+FACES = ("__init__", "__main__")
+"""Files of the package itself, which belong to no part."""
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+HOOKS = {"forward", "backward", "setup_context", "extra_repr"}
+"""Methods that PyTorch documents."""
+MUTABLE = {
+    "list",
+    "dict",
+    "set",
+    "defaultdict",
+    "deque",
+    "Counter",
+    "OrderedDict",
+    "WeakKeyDictionary",
+    "local",
+    "count",
+}
+CHANGING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
+"""Methods that change a list, a set or a dict."""
+MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:root|work|home|Users|mnt|scratch)/\w")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return every module that a file imports anywhere, lazily and for type checking included, by absolute name.
+
+    `from package import module` counts as `package.module` too; a string passed to `import_module` counts as an import.
+    """
+    found = set()
+    package = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant):
+                found.add(name.value)
+    return found
+
+
+def parts_imported(path: Path) -> set[str]:
+    """Return the parts of the package that a file imports."""
+    inside = (name.split(".") for name in imports_of(path) if name.split(".")[0] == "moesaic")
+    return {words[1] for words in inside if len(words) > 1} & set(PARTS)
+
+
+def functions(path: Path) -> Iterator[tuple[str, Function]]:
+    """Yield every function of a file, nested ones too, with its place."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, Function):
+            yield f"{name_of(path)}:{node.lineno} {node.name}", node
+
+
+def test_every_file_belongs_to_a_part():
+    assert {part_of(path) for path in SOURCES} - set(PARTS) - set(FACES) == set()
+    assert len(SOURCES) > 40
+
+
+def test_parts_import_only_parts_before_them():
+    wrong = [
+        f"{name_of(path)} imports {other}"
+        for path in SOURCES
+        if part_of(path) not in FACES
+        for other in sorted(parts_imported(path))
+        if PARTS.index(other) > PARTS.index(part_of(path))
+    ]
+    assert wrong == []
+
+
+def test_reports_read_nothing_of_training_but_its_metrics():
+    allowed = "moesaic.train.metrics"
+    used = {
+        name
+        for path in SOURCES
+        if part_of(path) == "report"
+        for name in imports_of(path)
+        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|plan\b)", name)
+    }
+    assert {name for name in used if not name.startswith(allowed)} == set()
+
+
+def test_parts_that_plan_and_report_do_not_import_torch():
+    free = [path for path in SOURCES if part_of(path) in TORCH_FREE]
+    assert [name_of(p) for p in free if any(name.split(".")[0] == "torch" for name in imports_of(p))] == []
+
+
+def test_importing_the_package_does_not_import_torch():
+    modules = ["moesaic", "moesaic.__main__", "moesaic.train.metrics"]
+    for path in SOURCES:
+        if part_of(path) in (*TORCH_FREE, "cli"):
+            modules.append(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_files_are_short():
+    files = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    lengths = {place: (node.end_lineno or 0) - node.lineno + 1 for path in SOURCES for place, node in functions(path)}
+    assert {place: length for place, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def documented_in_interfaces() -> set[str]:
+    """Return the names of methods that an abstract class of the package documents."""
+    return {
+        method.name
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Abstract")
+        for method in node.body
+        if isinstance(method, Function) and ast.get_docstring(method)
+    }
+
+
+def undocumented(path: Path, inherited: set[str]) -> list[str]:
+    """Return the places in a file that miss a docstring."""
+    module = parsed(path)
+    missing = [] if ast.get_docstring(module) else [f"{name_of(path)}: module"]
+
+    def visit(body: list[ast.stmt], bases: list[str]) -> None:
+        for node in body:
+            if not isinstance(node, (*Function.__args__, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            overrides = bool(bases) and (node.name in HOOKS or node.name in inherited)
+            overloaded = any("overload" in ast.unparse(d) for d in node.decorator_list)
+            if not ast.get_docstring(node) and not overrides and not overloaded:
+                missing.append(f"{name_of(path)}:{node.lineno} {node.name}")
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, [ast.unparse(base) for base in node.bases])
+
+    visit(module.body, [])
+    return missing
+
+
+def test_everything_public_has_a_docstring():
+    inherited = documented_in_interfaces()
+    assert {"encode", "scores", "choose"} <= inherited
+    assert [place for path in SOURCES for place in undocumented(path, inherited)] == []
+
+
+def module_state(path: Path) -> list[str]:
+    """Return the places where a file makes or changes state of its module."""
+    module, wrong, constants = parsed(path), [], set()
+    for node in module.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            name, value = ast.unparse(target), node.value
+            constants.add(name)
+            made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in MUTABLE
+            literal = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+            if made or (literal and not name.isupper() and name != "__all__"):
+                wrong.append(f"{name_of(path)}:{node.lineno} {name}")
+    for node in ast.walk(module):
+        changed = ""
+        if isinstance(node, ast.Global):
+            changed = f"global {', '.join(node.names)}"
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = ast.unparse(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            changed = ast.unparse(node.func.value)
+        if changed.startswith("global ") or (changed in constants and changed.strip("_").isupper()):
+            wrong.append(f"{name_of(path)}:{node.lineno} changes {changed}")
+    return wrong
+
+
+def test_modules_hold_no_mutable_state():
+    assert [place for path in SOURCES for place in module_state(path)] == []
+
+
+def test_nothing_reads_environment_variables():
+    reads = re.compile(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b.*\b(environ|getenv)\b")
+    found = [name_of(path) for path in SOURCES if reads.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+def test_no_file_names_a_path_of_one_machine():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if not path.is_file() or path == Path(__file__).resolve():
+            continue
+        data = path.read_bytes()
+        text = "" if b"\0" in data else data.decode("utf-8", errors="replace")
+        found += [f"{name}: {match.group()}" for match in MACHINE_PATH.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("x = []\n", 1),
+        ("X = {}\ndef f():\n    X[1] = 2\n", 1),
+        ("X = []\ndef f():\n    X.append(2)\n", 1),
+        ("X = dict()\n", 1),
+        ("def f():\n    global X\n    X = 1\n", 1),
+        ("X = {1: 2}\n_Y = [1]\n__all__ = ['f']\ndef f():\n    x = []\n    x.append(X[1])\n", 0),
+    ],
+)
+def test_the_search_for_state_finds_it(tmp_path, monkeypatch, source, count):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert len(module_state(path)) == count
+
+
+def test_the_search_for_imports_finds_lazy_and_relative_ones(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "moesaic")
+    path = tmp_path / "moesaic" / "routing" / "gates.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moesaic.cli import main\n"
+        "def f():\n    import moesaic.train.loop\n    from ..models import gpt\n    import_module('moesaic.report.page')\n"
+        "from moesaic import layer, __version__\n"
+    )
+    assert parts_imported(path) == {"cli", "train", "models", "report", "layer"}

@@ -1,0 +1,72 @@
+"""The dropless path compiles to one graph and computes what eager computes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from helpers import make_layer, run
+from moesaic import Importance, LoadBalance, MoE, ZLoss
+
+LOSSES = (LoadBalance(0.3), LoadBalance(0.1, level="sequence"), Importance(0.1), ZLoss(0.05))
+MODES = {
+    "float32": (torch.float32, contextlib.nullcontext()),
+    "float64": (torch.float64, contextlib.nullcontext()),
+    "autocast": (torch.float32, torch.autocast("cpu", dtype=torch.bfloat16)),
+}
+
+
+def layer_for(router: str, dtype: torch.dtype, **options: object) -> MoE:
+    return make_layer(router, losses=LOSSES, shared_hidden=8, **options).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "cosine", "group_limited"])
+def test_there_is_no_graph_break(router: str) -> None:
+    layer = layer_for(router, torch.float32)
+    explanation = torch._dynamo.explain(layer)(torch.randn(2, 6, 8))
+    assert explanation.graph_break_count == 0, explanation.break_reasons
+    assert explanation.graph_count == 1
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_forward_and_backward_equal_eager(router: str, mode: str) -> None:
+    dtype, autocast = MODES[mode]
+    layer = layer_for(router, dtype)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, upstream = torch.randn(2, 6, 8, dtype=dtype), torch.randn(2, 6, 8, dtype=dtype)
+    with autocast:
+        eager = run(layer, x, upstream)
+        counts = layer.step_counts.clone()
+        layer.step_counts.zero_()
+        layer.zero_grad()
+        x = x.requires_grad_()
+        y = compiled(x)
+        (y * upstream).sum().backward()
+    torch.testing.assert_close(y.detach(), eager.y)
+    torch.testing.assert_close(x.grad, eager.dx)
+    for key, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager.grads[key], msg=key)
+    assert torch.equal(layer.step_counts, counts)
+
+
+def test_evaluation_compiles_and_another_batch_size_agrees() -> None:
+    layer = layer_for("softmax", torch.float32).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for tokens in (6, 9, 1):
+        x = torch.randn(tokens, 8)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_experts_of_odd_width_compile() -> None:
+    layer = make_layer(dim=5, hidden=7, losses=())
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 5)
+    torch.testing.assert_close(compiled(x), layer(x))

@@ -1,0 +1,262 @@
+"""The layer against the dense float64 reference, over random cases; and what a call accepts and refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import TOP_K, Scripted, agree, ids_for, make_layer, run
+from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
+from moesaic.errors import InputError
+from moesaic.routing.capacity import AbstractCapacity
+from moesaic.routing.gates import ROUTERS
+
+LOSSES = (LoadBalance(0.3), LoadBalance(0.2, level="sequence"), Importance(0.1), ZLoss(0.05))
+
+CAPACITIES: list[AbstractCapacity | None] = [
+    None,
+    Capacity.fixed(0.5),
+    Capacity.fixed(1.25, order="score"),
+    Capacity.fitted(),
+    Capacity.fitted(at_most=0.75, order="score"),
+]
+
+EXPERTS = {
+    "swiglu": GatedExperts,
+    "swiglu_bias": lambda d, h, n: GatedExperts(d, h, n, bias=True),
+    "gelu": PlainExperts,
+    "relu_bias": lambda d, h, n: PlainExperts(d, h, n, activation="relu", bias=True),
+    "modules": lambda d, h, n: ModuleExperts(lambda: torch.nn.Linear(d, d), d, n),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, object]:
+    """A layer's sizes, options and input shape; odd ones included."""
+    router = draw(st.sampled_from(sorted(ROUTERS)))
+    num_experts = draw(st.sampled_from([1, 2, 4, 5, 8]))
+    if router == "group_limited":
+        num_experts = draw(st.sampled_from([4, 8]))
+    if router == "gshard":
+        num_experts = max(num_experts, 2)
+    top_k = TOP_K.get(router) or (2 if router == "gshard" else draw(st.integers(1, num_experts)))
+    if router == "group_limited":
+        top_k = min(top_k, num_experts // 2)
+    if router in ("softmax", "sigmoid", "noisy", "group_limited") and num_experts > 1:
+        top_k = max(top_k, 2)
+    return {
+        "router": router,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "dim": draw(st.sampled_from([3, 8])),
+        "hidden": draw(st.sampled_from([1, 4, 6])),
+        "shape": draw(st.sampled_from([(), (0,), (1,), (9,), (2, 3), (3, 0), (2, 2, 2)])),
+        "experts": draw(st.sampled_from(sorted(EXPERTS))),
+        "capacity": draw(st.sampled_from(CAPACITIES)),
+        "shared_hidden": draw(st.sampled_from([0, 4])),
+        "apply_weight": draw(st.sampled_from(["after", "before"])),
+        "train": draw(st.booleans()),
+        "masked": draw(st.booleans()),
+        "strided": draw(st.booleans()),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def check(case: dict[str, object], dtype: torch.dtype) -> None:
+    torch.manual_seed(case["seed"])
+    layer = make_layer(
+        case["router"],
+        case["dim"],
+        case["hidden"],
+        case["num_experts"],
+        top_k=case["top_k"],
+        experts=EXPERTS[case["experts"]],
+        capacity=case["capacity"],
+        shared_hidden=case["shared_hidden"],
+        apply_weight=case["apply_weight"],
+        losses=LOSSES,
+    )
+    layer.to(dtype).train(case["train"])
+    x = torch.randn(*case["shape"], 2 * case["dim"], dtype=dtype)
+    x = x[..., ::2] if case["strided"] else x[..., : case["dim"]].contiguous()
+    mask = torch.rand(case["shape"]) < 0.7 if case["masked"] else None
+    agree(layer, x, seed=case["seed"], mask=mask, token_ids=ids_for(x))
+
+
+@given(case=cases())
+def test_float64_equals_the_reference(case: dict[str, object]) -> None:
+    check(case, torch.float64)
+
+
+@given(case=cases())
+def test_float32_equals_the_reference(case: dict[str, object]) -> None:
+    check(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 4), (3, 2)])
+def test_one_expert_and_all_experts(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    layer = make_layer(num_experts=num_experts, top_k=top_k, losses=LOSSES, shared_hidden=8).to(dtype)
+    agree(layer, torch.randn(2, 7, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("experts", sorted(EXPERTS))
+def test_an_expert_without_a_token_gets_a_zero_gradient(experts: str) -> None:
+    layer = MoE(4, 4, 4, 1, router=Scripted, experts=EXPERTS[experts], losses=()).double()
+    x = torch.rand(5, 4, dtype=torch.float64)
+    x[:, 2] -= 5
+    result = agree(layer, x)
+    assert result.routing.counts[2] == 0
+    stacked = [grad[2] for key, grad in result.grads.items() if not key.startswith("experts.experts")]
+    modules = [grad for key, grad in result.grads.items() if key.startswith("experts.experts.2")]
+    assert stacked or modules
+    assert not any(grad.any() for grad in stacked + modules)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "every_other"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_layout_of_the_input_in_memory_does_not_matter(layout: str, dtype: torch.dtype) -> None:
+    x = {
+        "transposed": torch.randn(8, 6, dtype=dtype).t(),
+        "expanded": torch.randn(1, 8, dtype=dtype).expand(6, 8),
+        "every_other": torch.randn(3, 2, 16, dtype=dtype)[..., ::2],
+    }[layout]
+    layer = make_layer(shared_hidden=8).to(dtype)
+    actual, expected = run(layer, x), run(layer, x.contiguous())
+    torch.testing.assert_close(actual.y, expected.y)
+    torch.testing.assert_close(actual.grads, expected.grads)
+
+
+def test_autocast_keeps_the_dtype_and_comes_close_to_float32() -> None:
+    layer, x = make_layer(dim=16, hidden=16, shared_hidden=16), torch.randn(12, 16)
+    exact = run(layer, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = run(layer, x)
+    assert low.y.dtype == torch.float32
+    torch.testing.assert_close(low.y, exact.y, rtol=5e-2, atol=5e-2)
+    for key, grad in low.grads.items():
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, exact.grads[key], rtol=0.1, atol=0.1)
+
+
+def test_top_k_may_differ_per_call_and_in_evaluation() -> None:
+    layer, x = make_layer(num_experts=6, top_k=2, eval_top_k=4), torch.randn(5, 8)
+
+    def copies(**options: object) -> int:
+        return int(layer(x, return_routing=True, **options)[1].requested.sum())
+
+    assert (copies(), copies(top_k=6)) == (10, 30)
+    layer.eval()
+    assert (copies(), copies(top_k=3), copies(top_k=1)) == (20, 15, 5)
+    assert make_layer(top_k=3).eval()(x, return_routing=True)[1].requested.sum() == 15
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 4])
+def test_any_top_k_of_a_call_equals_the_reference(top_k: int) -> None:
+    layer = make_layer(losses=LOSSES).double()
+    agree(layer, torch.randn(7, 8, dtype=torch.float64), top_k=top_k)
+
+
+def test_capacity_may_differ_per_call_and_in_evaluation() -> None:
+    layer = make_layer(capacity=Capacity.fixed(0.5), eval_capacity=Capacity.fixed(1.0))
+    x = torch.randn(8, 8)
+
+    def limit(**options: object) -> int | None:
+        rows = layer(x, return_routing=True, **options)[1].capacity
+        return None if rows is None else int(rows)
+
+    assert (limit(), limit(capacity=Capacity.fixed(2.0))) == (2, 8)
+    layer.eval()
+    assert (limit(), limit(capacity=Capacity.fixed(2.0))) == (4, 8)
+
+
+def test_an_explicit_dropless_call_is_not_taken_for_no_capacity_given() -> None:
+    layer = make_layer(capacity=Capacity.fixed(0.25), eval_capacity=Capacity.fixed(0.25))
+    x = torch.randn(16, 8)
+    for _ in range(2):
+        assert int(layer(x, return_routing=True)[1].dropped) > 0
+        routing = layer(x, capacity=Dropless(), return_routing=True)[1]
+        assert routing.capacity is None
+        assert int(routing.dropped) == 0
+        layer.eval()
+
+
+def test_evaluation_falls_back_to_the_layers_own_capacity() -> None:
+    layer = make_layer(capacity=Capacity.fixed(0.5)).eval()
+    assert int(layer(torch.randn(8, 8), return_routing=True)[1].capacity) == 2
+
+
+def test_padding_gets_the_shared_expert_only() -> None:
+    layer, x = make_layer(shared_hidden=8), torch.randn(4, 8)
+    mask = torch.tensor([True, True, True, False])
+    y = layer(x, mask=mask)
+    ends = torch.tensor([4], dtype=torch.int32)
+    torch.testing.assert_close(y[3], layer.shared(x, None, ends)[3])
+
+
+def test_without_return_routing_the_output_is_a_tensor() -> None:
+    layer, x = make_layer().eval(), torch.randn(2, 3, 8)
+    assert torch.equal(layer(x), layer(x, return_routing=True)[0])
+
+
+def test_state_round_trips_and_names_are_stable() -> None:
+    layer = make_layer("sigmoid", shared_hidden=4)
+    names = {"router.weight", "router.bias"} | {f"{part}.w{i}" for part in ("experts", "shared") for i in (1, 2, 3)}
+    assert set(layer.state_dict()) == names
+    other = make_layer("sigmoid", shared_hidden=4)
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+    x = torch.randn(5, 8)
+    assert torch.equal(layer(x), other(x))
+
+
+def test_printing_names_the_sizes() -> None:
+    assert "dim=8, hidden=8, num_experts=4, top_k=2" in repr(make_layer())
+
+
+X = torch.zeros(2, 3, 8)
+
+BAD_LAYERS = [
+    ({"dim": 0}, "MoE: dim must be a whole number of at least 1, got 0"),
+    ({"hidden": -1}, "MoE: hidden must be a whole number of at least 1, got -1"),
+    ({"num_experts": 2.5}, "MoE: num_experts must be a whole number of at least 1, got 2.5"),
+    ({"top_k": 0}, "top_k=0 does not fit num_experts=4: choose 1 <= top_k <= 4"),
+    ({"top_k": 5}, "top_k=5 does not fit num_experts=4: choose 1 <= top_k <= 4"),
+    ({"top_k": 1.5}, "top_k=1.5 does not fit num_experts=4"),
+    ({"eval_top_k": 0}, "top_k=0 does not fit num_experts=4"),
+    ({"eval_top_k": 9}, "top_k=9 does not fit num_experts=4"),
+    ({"top_k": 1}, 'top_k=1 with normalize="after"'),
+    ({"shared_hidden": -4}, "shared_hidden=-4: give the shared expert's inner width, or 0 for none"),
+    ({"apply_weight": "around"}, 'apply_weight=\'around\' is unknown: write "after" or "before"'),
+    ({"router": "topk"}, "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function"),
+    ({"experts": "geglu"}, "experts='geglu' is unknown: choose one of swiglu, gelu, relu, or pass a function"),
+]
+
+BAD_CALLS = [
+    ("softmax", (torch.zeros(3, 7),), {}, r"MoE\(dim=8\) was called with x of shape \(3, 7\): its last size must be dim"),
+    ("softmax", (torch.zeros(()),), {}, r"was called with x of shape \(\)"),
+    ("softmax", (X,), {"mask": torch.ones(3, 2, dtype=torch.bool)}, r"mask has shape \(3, 2\), .* must have shape \(2, 3\)"),
+    ("softmax", (X,), {"mask": torch.ones(2, 3)}, "mask has dtype torch.float32: pass bool, True for real tokens"),
+    ("hash", (X,), {}, r"Hash routes by token ids: call the layer as moe\(x, token_ids=ids\)"),
+    ("hash", (X,), {"token_ids": torch.zeros(6, dtype=torch.int64)}, r"token_ids has shape \(6,\), x has \(2, 3, 8\)"),
+    ("softmax", (X,), {"top_k": 0}, "top_k=0 does not fit num_experts=4"),
+    ("softmax", (X,), {"top_k": 5}, "top_k=5 does not fit num_experts=4"),
+    ("gshard", (X,), {"top_k": 1}, "the GShard router chooses two experts per token, got top_k=1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_LAYERS)
+def test_a_bad_size_or_name_is_refused_in_one_line(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        MoE(**{"dim": 8, "hidden": 8, "num_experts": 4, "top_k": 2, **change})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("router", "args", "options", "message"), BAD_CALLS)
+def test_a_bad_call_is_refused_in_one_line(router: str, args: tuple, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        make_layer(router)(*args, **options)
+    assert "\n" not in str(caught.value)

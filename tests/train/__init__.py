@@ -1,0 +1,1 @@
+"""Tests of `moesaic.train`; a package, so that test files of one name in other folders do not clash."""

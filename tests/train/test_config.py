@@ -1,0 +1,81 @@
+"""Configurations refuse what cannot work, naming the field and what would be right."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.train import config as config_module
+from moesaic.train.config import DataConfig, OptimizerConfig, TrainConfig
+
+BAD = [
+    (lambda: TrainConfig(steps=0), "steps=0: must be at least 1"),
+    (lambda: TrainConfig(batch_size=-1), "batch_size=-1: must be at least 1"),
+    (lambda: TrainConfig(accumulation=0), "accumulation=0: must be at least 1"),
+    (lambda: TrainConfig(log_every=0), "log_every=0: must be at least 1"),
+    (lambda: TrainConfig(eval_every=0), "eval_every=0: must be at least 1"),
+    (lambda: TrainConfig(eval_sequences=0), "eval_sequences=0: must be at least 1"),
+    (lambda: TrainConfig(save_every=0), "save_every=0: must be at least 1"),
+    (lambda: TrainConfig(keep_last=0), "keep_last"),
+    (lambda: TrainConfig(probe_sequences=0), "probe_sequences"),
+    (lambda: TrainConfig(threads=0), "threads=0: must be at least 1"),
+    (lambda: TrainConfig(seed=-1), "seed=-1: choose 0 or more"),
+    (lambda: TrainConfig(seed=2**63), "choose 0 or more, below 2\\*\\*63"),
+    (lambda: DataConfig(val_share=0.0), "data.val_share=0.0: choose a share between 0 and 1"),
+    (lambda: DataConfig(val_share=1.0), "data.val_share=1.0"),
+    (lambda: DataConfig(val_share=float("nan")), "data.val_share=nan"),
+    (lambda: DataConfig(vocab_size=255), "data.vocab_size=255: bytes need 256"),
+    (lambda: DataConfig(path=("a.txt",), vocab_size=255), "bytes need 256"),
+    (lambda: DataConfig(tokenizer="bpe", vocab_size=299), "data.vocab_size=299: a byte-level BPE needs at least 300"),
+    (lambda: OptimizerConfig(lr=0.0), "optimizer.lr=0.0: must be above 0"),
+    (lambda: OptimizerConfig(lr=float("nan")), "optimizer.lr=nan"),
+    (lambda: OptimizerConfig(warmup_steps=-1), "warmup_steps"),
+    (lambda: OptimizerConfig(weight_decay=-0.1), "weight_decay"),
+    (lambda: OptimizerConfig(clip_norm=-1.0), "clip_norm"),
+    (lambda: OptimizerConfig(beta1=1.0), "optimizer.beta1=1.0: must be at least 0 and below 1"),
+    (lambda: OptimizerConfig(beta2=-0.1), "optimizer.beta2=-0.1"),
+    (lambda: OptimizerConfig(final_share=1.5), "optimizer.final_share=1.5: choose a share from 0 to 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_values_are_refused_in_one_line(make, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_token_files_may_have_a_small_vocabulary():
+    assert DataConfig(path=("a.bin", "b.bin"), vocab_size=50).vocab_size == 50
+
+
+def test_configurations_are_frozen_and_compare_by_value():
+    assert TrainConfig() == TrainConfig()
+    with pytest.raises(FrozenInstanceError):
+        TrainConfig().steps = 3
+
+
+def test_tokens_per_step():
+    config = TrainConfig(batch_size=3, accumulation=5, model=ModelConfig(seq_len=7))
+    assert config.tokens_per_step == 3 * 5 * 7
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, DataConfig, OptimizerConfig, ModelConfig, MoEConfig])
+def test_every_field_has_a_docstring(kind):
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)
+    documented = {
+        field.target.id
+        for field, text in zip(tree.body, tree.body[1:])
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(field.target, ast.Name)
+    }
+    assert documented == {field.name for field in fields(kind)}
+    assert config_module.__doc__

@@ -1,0 +1,111 @@
+"""Configuration files: what is read, what is refused, and the way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig
+from moesaic.train.config import TrainConfig
+from moesaic.train.configfile import as_json, differing_fields, override, read_table, suggestion
+from moesaic.train.presets import PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_round_trips_through_json(preset):
+    config = PRESETS[preset]()
+    assert override(TrainConfig(), json.loads(as_json(config)), source="here") == config
+
+
+def test_toml_and_json_are_read_by_suffix(tmp_path):
+    (tmp_path / "a.toml").write_text('steps = 3\n[model.moe]\nrouter = "sigmoid"\n')
+    (tmp_path / "a.json").write_text('{"steps": 3, "model": {"moe": {"router": "sigmoid"}}}')
+    table = read_table(tmp_path / "a.toml")
+    assert table == read_table(tmp_path / "a.json") == {"steps": 3, "model": {"moe": {"router": "sigmoid"}}}
+    config = override(TrainConfig(batch_size=5), table, source="a.toml")
+    assert (config.steps, config.batch_size, config.model.moe.router) == (3, 5, "sigmoid")
+    assert config == replace(TrainConfig(), steps=3, batch_size=5, model=replace(ModelConfig(), moe=config.model.moe))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", "steps: 3", "unknown kind of file, use .toml or .json"),
+        ("a.toml", None, "no such file"),
+        ("a.toml", "steps = = 3", r"does not parse \(.*line 1"),
+        ("a.json", "{", r"does not parse \(.*line 1"),
+        ("a.json", "[1]", "must hold a table of fields, holds a list"),
+        ("a.json", b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=message) as caught:
+        read_table(tmp_path / name)
+    assert f"config {tmp_path / name}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"stepz": 3}, "here: unknown field stepz: did you mean steps?"),
+        ({"model": {"moe": {"topk": 3}}}, "here: unknown field model.moe.topk: did you mean top_k?"),
+        ({"xyz": 3}, "here: unknown field xyz: choose one of out, existing, "),
+        ({"steps": "3"}, "here: steps must be a whole number, got '3'"),
+        ({"steps": 3.0}, "here: steps must be a whole number, got 3.0"),
+        ({"steps": True}, "here: steps must be a whole number, got True"),
+        ({"steps": None}, "here: steps must be a whole number, got None"),
+        ({"tensorboard": 1}, "here: tensorboard must be true or false, got 1"),
+        ({"out": 3}, "here: out must be text, got 3"),
+        ({"optimizer": {"lr": "high"}}, "here: optimizer.lr must be a number, got 'high'"),
+        ({"optimizer": {"lr": True}}, "here: optimizer.lr must be a number, got True"),
+        ({"optimizer": 3}, "here: optimizer must be a table, got 3"),
+        ({"data": {"path": "a.txt"}}, "here: data.path must be a list, got 'a.txt'"),
+        ({"data": {"path": [3]}}, "here: data.path must be text, got 3"),
+        ({"precision": "float16"}, "here: precision='float16': choose one of auto, float32, bfloat16"),
+        ({"model": {"moe": {"router": "best"}}}, "here: model.moe.router='best': choose one of softmax, switch"),
+        ({"threads": "two"}, "here: threads must be a whole number, got 'two'"),
+    ],
+)
+def test_bad_tables_are_refused(table, message):
+    with pytest.raises(InputError) as caught:
+        override(TrainConfig(), table, source="here")
+    assert message in str(caught.value)
+
+
+def test_values_become_the_fields_types():
+    table = {"threads": None, "optimizer": {"lr": 1}, "data": {"path": ["a", "b"]}}
+    config = override(TrainConfig(threads=3), table, source="here")
+    assert config.threads is None
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.data.path == ("a", "b")
+    assert override(TrainConfig(), {"threads": 2}, source="here").threads == 2
+
+
+def test_the_dataclass_checks_itself_after_an_override():
+    with pytest.raises(InputError, match=r"model.moe.top_k=20 does not fit model.moe.num_experts=16"):
+        override(TrainConfig(), {"model": {"moe": {"top_k": 20}}}, source="here")
+
+
+def test_suggestions():
+    assert suggestion("rooter", ["router", "experts"]) == ": did you mean router?"
+    assert suggestion("zzz", ["router", "experts"]) == ": choose one of router, experts"
+
+
+def test_differing_fields_are_named_with_both_values():
+    @dataclass(frozen=True)
+    class Inner:
+        a: int = 1
+
+    @dataclass(frozen=True)
+    class Outer:
+        inner: Inner = Inner()
+        b: str = "x"
+
+    assert differing_fields(Outer(), Outer()) == []
+    assert differing_fields(Outer(), Outer(Inner(2), "y"), "p.") == ["p.inner.a (1 and 2)", "p.b ('x' and 'y')"]

@@ -1,0 +1,319 @@
+"""The training loop: exact resume, clean stops, honest failures, and what it writes."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.errors import TrainingError
+from moesaic.models.gpt import GPT, GPTOutput
+from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
+from moesaic.train.config import OptimizerConfig
+from moesaic.train.data import Batches
+from moesaic.train.loop import Trainer, learning_rate
+from runs import (
+    assert_same,
+    lines,
+    losses,
+    parameters,
+    run_quietly,
+    signal_after,
+    skip_measuring,
+    snapshot,
+    tiny,
+)
+
+VARIANTS = {
+    "noisy": {"model": {"moe": {"router": "noisy"}}},
+    "sigmoid": {"model": {"moe": {"router": "sigmoid", "bias_rate": 0.01}}},
+    "global batch": {"model": {"moe": {"balance_level": "global_batch"}}},
+    "bpe": {"data": {"tokenizer": "bpe", "vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
+    "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
+}
+
+
+def continuing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the process take steps without signals again."""
+    monkeypatch.undo()
+    skip_measuring(monkeypatch)
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path, monkeypatch, variant, stopped_after):
+    config = tiny(tmp_path, steps=6, accumulation=2, **VARIANTS[variant])
+    run_quietly(replace(config, out=str(tmp_path / "whole")))
+    signal_after(monkeypatch, stopped_after)
+    first, said = run_quietly(config)
+    continuing(monkeypatch)
+    assert first.was_stopped
+    assert first.step == stopped_after
+    assert f"stopped by SIGINT after step {stopped_after}, saved; go on with moesaic train --config" in said
+    torch.manual_seed(12345)  # whatever the process drew before
+    second, _ = run_quietly(replace(config, existing="resume"))
+    assert not second.was_stopped
+    assert second.step == 6
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+    whole = load_checkpoint(tmp_path / "whole" / "checkpoints", pytest.fail)
+    assert_same(load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).optimizer, whole.optimizer)
+
+
+def test_routing_noise_and_the_bias_matter_to_the_resume_tests(tmp_path):
+    one = tiny(tmp_path, **VARIANTS["noisy"])
+    other = replace(one, out=str(tmp_path / "other"), seed=1)
+    run_quietly(one)
+    run_quietly(other)
+    assert losses(tmp_path / "run") != losses(tmp_path / "other")
+    run_quietly(tiny(tmp_path, out=str(tmp_path / "biased"), **VARIANTS["sigmoid"]))
+    biases = [value for name, value in parameters(tmp_path / "biased").items() if name.endswith("router.bias")]
+    assert len(biases) == 2
+    assert all(value.abs().max() > 0 for value in biases)
+
+
+def test_a_signal_before_the_first_step_is_saved_and_resumed(tmp_path, monkeypatch):
+    config = tiny(tmp_path)
+    plain = Trainer._describe
+
+    def describe(self: Trainer) -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return plain(self)
+
+    monkeypatch.setattr(Trainer, "_describe", describe)
+    result, said = run_quietly(config)
+    continuing(monkeypatch)
+    assert result.was_stopped
+    assert result.step == 0
+    assert result.val_nats_per_byte is None
+    assert "stopped by SIGTERM after step 0" in said
+    run_quietly(replace(config, existing="resume"))
+    run_quietly(replace(config, out=str(tmp_path / "whole")))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_signal_handlers_are_put_back(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal_after(monkeypatch, 1)
+    run_quietly(tiny(tmp_path))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_second_signal_has_its_usual_effect(tmp_path, monkeypatch):
+    plain = Trainer._step
+
+    def stepping(self: Trainer) -> dict:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return plain(self)
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(tiny(tmp_path))
+
+
+def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
+    run_quietly(tiny(tmp_path, steps=2))
+    result, _ = run_quietly(tiny(tmp_path, steps=3, existing="resume"))
+    assert result.step == 3
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path / "run", "eval")] == [2, 3]
+
+
+def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
+    config = tiny(tmp_path, steps=4, save_every=2, eval_every=1)
+    run_quietly(config)
+    expected = losses(tmp_path / "run")
+    for path in list_checkpoints(tmp_path / "run" / "checkpoints")[1:]:
+        (path / "state.json").unlink()
+    _, said = run_quietly(replace(config, existing="resume"))
+    assert "taking step-00000002 instead" in said
+    assert losses(tmp_path / "run") == expected
+    assert [line["step"] for line in lines(tmp_path / "run", "eval")] == [1, 2, 3, 4]
+
+
+def test_evaluating_and_logging_change_nothing(tmp_path):
+    seldom = tiny(tmp_path, **VARIANTS["noisy"])
+    run_quietly(seldom)
+    often = replace(seldom, out=str(tmp_path / "often"), eval_every=1, save_every=1)
+    run_quietly(often)
+    assert losses(tmp_path / "often") == losses(tmp_path / "run")
+    assert_same(parameters(tmp_path / "often"), parameters(tmp_path / "run"))
+    assert len(lines(tmp_path / "often", "eval")) == 4
+    unlogged = replace(seldom, out=str(tmp_path / "unlogged"), log_every=100)
+    run_quietly(unlogged)
+    assert losses(tmp_path / "unlogged") == losses(tmp_path / "run")[-1:]
+    assert_same(parameters(tmp_path / "unlogged"), parameters(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_accumulation_is_one_larger_batch(tmp_path, z_loss):
+    moe = {"balance_loss": 0.0, "z_loss": z_loss}
+    large = tiny(tmp_path, steps=1, batch_size=4, model={"moe": moe})
+    run_quietly(large)
+    run_quietly(replace(large, out=str(tmp_path / "small"), batch_size=2, accumulation=2))
+    one, two = parameters(tmp_path / "run"), parameters(tmp_path / "small")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-4, msg=name)
+    moments = [load_checkpoint(tmp_path / out / "checkpoints", pytest.fail).optimizer for out in ("run", "small")]
+    for name in moments[0]:
+        torch.testing.assert_close(moments[0][name], moments[1][name], atol=1e-8, rtol=1e-4, msg=name)
+    for (_, a), (_, b) in zip(losses(tmp_path / "run"), losses(tmp_path / "small")):
+        assert a == pytest.approx(b, abs=1e-6)
+
+
+def test_the_z_loss_reaches_the_gradient(tmp_path):
+    for name, z_loss in (("without", 0.0), ("with", 0.1)):
+        out = str(tmp_path / name)
+        run_quietly(tiny(tmp_path, steps=1, out=out, model={"moe": {"balance_loss": 0.0, "z_loss": z_loss}}))
+    assert losses(tmp_path / "without") == losses(tmp_path / "with")
+    moments = [
+        load_checkpoint(tmp_path / name / "checkpoints", pytest.fail).optimizer["blocks.0.ffn.router.weight.exp_avg"]
+        for name in ("without", "with")
+    ]
+    assert not torch.equal(*moments)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=5, save_every=2)
+    plain, calls = GPT.forward, []
+
+    def spoilt(self, tokens, targets=None, **options):
+        output = plain(self, tokens, targets, **options)
+        if self.training:
+            calls.append(1)
+        if len(calls) < 3 or output.loss is None:
+            return output
+        return GPTOutput(output.logits, output.loss * math.nan, output.routings)
+
+    monkeypatch.setattr(GPT, "forward", spoilt)
+    with pytest.raises(TrainingError) as caught:
+        run_quietly(config)
+    kept = tmp_path / "run" / "checkpoints" / "step-00000002"
+    for part in ("the loss of step 3 is not finite (nan", f"the checkpoint {kept} is intact", "--optimizer.lr"):
+        assert part in str(caught.value)
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == [kept]
+    assert all(value.isfinite().all() for value in parameters(tmp_path / "run").values())
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2]
+    monkeypatch.setattr(GPT, "forward", plain)
+    assert run_quietly(replace(config, existing="resume"))[0].step == 5
+
+
+def test_an_absurd_learning_rate_says_that_nothing_was_saved(tmp_path):
+    with pytest.raises(TrainingError, match=r"of step 2 is not finite .*; no checkpoint was written yet: lower"):
+        run_quietly(tiny(tmp_path, optimizer={"lr": 1e38, "warmup_steps": 0}))
+
+
+def test_metrics_hold_every_figure_per_layer(tmp_path):
+    run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"z_loss": 0.01}}))
+    found = lines(tmp_path / "run", "train")
+    assert len(found) == 4
+    for line in found:
+        assert {"loss", "grad_norm", "lr", "load_balance", "z_loss", "tokens_per_second", "mfu"} <= line.keys()
+        assert len(line["churn"]) == len(line["layers"]) == 2
+        assert all(0 <= value <= 1 for value in line["churn"])
+        for layer in line["layers"]:
+            assert sum(layer["tokens_per_expert"]) == 2 * 2 * 16 * 2  # sequences, micro-batches, tokens, experts
+            assert layer["max_violation"] >= 0
+            assert 0 <= layer["entropy"] <= 1
+            assert layer["dropped"] == 0
+        assert line["load_balance"] >= 0.9
+    assert max(value for line in found for value in line["churn"]) > 0
+    (last,) = lines(tmp_path / "run", "eval")
+    assert last["val_nats_per_byte"] == last["val_loss"]
+
+
+def test_a_dense_model_has_no_expert_figures(tmp_path):
+    run_quietly(tiny(tmp_path, steps=2, model={"ffn": "dense"}))
+    for line in lines(tmp_path / "run", "train"):
+        assert line["churn"] == []
+        assert line["layers"] == []
+
+
+def test_the_loss_per_byte_of_a_bpe_counts_bytes(tmp_path):
+    result, _ = run_quietly(tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300}))
+    (line,) = lines(tmp_path / "run", "eval")
+    text = (tmp_path / "text.txt").read_bytes()
+    val = text[int(len(text) * 0.95) :].decode()
+    import tokenizers
+
+    tokens = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json")).encode(val).ids
+    assert len(tokens) < len(val)
+    assert line["val_nats_per_byte"] == pytest.approx(line["val_loss"] * len(tokens) / len(val))
+    assert result.val_nats_per_byte == line["val_nats_per_byte"]
+
+
+def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
+    config = tiny(tmp_path, steps=1, eval_sequences=3)
+    run_quietly(config)
+    model = GPT(config.model, 256)
+    model.load_state_dict(parameters(tmp_path / "run"))
+    text = (tmp_path / "text.txt").read_bytes()
+    val = torch.tensor(list(text[int(len(text) * 0.95) :]))
+    last = (len(val) - 1) // 16 - 1
+    total = 0.0
+    for window in (0, last // 2, last):
+        piece = val[window * 16 : window * 16 + 17]
+        with torch.no_grad():
+            total += float(model.eval()(piece[None, :-1], piece[None, 1:]).loss)
+    (line,) = lines(tmp_path / "run", "eval")
+    assert line["val_loss"] == pytest.approx(total / 3, rel=1e-5)
+
+
+def test_training_learns(tmp_path):
+    run_quietly(tiny(tmp_path, steps=30, log_every=29))
+    found = dict(losses(tmp_path / "run"))
+    assert found[29] < math.log(256) - 2
+
+
+def test_learning_rate_endpoints():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_share=0.1)
+    rates = [learning_rate(step, 20, config) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[19] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert learning_rate(11, 20, config) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 15)))
+    assert learning_rate(40, 20, config) == pytest.approx(0.1)
+    assert learning_rate(0, 1, OptimizerConfig(lr=1.0, warmup_steps=0)) == 1.0
+
+
+def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
+    config = tiny(tmp_path)
+    run_quietly(config)
+    expected = [learning_rate(step, 4, config.optimizer) for step in range(4)]
+    assert [line["lr"] for line in lines(tmp_path / "run", "train")] == expected
+
+
+def test_clipping_can_be_turned_off(tmp_path):
+    for name, limit in (("tight", 1e-3), ("off", 0.0)):
+        run_quietly(tiny(tmp_path, steps=1, out=str(tmp_path / name), optimizer={"clip_norm": limit}))
+    moments = [load_checkpoint(tmp_path / name / "checkpoints", pytest.fail).optimizer for name in ("tight", "off")]
+    norms = [sum(float(v.norm()) ** 2 for k, v in m.items() if k.endswith("exp_avg")) ** 0.5 for m in moments]
+    (line,) = lines(tmp_path / "off", "train")
+    assert norms[1] == pytest.approx(0.1 * line["grad_norm"], rel=1e-4)
+    assert norms[0] == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_saving_honours_save_every_and_keep_last(tmp_path):
+    run_quietly(tiny(tmp_path, steps=5, save_every=2, keep_last=2))
+    kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert kept == ["step-00000004", "step-00000005"]
+    assert not [name for name in snapshot(tmp_path / "run") if ".writing" in name]
+
+
+def test_every_micro_batch_is_read_once_in_order(tmp_path, monkeypatch):
+    plain, seen = Batches.get, []
+
+    def noting(self: Batches, index: int):
+        seen.append(index)
+        return plain(self, index)
+
+    monkeypatch.setattr(Batches, "get", noting)
+    run_quietly(tiny(tmp_path, steps=3, accumulation=2))
+    run_quietly(tiny(tmp_path, steps=4, accumulation=2, existing="resume"))
+    assert seen == list(range(8))

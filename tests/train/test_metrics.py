@@ -1,0 +1,125 @@
+"""Metrics: one JSON object a line, each step once, and TensorBoard events."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moesaic.errors import InputError
+from moesaic.train.metrics import Metrics, read_metrics
+from runs import lines, losses, run_quietly, signal_after, tiny
+
+
+def write(folder: Path, *steps: int, start_step: int = 0) -> None:
+    metrics = Metrics(folder, start_step=start_step, tensorboard=False)
+    for step in steps:
+        metrics.write("train", step, {"loss": step / 4})
+    metrics.close()
+
+
+def test_lines_come_back_in_order(tmp_path):
+    write(tmp_path, 1, 2)
+    expected = [{"kind": "train", "step": 1, "loss": 0.25}, {"kind": "train", "step": 2, "loss": 0.5}]
+    assert read_metrics(tmp_path) == expected
+
+
+def test_lines_can_be_read_while_they_are_written(tmp_path):
+    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    metrics.write("eval", 1, {"val_loss": 2.0})
+    assert len(read_metrics(tmp_path)) == 1
+    metrics.close()
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+    write(tmp_path, 1, 2, 3, 4)
+    write(tmp_path, 3, 4, 5, start_step=2)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_new_run_starts_empty(tmp_path):
+    write(tmp_path, 1, 2)
+    write(tmp_path, 1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path):
+    write(tmp_path, 1, 2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-5])
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    write(tmp_path, 2, start_step=1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
+    write(tmp_path, 1, 2, 3)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_text().splitlines()
+    path.write_text("\n".join([content[0], content[1][:-4], content[2]]))
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is damaged .*: remove it"):
+        read_metrics(tmp_path)
+
+
+def test_no_metrics_is_an_error(tmp_path):
+    with pytest.raises(InputError, match=r"no metrics there: name the folder of a run"):
+        read_metrics(tmp_path)
+
+
+def test_a_full_disk_on_resuming_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    write(tmp_path, 1, 2, 3)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fill(self: Path, text: str, **options: object) -> int:
+        self.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(InputError, match=r"metrics.jsonl could not be written, the disk is full: free space"):
+        Metrics(tmp_path, start_step=2, tensorboard=False)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_while_writing_is_an_error(tmp_path, monkeypatch):
+    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics, "_file", Full())
+    with pytest.raises(InputError, match=r"the disk is full"):
+        metrics.write("train", 1, {"loss": 1.0})
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    return found
+
+
+def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
+    run_quietly(tiny(tmp_path, tensorboard=True, eval_every=2))
+    found = events(tmp_path / "run")
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4]
+    for event, (step, loss) in zip(found.Scalars("train/loss"), losses(tmp_path / "run")):
+        assert (event.step, event.value) == (step, pytest.approx(loss))
+    assert [event.step for event in found.Scalars("eval/val_nats_per_byte")] == [2, 4]
+    first = lines(tmp_path / "run", "train")[0]["layers"][1]["entropy"]
+    assert found.Scalars("train/layers/layer1/entropy")[0].value == pytest.approx(first)
+
+
+def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        signal_after(patch, 2)
+        run_quietly(tiny(tmp_path, tensorboard=True))
+    run_quietly(tiny(tmp_path, tensorboard=True, existing="resume"))
+    assert [event.step for event in events(tmp_path / "run").Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+def test_tensorboard_can_be_turned_off(tmp_path):
+    run_quietly(tiny(tmp_path))
+    assert not (tmp_path / "run" / "tensorboard").exists()

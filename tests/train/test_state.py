@@ -1,0 +1,161 @@
+"""Opening a run: what is built, what is put back, and that nothing is touched before all has proven good."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.models.gpt import GPT
+from moesaic.train.config import OptimizerConfig, TrainConfig
+from moesaic.train.configfile import override, read_table
+from moesaic.train.state import make_optimizer, open_run, seed_everything
+from runs import assert_same, parameters, run_quietly, snapshot, tiny, write_text
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "cosine", "group_limited"])
+def test_weight_decay_is_on_matrices_but_routers(router):
+    shape = ModelConfig(
+        dim=16, num_layers=2, num_heads=2, moe=MoEConfig(num_experts=4, hidden=8, router=router, every=2)
+    )
+    model = GPT(shape, 32)
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.25), CPU)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        spared = ".router." in name or "norm" in name or name.endswith("bias")
+        assert decay[id(parameter)] == (0.0 if spared else 0.25), name
+        assert spared or parameter.dim() >= 2
+    assert any(".router." in name for name, _ in model.named_parameters())
+
+
+def test_the_optimizer_takes_its_constants_from_the_configuration():
+    model = GPT(ModelConfig(dim=16, num_layers=1, num_heads=2, moe=MoEConfig(num_experts=2, hidden=8)), 32)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, beta1=0.7, beta2=0.8), CPU)
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.5
+        assert group["betas"] == (0.7, 0.8)
+
+
+def test_a_seed_decides_the_initial_parameters(tmp_path):
+    states = [
+        open_run(tiny(tmp_path, out=str(tmp_path / name), seed=seed), pytest.fail).model.state_dict()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert_same(states[0], states[1])
+    assert not torch.equal(states[0]["embedding.weight"], states[2]["embedding.weight"])
+    seed_everything(2**62)
+
+
+def test_an_existing_run_is_refused_unless_asked(tmp_path):
+    config = tiny(tmp_path, steps=1)
+    run_quietly(config)
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(InputError, match=r"holds a run already: pass --existing resume, --existing replace"):
+        open_run(config, pytest.fail)
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
+    run_quietly(tiny(tmp_path, steps=3, save_every=1, tensorboard=True, data={"tokenizer": "bpe", "vocab_size": 300}))
+    run_quietly(tiny(tmp_path, steps=1, existing="replace"))
+    assert sorted(snapshot(tmp_path / "run")) == [
+        "checkpoints/step-00000001/model.safetensors",
+        "checkpoints/step-00000001/optimizer.safetensors",
+        "checkpoints/step-00000001/state.json",
+        "config.json",
+        "metrics.jsonl",
+    ]
+
+
+BAD = {
+    "short training data": {"model": {"seq_len": 10_000}},
+    "short validation data": {"data": {"val_share": 0.001}},
+    "missing data": {"data": {"path": ["absent.txt"]}},
+    "device": {"device": "gpu"},
+    "router": {"model": {"moe": {"router": "noisy", "top_k": 1}}},
+    "groups": {"model": {"moe": {"router": "group_limited", "num_groups": 3}}},
+    "tokenizer": {"data": {"tokenizer": "bpe", "vocab_size": 300}, "model": {"moe": {"router": "noisy", "top_k": 1}}},
+}
+
+
+@pytest.mark.parametrize("existing", ["replace", "resume"])
+@pytest.mark.parametrize("what", BAD)
+def test_nothing_is_touched_before_everything_has_proven_good(tmp_path, what, existing):
+    run_quietly(tiny(tmp_path, steps=1))
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError):
+        open_run(tiny(tmp_path, existing=existing, **BAD[what]), pytest.fail)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_refused_run_leaves_no_folder(tmp_path, what):
+    with pytest.raises(InputError):
+        open_run(tiny(tmp_path, **BAD[what]), pytest.fail)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_uses_the_tokenizer_of_the_run(tmp_path):
+    config = tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300})
+    run_quietly(config)
+    before = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    write_text(tmp_path / "text.txt", seed=1)
+    run_quietly(replace(config, steps=2, existing="resume"))
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is missing"):
+        open_run(replace(config, steps=3, existing="resume"), pytest.fail)
+
+
+def test_resuming_where_nothing_is_starts_a_run(tmp_path):
+    result, _ = run_quietly(tiny(tmp_path, steps=1, existing="resume"))
+    assert result.step == 1
+    (tmp_path / "run2").mkdir()
+    (tmp_path / "run2" / "config.json").write_text("{}")
+    assert run_quietly(tiny(tmp_path, steps=1, existing="resume", out=str(tmp_path / "run2")))[0].step == 1
+
+
+@pytest.mark.parametrize("existing", ["refuse", "replace"])
+def test_the_kept_configuration_takes_the_run_up_again(tmp_path, existing):
+    config = tiny(tmp_path, steps=2, existing=existing, precision="auto")
+    run_quietly(config)
+    kept = override(TrainConfig(), read_table(tmp_path / "run" / "config.json"), source="kept")
+    assert kept.precision in ("float32", "bfloat16")
+    assert kept == replace(config, existing="resume", precision=kept.precision)
+    before = parameters(tmp_path / "run")
+    assert run_quietly(kept)[0].step == 2
+    assert_same(parameters(tmp_path / "run"), before)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1))
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(InputError) as caught:
+        open_run(tiny(tmp_path, existing="resume", model={"dim": 32, "moe": {"hidden": 8}}), pytest.fail)
+    for part in ("model.dim (32 and 16)", "model.moe.hidden (8 and 16)", "step 1", "choose another run folder"):
+        assert part in str(caught.value)
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_seconds_and_precision_go_on(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1, precision="bfloat16"))
+    state = open_run(tiny(tmp_path, steps=2, existing="resume", precision="auto"), pytest.fail)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert state.seconds == json.loads((checkpoint / "state.json").read_text())["extra"]["seconds"] > 0
+    assert state.dtype == torch.bfloat16
+    assert state.config.precision == "bfloat16"
+    assert state.step == 1
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(InputError, match=r"out=.*run: cannot be written .*: choose another --out"):
+        open_run(tiny(tmp_path), pytest.fail)
+    assert (tmp_path / "run").read_text() == "a file"

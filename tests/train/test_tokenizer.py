@@ -1,0 +1,62 @@
+"""Tokenizers: text to ids and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.errors import InputError
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+
+TEXT = "the quick brown fox — naïve 狐 🦊\n\tdef f(x): return x\n" * 20
+BPE = BPETokenizer.train([TEXT.encode()], 290)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("text", [TEXT, "never seen: Ω≈ç√", "", " \n\n ", "a\r\nb"])
+def test_decoding_undoes_encoding(tokenizer: AbstractTokenizer, text: str):
+    ids = tokenizer.encode(text.encode())
+    assert ids.dtype.kind == "u"
+    assert ids.size == 0 or ids.max() < tokenizer.vocab_size
+    assert tokenizer.separator not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_any_text_round_trips_through_the_bpe(text: str):
+    assert BPE.decode(BPE.encode(text.encode())) == text
+
+
+@given(st.binary())
+def test_any_bytes_are_their_own_ids(data: bytes):
+    ids = ByteTokenizer().encode(data)
+    assert ids.tolist() == list(data)
+    assert ByteTokenizer().decode(ids) == data.decode("utf-8", errors="replace")
+
+
+def test_training_a_bpe_is_deterministic_and_shortens(tmp_path):
+    again = BPETokenizer.train([TEXT.encode()], 290)
+    one, two = BPE.encode(TEXT.encode()), again.encode(TEXT.encode())
+    assert np.array_equal(one, two)
+    assert len(one) < len(TEXT.encode()) / 1.5
+    assert BPE.vocab_size == 290
+
+
+def test_a_saved_bpe_comes_back(tmp_path):
+    BPE.save(tmp_path / "tokenizer.json")
+    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.vocab_size == BPE.vocab_size
+    assert np.array_equal(loaded.encode(TEXT.encode()), BPE.encode(TEXT.encode()))
+
+
+def test_a_missing_or_damaged_bpe_is_an_error(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is missing: restore it"):
+        BPETokenizer.load(path)
+    for content in (b'{"version": ', b"", b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is damaged"):
+            BPETokenizer.load(path)
