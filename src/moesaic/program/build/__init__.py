@@ -1,0 +1,19 @@
+"""The schedules: where tensor parallelism pauses around the layer. One a file; each is a function that returns a program.
+
+Every schedule reads `x`, the tokens, and `gates`, the routing weights, and writes `y`. Parm's papers call tp MP and etp ESP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moesaic.program.build.baseline import baseline
+from moesaic.program.build.s1 import s1
+from moesaic.program.build.s2 import s2
+from moesaic.program.build.s3 import s3
+from moesaic.program.build.ted import ted
+from moesaic.program.task import Program
+
+SCHEDULES: dict[str, Callable[[], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}
+
+__all__ = ["SCHEDULES", "baseline", "s1", "s2", "s3", "ted"]

@@ -1,0 +1,122 @@
+"""Builds programs line by line: keeps the slots, so that a schedule reads like its description in the paper."""
+
+from __future__ import annotations
+
+from moesaic.program.grid import Axis
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+
+States = dict[Axis, State]
+
+
+class Builder:
+    """Collects slots and tasks.
+
+    Args:
+        name: of the program.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._slots: dict[str, Slot] = {}
+        self._tasks: list[Task] = []
+        self._inputs: list[str] = []
+
+    def input(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
+        """Declare a slot that comes in."""
+        self._inputs.append(name)
+        return self._slot(name, kind, layout, states)
+
+    def permute(self, tokens: str, index: str, name: str, layout: Layout) -> str:
+        """Copy tokens to rows."""
+        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, self._states(tokens), Stage.DISPATCH)
+
+    def combine(self, rows: str, index: str, name: str, layout: Layout) -> str:
+        """Sum rows to tokens."""
+        return self._task(Op.COMBINE, (rows, index), name, Kind.TOKENS, layout, self._states(rows), Stage.COMBINE)
+
+    def expert(self, rows: str, gates: str, name: str) -> str:
+        """Run the experts: rows and gates, replicated over etp, to partial sums over etp."""
+        states = self._states(rows) | {"etp": State.PARTIAL}
+        return self._task(Op.EXPERT, (rows, gates), name, Kind.ROWS, self._slots[rows].layout, states, Stage.EXPERT)
+
+    def move(self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage) -> str:
+        """Move rows to another layout over `group`; `states` are those that change."""
+        kind, merged = self._slots[source].kind, self._states(source) | states
+        return self._task(Op.MOVE, (source,), name, kind, layout, merged, stage, group)
+
+    def vary(self, source: str, name: str, axis: Axis) -> str:
+        """Treat identical copies as different ones: nothing in forward, times the axis's size in backward."""
+        return self._scale(source, name, axis, State.SHARDED, Stage.DISPATCH, 1)
+
+    def agree(self, source: str, name: str, axis: Axis) -> str:
+        """Treat redundantly computed copies as one value: nothing in forward, over the axis's size in backward."""
+        return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, -1)
+
+    def build(self, *outputs: str) -> Program:
+        """Return the program."""
+        return Program(
+            name=self.name,
+            slots=tuple(self._slots.values()),
+            tasks=tuple(self._tasks),
+            inputs=tuple(self._inputs),
+            outputs=outputs,
+        )
+
+    def _scale(self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int) -> str:
+        slot, states = self._slots[source], self._states(source) | {axis: state}
+        return self._task(Op.SCALE, (source,), name, slot.kind, slot.layout, states, stage, (axis,), dual_power)
+
+    def _task(
+        self,
+        op: Op,
+        reads: tuple[str, ...],
+        name: str,
+        kind: Kind,
+        layout: Layout,
+        states: States,
+        stage: Stage,
+        group: tuple[Axis, ...] = (),
+        dual_power: int = 0,
+    ) -> str:
+        self._slot(name, kind, layout, states)
+        lane = Lane.COMPUTE if op is not Op.MOVE else Lane.INTER if "ep" in group else Lane.INTRA
+        self._tasks.append(
+            Task(
+                name=name, op=op, reads=reads, writes=(name,), stage=stage, lane=lane, group=group, dual_power=dual_power
+            )
+        )
+        return name
+
+    def _states(self, name: str) -> States:
+        return dict(self._slots[name].state)
+
+    def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
+        assert name not in self._slots, f"slot {name} is written twice"
+        listed = tuple(sorted((axis, state) for axis, state in states.items() if state is not State.SHARDED))
+        self._slots[name] = Slot(name=name, kind=kind, layout=layout, state=listed)
+        return name
+
+
+def declare(
+    build: Builder, tokens: Layout, copies: Layout, states: States, gate_states: States | None = None
+) -> tuple[str, str, str]:
+    """Declare what every schedule reads: the tokens `x`, the routing weights `gates`, the copies' tokens `index`."""
+    of_gates = states if gate_states is None else gate_states
+    return (
+        build.input("x", Kind.TOKENS, tokens, states),
+        build.input("gates", Kind.LANE, copies, of_gates),
+        build.input("index", Kind.INDEX, copies, of_gates),
+    )
+
+
+def deliver(build: Builder, rows: str, gates: str) -> str:
+    """Send rows and gates to all shards of their experts, and run them: S -> R over etp, then P."""
+    layout = Layout(spread=("ep", "etp"), local_experts=True)
+    h = build.move(rows, "h", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
+    g = build.move(gates, "g", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
+    return build.expert(h, g, "out")
+
+
+def collect(build: Builder, out: str, layout: Layout) -> str:
+    """Bring the shards' partial results home and sum them there: P -> S over etp."""
+    return build.move(out, "z", layout, ("ep", "etp"), {"etp": State.SHARDED}, Stage.COMBINE)

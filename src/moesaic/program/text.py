@@ -1,0 +1,114 @@
+"""A program as text: a table that people read, and that parses back to the same program."""
+
+from __future__ import annotations
+
+import re
+
+from moesaic.errors import InputError
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+
+VERSION = 1
+"""Of the text form; a reader refuses newer ones."""
+
+
+def to_text(program: Program) -> str:
+    """Return the program as a table: a header, a line per slot, a line per task."""
+    lines = [f"program {VERSION} {program.name}", f"inputs {' '.join(program.inputs)}", f"outputs {' '.join(program.outputs)}"]
+    width = max(len(slot.name) for slot in program.slots)
+    for slot in program.slots:
+        states = " ".join(f"{axis}:{state.value}" for axis, state in slot.state) or "-"
+        lines.append(f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  {_layout_text(slot.layout)}")
+    named = max(len(task.name) for task in program.tasks)
+    for task in program.tasks:
+        arrow = f"{' '.join(task.reads)} -> {' '.join(task.writes)}"
+        group = "+".join(task.group) or "-"
+        powers = f"  ^{task.power} ^{task.dual_power}" if task.op is Op.SCALE else ""
+        lines.append(
+            f"task  {task.name:<{named}}  {task.op.value:<11}  {task.stage.value:<8}  {task.lane.value:<7}  {group:<6}  "
+            f"{arrow}{powers}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Program:
+    """Parse what `to_text` wrote.
+
+    Raises:
+        InputError: naming the line that is wrong, or a version newer than this one.
+    """
+    name, inputs, outputs = "", (), ()
+    slots: list[Slot] = []
+    tasks: list[Task] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words:
+            continue
+        try:
+            if words[0] == "program":
+                name = _read_header(words)
+            elif words[0] == "inputs":
+                inputs = tuple(words[1:])
+            elif words[0] == "outputs":
+                outputs = tuple(words[1:])
+            elif words[0] == "slot":
+                slots.append(_read_slot(words))
+            elif words[0] == "task":
+                tasks.append(_read_task(line))
+            else:
+                raise ValueError(f"{words[0]!r} is no kind of line")
+        except InputError:
+            raise
+        except (ValueError, IndexError) as error:
+            raise InputError(f"program text, line {number}: {error}: write it as moesaic show prints it") from error
+    return Program(name=name, slots=tuple(slots), tasks=tuple(tasks), inputs=inputs, outputs=outputs)
+
+
+def _layout_text(layout: Layout) -> str:
+    origins = "+".join(layout.spread) or "own"
+    parts = [layout.flow, f"of {origins}{' whole-tp' if layout.whole_tp else ''}"]
+    parts.append("at local experts" if layout.local_experts else "")
+    parts.append("" if layout.chunk is None else f"chunk {layout.chunk}")
+    return " ".join(part for part in parts if part)
+
+
+def _read_header(words: list[str]) -> str:
+    if int(words[1]) > VERSION:
+        raise InputError(f"program text has version {words[1]}, this Moesaic reads up to {VERSION}: upgrade it")
+    return " ".join(words[2:])
+
+
+def _read_slot(words: list[str]) -> Slot:
+    rest = words[3:]
+    states = []
+    while rest and (":" in rest[0] or rest[0] == "-"):
+        word = rest.pop(0)
+        if word != "-":
+            axis, value = word.split(":")
+            states.append((axis, State(value)))
+    origins = rest[2].split("+")
+    layout = Layout(
+        flow=rest[0],  # type: ignore[arg-type]
+        spread=() if origins == ["own"] else tuple(origins),  # type: ignore[arg-type]
+        whole_tp="whole-tp" in rest,
+        local_experts="local" in rest,
+        chunk=int(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
+    )
+    return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))  # type: ignore[arg-type]
+
+
+def _read_task(line: str) -> Task:
+    head, _, tail = line.partition(" -> ")
+    words = head.split()
+    powers = [int(power) for power in re.findall(r"\^(-?\d+)", tail)]
+    group = () if words[5] == "-" else tuple(words[5].split("+"))
+    return Task(
+        name=words[1],
+        op=Op(words[2]),
+        stage=Stage(words[3]),
+        lane=Lane(words[4]),
+        group=group,  # type: ignore[arg-type]
+        reads=tuple(words[6:]),
+        writes=tuple(re.sub(r"\^-?\d+", "", tail).split()),
+        power=powers[0] if powers else 0,
+        dual_power=powers[1] if powers else 0,
+    )

@@ -1,0 +1,82 @@
+"""What must hold of every program, whatever pass made it. A violation is a bug of a pass, named by task and slot."""
+
+from __future__ import annotations
+
+from moesaic.program.task import Op, Program, State
+
+_CHANGES: dict[tuple[State, State], str] = {
+    (State.SHARDED, State.SHARDED): "exchange",
+    (State.SHARDED, State.REPLICATED): "gather",
+    (State.SHARDED, State.IDENTICAL): "gather",
+    (State.IDENTICAL, State.SHARDED): "slice",
+    (State.IDENTICAL, State.REPLICATED): "share",
+    (State.PARTIAL, State.SHARDED): "reduce_scatter",
+    (State.PARTIAL, State.IDENTICAL): "all_reduce",
+    (State.PARTIAL, State.REPLICATED): "all_reduce",
+}
+"""How a movement may change the state on an axis of its group, and what it is then called. The transposes of all of
+them are in the table again, which is what makes the backward program derivable."""
+
+
+class ProgramError(Exception):
+    """A program that no executor may run."""
+
+
+def validate(program: Program) -> None:
+    """Check a program.
+
+    Raises:
+        ProgramError: for a slot that is unknown, written twice or read before it is written, an output that nobody
+            writes, a movement whose change of state no collective performs, or experts whose output is not partial.
+    """
+    known = {slot.name for slot in program.slots}
+    written = set(program.inputs)
+    names: set[str] = set()
+    for task in program.tasks:
+        if task.name in names:
+            raise ProgramError(f"two tasks are called {task.name}")
+        names.add(task.name)
+        for name in (*task.reads, *task.writes):
+            if name not in known:
+                raise ProgramError(f"task {task.name}: slot {name} is not declared")
+        for name in task.reads:
+            if name not in written:
+                raise ProgramError(f"task {task.name} reads {name} before anything writes it")
+        for name in task.writes:
+            if name in written:
+                raise ProgramError(f"task {task.name} writes {name}, which is written already")
+            written.add(name)
+        if task.op is Op.MOVE:
+            collective(program, task.name)
+        if task.op is Op.EXPERT and program.slot(task.writes[0]).on("etp") is not State.PARTIAL:
+            raise ProgramError(f"task {task.name}: shards of an expert give partial sums, {task.writes[0]} is not partial")
+    for name in program.outputs:
+        if name not in written:
+            raise ProgramError(f"output {name} is never written")
+
+
+def collective(program: Program, task_name: str) -> str:
+    """Return what a movement does, in the field's word: exchange, gather, slice, share, reduce_scatter, all_reduce,
+    deliver (an exchange and a gather in one) or collect (an exchange and a reduce-scatter in one).
+
+    Raises:
+        ProgramError: if its states change in a way that none of them performs.
+    """
+    task = next(task for task in program.tasks if task.name == task_name)
+    source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
+    words = set()
+    axes = {axis for axis, _ in (*source.state, *target.state)} | set(task.group)
+    for axis in sorted(axes):
+        before, after = source.on(axis), target.on(axis)
+        if before is after and axis not in task.group:
+            continue
+        if before is after and before is not State.SHARDED:
+            continue
+        if (before, after) not in _CHANGES:
+            raise ProgramError(f"task {task_name}: no collective takes {axis} from {before.value} to {after.value}")
+        words.add(_CHANGES[(before, after)])
+    if words == {"exchange", "gather"}:
+        return "deliver"
+    if words == {"exchange", "reduce_scatter"}:
+        return "collect"
+    return "+".join(sorted(words)) or "keep"
