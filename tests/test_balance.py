@@ -95,6 +95,23 @@ def test_a_skipped_step_moves_nothing() -> None:
     assert not layer.router.bias.any()
 
 
+def test_tokens_of_a_skipped_step_count_towards_the_next() -> None:
+    layer = sigmoid_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    balance_on_step(optimizer, layer)
+    scaler, load = torch.amp.GradScaler("cpu", init_scale=2.0), torch.zeros(4, dtype=torch.int64)
+    for overflow in (float("inf"), 0.0):
+        y, routing = layer(torch.randn(6, 8), return_routing=True)
+        load += routing.requested
+        scaler.scale(y.sum()).backward()
+        layer.router.weight.grad[0, 0] = overflow
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert layer.step_counts.any() == bool(overflow)
+    assert layer.router.bias.tolist() == expected_bias(load)
+
+
 def test_every_layer_of_the_model_is_updated() -> None:
     model = nn.Sequential(sigmoid_layer(), nn.Sequential(sigmoid_layer()))
     train_on(model, torch.randn(7, 8))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import make_layer, run
-from moesaic import Importance, LoadBalance, MoE, ZLoss
+from moesaic import Importance, LoadBalance, MoE, ZLoss, checkpoint
 
 LOSSES = (LoadBalance(0.3), LoadBalance(0.1, level="sequence"), Importance(0.1), ZLoss(0.05))
 MODES = {
@@ -63,6 +63,30 @@ def test_evaluation_compiles_and_another_batch_size_agrees() -> None:
     for tokens in (6, 9, 1):
         x = torch.randn(tokens, 8)
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("router", ["softmax", "noisy"])
+def test_a_checkpointed_block_runs_eagerly_between_two_graphs(router: str) -> None:
+    block = torch.nn.Sequential(torch.nn.Tanh(), layer_for(router, torch.float32), torch.nn.Tanh())
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x.sin()).cos()
+
+    x, results = torch.randn(6, 8), []
+    for call in (eager, torch.compile(eager, backend="aot_eager")):
+        block.zero_grad()
+        block[1].step_counts.zero_()
+        torch.manual_seed(1)
+        call(x).sum().backward()
+        results.append({name: parameter.grad.clone() for name, parameter in block.named_parameters()})
+        assert int(block[1].step_counts.sum()) == 12
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_the_top_k_of_a_call_compiles() -> None:
+    layer, x = make_layer(losses=()).eval(), torch.randn(6, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, top_k=1), layer(x, top_k=1))
 
 
 def test_experts_of_odd_width_compile() -> None:

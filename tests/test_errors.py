@@ -124,11 +124,12 @@ CASES: dict[str, Case] = {
     "noisy top 1": (
         lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"), ["top_k=1", "use top_k >= 2"],
     ),
-    "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["hidden must be a whole number of at least 1, got 0"]),
+    "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["model.moe.hidden=0: must be at least 1"]),
     "capacity factor": (
-        lambda f: base(f, "--model.moe.capacity", "fixed", "--model.moe.capacity-factor", "-1"), ["-1.0"],
+        lambda f: base(f, "--model.moe.capacity", "fixed", "--model.moe.capacity-factor", "-1"),
+        ["model.moe.capacity_factor=-1.0", "above 0"],
     ),
-    "negative loss": (lambda f: base(f, "--model.moe.z-loss", "-1"), ["ZLoss", "must be 0 or more, got -1.0"]),
+    "negative loss": (lambda f: base(f, "--model.moe.z-loss", "-1"), ["model.moe.z_loss=-1.0: must be at least 0"]),
     # Numbers of a run
     "no steps": (lambda f: base(f, "--steps", "0"), ["steps=0: must be at least 1"]),
     "seed": (lambda f: base(f, "--seed", "-1"), ["seed=-1: choose 0 or more"]),

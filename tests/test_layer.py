@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -217,11 +218,39 @@ def test_printing_names_the_sizes() -> None:
     assert "dim=8, hidden=8, num_experts=4, top_k=2" in repr(make_layer())
 
 
+def test_sizes_may_be_numpys() -> None:
+    eight, two = np.int64(8), np.int64(2)
+    layer = MoE(eight, eight, np.int32(4), two, shared_hidden=eight, eval_top_k=two)
+    assert repr(layer) == repr(MoE(8, 8, 4, 2, shared_hidden=8))
+    assert layer(torch.randn(3, 8), top_k=two, return_routing=True)[1].rows_per_token == 2
+
+
+def test_under_autocast_the_sum_of_copies_is_not_rounded_to_16_bit() -> None:
+    layer, x = make_layer(num_experts=4, top_k=4, losses=()), torch.randn(12, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.float32
+    assert not torch.equal(y, y.bfloat16().float())
+
+
+def test_init_normal_draws_router_experts_and_shared_expert() -> None:
+    layer = MoE(64, 64, 8, 2, shared_hidden=64)
+    layer.init_normal(0.02, 0.005)
+    deviations = {name: float(parameter.detach().std()) for name, parameter in layer.named_parameters()}
+    expected = {name: 0.005 if name.endswith("w2") else 0.02 for name in deviations}
+    assert deviations == pytest.approx(expected, rel=0.1)
+
+
 X = torch.zeros(2, 3, 8)
 
 BAD_LAYERS = [
     ({"dim": 0}, "MoE: dim must be a whole number of at least 1, got 0"),
     ({"hidden": -1}, "MoE: hidden must be a whole number of at least 1, got -1"),
+    ({"dim": True}, "MoE: dim must be a whole number of at least 1, got True"),
+    ({"num_experts": np.float64(4)}, "MoE: num_experts must be a whole number of at least 1, got .*4.0"),
+    ({"top_k": True}, "top_k=True does not fit num_experts=4"),
+    ({"shared_hidden": 0.5}, "shared_hidden=0.5: give the shared expert's inner width, or 0 for none"),
+    ({"losses": (ZLoss(0.1), ZLoss(0.2))}, "MoE: losses has 2 of the name z_loss: give it once"),
     ({"num_experts": 2.5}, "MoE: num_experts must be a whole number of at least 1, got 2.5"),
     ({"top_k": 0}, "top_k=0 does not fit num_experts=4: choose 1 <= top_k <= 4"),
     ({"top_k": 5}, "top_k=5 does not fit num_experts=4: choose 1 <= top_k <= 4"),
@@ -237,6 +266,7 @@ BAD_LAYERS = [
 
 BAD_CALLS = [
     ("softmax", (torch.zeros(3, 7),), {}, r"MoE\(dim=8\) was called with x of shape \(3, 7\): its last size must be dim"),
+    ("softmax", (X.long(),), {}, "MoE was called with x of dtype torch.int64: pass activations, in a floating-point dtype"),
     ("softmax", (torch.zeros(()),), {}, r"was called with x of shape \(\)"),
     ("softmax", (X,), {"mask": torch.ones(3, 2, dtype=torch.bool)}, r"mask has shape \(3, 2\), .* must have shape \(2, 3\)"),
     ("softmax", (X,), {"mask": torch.ones(2, 3)}, "mask has dtype torch.float32: pass bool, True for real tokens"),

@@ -20,7 +20,7 @@ from moesaic.routing.capacity import AbstractCapacity, Dropless
 from moesaic.routing.gates import ROUTERS, RouterFactory
 from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
 from moesaic.routing.route import Routed, route
-from moesaic.routing.router import AbstractRouter, check_top_k
+from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routing import Routing
 from moesaic.runtime.tape import TapedModule
 
@@ -72,10 +72,12 @@ class MoE(HasLossScale, TapedModule):
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
         check_top_k(top_k, num_experts)
-        if shared_hidden < 0:
+        _check_names(losses)
+        if not is_whole(shared_hidden) or shared_hidden < 0:
             raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
         if apply_weight not in ("after", "before"):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
+        dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
         self.router: AbstractRouter = _pick(router, ROUTERS, "router")(dim, num_experts)
         self.router.check(top_k)
@@ -126,7 +128,7 @@ class MoE(HasLossScale, TapedModule):
         x_TD = x.reshape(-1, self.dim)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing
-        y_TD = self._run_experts(x_TD, routing).to(x.dtype)
+        y_TD = self._run_experts(x_TD, routing)
         if self.shared is not None:
             ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
             y_TD = y_TD + self.shared(x_TD, None, ends).to(x.dtype)
@@ -139,6 +141,18 @@ class MoE(HasLossScale, TapedModule):
         """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`."""
         self.router.update(self.step_counts)
         self.step_counts.zero_()
+
+    def init_normal(self, std: float, out_std: float) -> None:
+        """Draw the weights anew, as a model wants them: router and experts each their own.
+
+        Args:
+            std: deviation of the matrices that read the token.
+            out_std: deviation of the experts' matrices that write the result.
+        """
+        self.router.init_normal(std)
+        self.experts.init_normal(std, out_std)
+        if self.shared is not None:
+            self.shared.init_normal(std, out_std)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
@@ -159,11 +173,11 @@ class MoE(HasLossScale, TapedModule):
         if capacity is None:
             capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
         replay = None if self.tape is None else self.tape.read(self)
-        spans_step = any(loss.name == "load_balance_global_batch" for loss in self.losses)
+        spans_step = any(loss.needs_step for loss in self.losses)
         routed = route(
             self.router,
             x_TD,
-            top_k=top_k,
+            top_k=int(top_k),
             capacity=capacity,
             losses=self.losses,
             valid_T=None if mask is None else mask.reshape(-1),
@@ -187,13 +201,15 @@ class MoE(HasLossScale, TapedModule):
         weight: Tensor | None = routing.weight[permutation.order]
         if self.apply_weight == "before":
             rows, weight = rows * routing.weight[permutation.order].to(rows.dtype).unsqueeze(1), None
-        return unpermute(self.experts(rows, weight, permutation.ends), permutation)
+        return unpermute(self.experts(rows, weight, permutation.ends), permutation, dtype=x_TD.dtype)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
                 f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim"
             )
+        if not x.is_floating_point():
+            raise InputError(f"MoE was called with x of dtype {x.dtype}: pass activations, in a floating-point dtype")
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
                 raise InputError(
@@ -218,7 +234,11 @@ def finish_step(model: nn.Module) -> None:
 
 
 def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
-    """Call `finish_step(model)` before every step of `optimizer`; a step that a gradient scaler skips does not count.
+    """Call `finish_step(model)` before every step of `optimizer`.
+
+    Where a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the tokens of the skipped
+    step count towards the next one that is taken. (A fused optimizer skips inside its kernel: its `step` is called, so
+    routers adapt to the skipped step.)
 
     Returns:
         A handle whose `remove()` undoes it.
@@ -238,5 +258,14 @@ def _pick(choice: str | Callable, table: dict, what: str) -> Callable:
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not is_whole(size) or size < 1:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
+
+
+def _check_names(losses: Sequence[AbstractLoss]) -> None:
+    names = [loss.name for loss in losses]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(
+                f"MoE: losses has {names.count(name)} of the name {name}: give it once, coefficients added"
+            )

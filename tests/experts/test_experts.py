@@ -80,6 +80,20 @@ def test_reset_parameters_draws_anew() -> None:
     assert all(not torch.equal(value, before[key]) for key, value in experts.state_dict().items())
 
 
+@pytest.mark.parametrize("name", list(FACTORIES))
+def test_init_normal_draws_matrices_zeroes_biases_and_leaves_modules(name: str) -> None:
+    experts: AbstractExperts = FACTORIES[name](64, 64, 4)
+    before = {key: value.clone() for key, value in experts.state_dict().items()}
+    experts.init_normal(0.02, 0.005)
+    for key, value in experts.state_dict().items():
+        if name == "modules":
+            assert torch.equal(value, before[key]), key
+        elif key.startswith("b"):
+            assert not value.any(), key
+        else:
+            assert float(value.std()) == pytest.approx(0.005 if key == "w2" else 0.02, rel=0.1), key
+
+
 @pytest.mark.parametrize("name", [key for key in FACTORIES if key != "modules"])
 def test_autocast_computes_products_in_16_bit(name: str) -> None:
     experts, ends = FACTORIES[name](8, 8, 2), torch.tensor([3, 5], dtype=torch.int32)

@@ -84,6 +84,26 @@ def test_16_bit_rows_are_summed_in_float32(build, dtype: torch.dtype) -> None:
     assert torch.equal(y, unpermute_reference(rows, permutation).float().to(dtype))
 
 
+@BUILDERS
+def test_16_bit_rows_are_rounded_once_to_the_dtype_asked_for(build) -> None:
+    permutation = build(6, 40, 40)
+    rows = torch.rand(len(permutation.token), 4).to(torch.bfloat16).requires_grad_()
+    y = unpermute(rows, permutation, dtype=torch.float32)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, unpermute_reference(rows.detach(), permutation).float())
+    assert not torch.equal(y, y.bfloat16().float())
+    y.backward(torch.ones_like(y))
+    assert rows.grad.dtype == torch.bfloat16
+
+
+@BUILDERS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_permute_has_the_dtype_of_its_input(build, dtype: torch.dtype) -> None:
+    x = torch.randn(6, 4).to(dtype).requires_grad_()
+    permute(x, build(6, 4, 2)).sum().backward()
+    assert x.grad.dtype == dtype
+
+
 def numbers(tensor: Tensor) -> list[list[float]]:
     return tensor.tolist()
 

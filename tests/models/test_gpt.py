@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
-from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.models.config import ModelConfig, MoEConfig, RouterName
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
 from moesaic.routing.gates import ROUTERS, GroupLimited, SigmoidTopK
 
@@ -159,17 +160,52 @@ def test_matrices_start_with_their_deviations() -> None:
         assert float(model.get_parameter(name).detach().std()) == pytest.approx(deviation, rel=0.1), name
 
 
+def test_noise_and_temperature_start_as_their_papers_say() -> None:
+    noisy = GPT(config(moe={"router": "noisy"}), VOCAB).blocks[0].ffn.router
+    assert noisy.weight.any()
+    assert not noisy.noise_weight.any()
+    cosine = GPT(config(moe={"router": "cosine"}), VOCAB).blocks[0].ffn.router
+    assert float(cosine.log_temperature.detach().exp()) == pytest.approx(0.07)
+    assert float(cosine.projection.detach().std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_decoding_with_gradients_extends_a_cache_once() -> None:
+    model, batch = GPT(config(checkpoint_activations=True), VOCAB), tokens(2, 8)
+    caches = [KeyValueCache() for _ in model.blocks]
+    model(batch, caches=caches).logits.sum().backward()
+    assert [cache.length for cache in caches] == [8, 8]
+
+
+def test_the_names_of_routers_are_those_of_the_table() -> None:
+    assert get_args(RouterName) == tuple(ROUTERS)
+
+
+def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
+    assert config(ffn="dense", moe={"top_k": 5}).active_hidden == 80
+
+
 BAD = [
+    *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
+      for name in ("num_experts", "top_k", "hidden", "every", "num_groups", "top_groups")),
+    (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
+    *((lambda name=name, bad=bad: MoEConfig(**{name: bad}), f"model.moe.{name}={bad}: must be at least 0 and finite")
+      for name in ("bias_rate", "balance_loss", "importance_loss", "z_loss")
+      for bad in (-1.0, float("nan"), float("inf"))),
+    *((lambda bad=bad: MoEConfig(capacity_factor=bad),
+       f'model.moe.capacity_factor={bad}: must be a finite number above 0; .* model.moe.capacity="dropless"')
+      for bad in (0.0, -1.0, float("nan"), float("inf"))),
+    (lambda: config(dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
     (lambda: config(moe={"every": 0}), "model.moe.every=0: must be at least 1"),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),
     (lambda: config(moe={"router": "best"}), "model.moe.router='best' is unknown: choose one of softmax"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
 def test_a_bad_config_is_refused_in_one_line(make, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         make()
+    assert "\n" not in str(caught.value)

@@ -30,6 +30,12 @@ def test_dropless_has_no_limit() -> None:
     assert Dropless().rows(torch.tensor([9, 0]), torch.tensor(9), 1) is None
 
 
+def test_only_what_drops_has_an_order() -> None:
+    assert not hasattr(Dropless(), "order")
+    by_score = [Dropless(), Capacity.fixed(1.0), Capacity.fixed(1.0, order="score"), Capacity.fitted(order="score")]
+    assert [capacity.admits_by_score for capacity in by_score] == [False, False, True, True]
+
+
 def test_fixed_is_the_factor_times_the_mean_load_rounded_up() -> None:
     assert rows(Capacity.fixed(1.0), [3, 3, 3, 3], num_valid=6, top_k=2) == 3
     assert rows(Capacity.fixed(1.25), [6, 2, 2, 2], num_valid=6, top_k=2) == 4  # 3.75

@@ -11,7 +11,9 @@ from torch import nn
 from helpers import Scripted, agree, make_layer, run
 from moesaic import Capacity, Importance, LoadBalance, MoE, ZLoss, finish_step, set_loss_scale
 from moesaic.errors import InputError
-from moesaic.routing.losses import AbstractLoss, inject_loss
+from moesaic.routing.losses import AbstractLoss, RouterStatistics, inject_loss
+from moesaic.routing.routing import Scores
+from moesaic.routing.selection import token_choice
 
 ALL_LOSSES = [
     LoadBalance(0.3),
@@ -192,10 +194,38 @@ def test_padding_of_any_value_leaves_losses_finite() -> None:
 
 
 @pytest.mark.parametrize("make", [LoadBalance, Importance, ZLoss])
-@pytest.mark.parametrize("coefficient", [-0.1, float("nan")])
-def test_a_negative_coefficient_is_refused(make, coefficient: float) -> None:
-    with pytest.raises(InputError, match=f"{make.__name__}: the coefficient must be 0 or more, got {coefficient}"):
+@pytest.mark.parametrize("coefficient", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(make, coefficient: float) -> None:
+    message = f"{make.__name__}: the coefficient must be a finite number of 0 or more, got {coefficient}"
+    with pytest.raises(InputError, match=message):
         make(coefficient)
+
+
+def statistics(with_importance: bool = True, dtype: torch.dtype = torch.float32, **changes: object) -> RouterStatistics:
+    logits = torch.zeros(3, 2, dtype=dtype)
+    choice = token_choice(torch.tensor([[0, 1], [1, 0], [0, 1]]))
+    arguments = {"alive_N": torch.tensor([True] * 5 + [False]), "valid_T": None, "num_sequences": 1}
+    arguments |= {"earlier_counts_E": None, "with_importance": with_importance, **changes}
+    weight = torch.arange(1.0, 7.0, dtype=dtype, requires_grad=True)
+    return RouterStatistics.of(Scores(logits, logits.softmax(-1), logits, logits), choice, weight, **arguments)
+
+
+def test_counts_are_exact_beyond_the_integers_of_float32() -> None:
+    taken = statistics(earlier_counts_E=torch.tensor([2**24 + 3, 2**24 + 2]))
+    assert taken.counts_GE.tolist() == [[3.0, 2.0]]
+    assert taken.step_counts_E.tolist() == [2**24 + 6, 2**24 + 4]  # in float32 the first would become 2**24 + 8
+
+
+def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:
+    taken = statistics()
+    assert taken.importance_E.tolist() == [1.0 + 4.0 + 5.0, 2.0 + 3.0]
+    assert taken.importance_E.requires_grad
+    assert statistics(with_importance=False).importance_E is None
+    assert [loss.name for loss in ALL_LOSSES if loss.needs_importance] == ["importance"]
+
+
+def test_only_the_global_batch_reads_the_counts_of_the_step() -> None:
+    assert [loss.name for loss in ALL_LOSSES if loss.needs_step] == ["load_balance_global_batch"]
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except SystemExit as stop:  # tyro's way out after printing a subcommand's help
+        if stop.code:
+            raise
+        return 0
     except KeyboardInterrupt:  # while something is read or built; the training loop itself saves first
         print(f"moesaic {command}: interrupted", file=sys.stderr)
         return 130

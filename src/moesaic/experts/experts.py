@@ -35,6 +35,15 @@ class AbstractExperts(nn.Module, ABC):
             (R, dim).
         """
 
+    @abstractmethod
+    def init_normal(self, std: float, out_std: float) -> None:
+        """Draw the weights anew, as a model wants them, and set biases to zero; modules of a user stay as they are.
+
+        Args:
+            std: deviation of the matrices that read the token.
+            out_std: deviation of the matrices that write the result.
+        """
+
 
 def stacked(num_experts: int, out_width: int, in_width: int) -> nn.Parameter:
     """Return uninitialised matrices, (num_experts, out_width, in_width), each as `nn.Linear` stores it."""
@@ -53,6 +62,14 @@ def init_stacked(weight: nn.Parameter, bias: nn.Parameter | None) -> None:
     weight.uniform_(-bound, bound)
     if bias is not None:
         bias.uniform_(-bound, bound)
+
+
+@torch.no_grad()
+def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
+    """Initialise matrices from N(0, std), biases to zero; shapes as for `init_stacked`."""
+    weight.normal_(std=std)
+    if bias is not None:
+        bias.zero_()
 
 
 def add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -27,6 +27,9 @@ class ModuleExperts(AbstractExperts):
         super().__init__(dim, num_experts)
         self.experts = nn.ModuleList(factory() for _ in range(num_experts))
 
+    def init_normal(self, std: float, out_std: float) -> None:
+        """Leave the modules as `factory` made them."""
+
     def forward(self, rows: Tensor, weight: Tensor | None, ends: Tensor) -> Tensor:
         starts = [0, *ends.tolist()[:-1]]
         out = torch.cat([module(rows[a:b]) for module, a, b in zip(self.experts, starts, ends.tolist())])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, add_bias, compute_dtype, init_stacked, stacked
+from moesaic.experts.experts import AbstractExperts, add_bias, compute_dtype, init_stacked, init_stacked_normal, stacked
 from moesaic.kernels.activation import ACTIVATIONS, activate, swiglu
 from moesaic.kernels.grouped_matmul import grouped_matmul
 
@@ -39,6 +39,10 @@ class PlainExperts(AbstractExperts):
         """Initialise every matrix and bias uniformly in +-1/sqrt(its input width)."""
         init_stacked(self.w1, self.b1)
         init_stacked(self.w2, self.b2)
+
+    def init_normal(self, std: float, out_std: float) -> None:
+        init_stacked_normal(self.w1, self.b1, std)
+        init_stacked_normal(self.w2, self.b2, out_std)
 
     def forward(self, rows: Tensor, weight: Tensor | None, ends: Tensor) -> Tensor:
         dtype = compute_dtype(rows)
@@ -73,6 +77,11 @@ class GatedExperts(AbstractExperts):
         init_stacked(self.w1, self.b1)
         init_stacked(self.w3, self.b3)
         init_stacked(self.w2, self.b2)
+
+    def init_normal(self, std: float, out_std: float) -> None:
+        init_stacked_normal(self.w1, self.b1, std)
+        init_stacked_normal(self.w3, self.b3, std)
+        init_stacked_normal(self.w2, self.b2, out_std)
 
     def forward(self, rows: Tensor, weight: Tensor | None, ends: Tensor) -> Tensor:
         dtype = compute_dtype(rows)

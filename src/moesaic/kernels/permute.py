@@ -59,9 +59,18 @@ def permute(x: Tensor, permutation: Permutation) -> Tensor:
     return rows
 
 
-def unpermute(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Sum each token's rows, in float32 for 16-bit rows: (R, D) -> (T, D) in the dtype of `rows`, differentiable."""
-    x: Tensor = _Unpermute.apply(rows, permutation)
+def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum each token's rows, differentiable. 16-bit rows are summed in float32 and rounded once, to `dtype`.
+
+    Args:
+        rows: (R, D).
+        permutation: that of the rows.
+        dtype: of the result; None for that of `rows`. The gradient has the dtype of `rows`.
+
+    Returns:
+        (T, D).
+    """
+    x: Tensor = _Unpermute.apply(rows, permutation, rows.dtype if dtype is None else dtype)
     return x
 
 
@@ -73,20 +82,20 @@ def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
     return out
 
 
-def _sum_rows(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Pick the deterministic sum that suits the routing and the device."""
+def _sum_rows(rows: Tensor, permutation: Permutation, dtype: torch.dtype) -> Tensor:
+    """Sum each token's rows into `dtype`, by the deterministic sum that suits the routing and the device."""
     accumulate = torch.promote_types(rows.dtype, torch.float32)
     num_tokens, dim = permutation.num_tokens, rows.shape[1]
     if permutation.inverse is not None:
         by_token = rows.index_select(0, permutation.inverse).view(num_tokens, len(rows) // max(num_tokens, 1), dim)
-        return by_token.sum(1, dtype=accumulate).to(rows.dtype)
+        return by_token.sum(1, dtype=accumulate).to(dtype)
     if rows.device.type == "cpu":  # index_add runs in row order on the CPU; on CUDA it uses atomics
         zeros = torch.zeros(num_tokens, dim, dtype=accumulate)
-        return zeros.index_add_(0, permutation.token, rows.to(accumulate)).to(rows.dtype)
+        return zeros.index_add_(0, permutation.token, rows.to(accumulate)).to(dtype)
     order = permutation.token.argsort(stable=True)
     lengths = torch.bincount(permutation.token, minlength=num_tokens)
     sums = torch.segment_reduce(rows.index_select(0, order).to(accumulate), "sum", lengths=lengths, initial=0.0)
-    return sums.to(rows.dtype)
+    return sums.to(dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -97,15 +106,16 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(grad, ctx.permutation), None
+        return _sum_rows(grad, ctx.permutation, grad.dtype), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation, dtype: torch.dtype) -> Tensor:
         ctx.permutation = permutation
-        return _sum_rows(rows, permutation)
+        ctx.rows_dtype = rows.dtype
+        return _sum_rows(rows, permutation, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.permutation.token), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.rows_dtype).index_select(0, ctx.permutation.token), None, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moesaic.errors import InputError
@@ -44,7 +45,7 @@ class MoEConfig:
     capacity_factor: float = 1.25
     """Rows per expert over the mean load, for fixed and fitted."""
     admit_by: Literal["position", "score"] = "position"
-    """Who gets in when an expert is full: earlier tokens, or tokens with larger weights."""
+    """Who gets in when an expert is full (never, when dropless): earlier tokens, or tokens with larger weights."""
     balance_loss: float = 0.01
     """Coefficient of the load-balance loss; 0 turns it off."""
     balance_level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
@@ -54,22 +55,35 @@ class MoEConfig:
     z_loss: float = 0.0
     """Coefficient of the z-loss on the router's logits; 0.001 is usual."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden", "every", "num_groups", "top_groups"):
+            _check_at_least("model.moe", self, name, 1)
+        for name in ("shared_hidden", "bias_rate", "balance_loss", "importance_loss", "z_loss"):
+            _check_at_least("model.moe", self, name, 0)
+        if not 0 < self.capacity_factor < math.inf:
+            raise InputError(
+                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above 0; to drop nothing "
+                'set model.moe.capacity="dropless"'
+            )
+        if self.router not in ROUTERS:
+            raise InputError(f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS)}")
+
     def make_capacity(self) -> AbstractCapacity:
         """Return the capacity rule that the fields describe."""
         if self.capacity == "fixed":
             return Capacity.fixed(self.capacity_factor, order=self.admit_by)
         if self.capacity == "fitted":
             return Capacity.fitted(at_most=self.capacity_factor, order=self.admit_by)
-        return Dropless(order=self.admit_by)
+        return Dropless()
 
     def make_losses(self) -> tuple[AbstractLoss, ...]:
-        """Return the auxiliary losses with a coefficient above 0."""
+        """Return the auxiliary losses whose coefficient is not 0."""
         losses = (
             LoadBalance(self.balance_loss, level=self.balance_level),
             Importance(self.importance_loss),
             ZLoss(self.z_loss),
         )
-        return tuple(loss for loss in losses if loss.coefficient > 0)
+        return tuple(loss for loss in losses if loss.coefficient != 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,24 +103,21 @@ class ModelConfig:
     dense_hidden: int | None = None
     """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
     so that a dense model has the active parameters of the sparse one."""
-    moe: MoEConfig = MoEConfig()
+    moe: MoEConfig = field(default_factory=MoEConfig)
     """The sparse layers."""
     checkpoint_activations: bool = False
     """Recompute each block in backward instead of keeping its activations; routing is replayed."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "num_heads", "seq_len"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
+            _check_at_least("model", self, name, 1)
+        if self.dense_hidden is not None:
+            _check_at_least("model", self, "dense_hidden", 1)
         if self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise InputError(
                 f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
                 f"choose dim as a multiple of {2 * self.num_heads}"
             )
-        if self.moe.every < 1:
-            raise InputError(f"model.moe.every={self.moe.every}: must be at least 1")
-        if self.moe.router not in ROUTERS:
-            raise InputError(f"model.moe.router={self.moe.router!r} is unknown: choose one of {', '.join(ROUTERS)}")
         if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
                 f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
@@ -123,3 +134,10 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, has an MoE layer."""
         return self.ffn == "moe" and (self.num_layers - 1 - layer) % self.moe.every == 0
+
+
+def _check_at_least(section: str, config: object, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not least <= value < math.inf:
+        finite = " and finite" if isinstance(value, float) else ""
+        raise InputError(f"{section}.{name}={value}: must be at least {least}{finite}")

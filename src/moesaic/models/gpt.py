@@ -44,6 +44,10 @@ class Dense(nn.Module):
         super().__init__()
         self.expert: AbstractExperts = EXPERTS[kind](dim, hidden, 1)
 
+    def init_normal(self, std: float, out_std: float) -> None:
+        """Draw the weights anew; see `AbstractExperts.init_normal`."""
+        self.expert.init_normal(std, out_std)
+
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
@@ -83,7 +87,7 @@ class GPT(nn.Module):
     """A decoder-only language model.
 
     Weights are drawn from N(0, 0.02), those that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers))
-    as GPT-2 does; the router from N(0, 0.02).
+    as GPT-2 does. Routers and experts draw their own with these deviations (`init_normal`).
 
     Args:
         config: its shape.
@@ -101,13 +105,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all matrices; see the class."""
-        into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            writes_residual = name.endswith(("attention.out.weight", ".w2"))
-            parameter.normal_(std=into_residual if writes_residual else 0.02)
+        """Draw all matrices anew; see the class."""
+        std = 0.02
+        into_residual = std / math.sqrt(2 * self.config.num_layers)
+        self.embedding.weight.normal_(std=std)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.attention.qkv.weight.normal_(std=std)
+            block.attention.out.weight.normal_(std=into_residual)
+            block.ffn.init_normal(std, into_residual)
 
     def forward(
         self,
@@ -123,13 +129,15 @@ class GPT(nn.Module):
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64, -1 where there is nothing to predict.
             mask: (batch, positions) bool, False for padding, which is kept out of routing.
-            caches: one per block when decoding; tokens continue what they hold.
+            caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
         """
         x = self.embedding(tokens)
         routings: list[Routing] = []
+        # A recomputation would extend the caches a second time.
+        recompute = self.config.checkpoint_activations and caches is None and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
-            if self.config.checkpoint_activations and torch.is_grad_enabled():
+            if recompute:
                 x, routing = checkpoint(block, x, tokens, mask, cache)
             else:
                 x, routing = block(x, tokens, mask, cache)

@@ -89,6 +89,14 @@ class Sizes:
         place = np.searchsorted(origin_of_token, origin_of_copy)
         return np.repeat(starts[:-1][place], np.diff(offsets))
 
+    def chunk_rows(self, chunk: Layout, whole: Layout, rank: int) -> np.ndarray:
+        """Return which rows of a whole slot a chunk of it holds, in the chunk's order, (rows of the chunk,) int64."""
+        wanted, wanted_offsets = self._layout(chunk, rank)
+        held, held_offsets = self._layout(whole, rank)
+        where = self._find(held, wanted)
+        assert (where >= 0).all(), "a chunk that its whole does not hold"
+        return _expand(held_offsets[:-1][where], np.diff(wanted_offsets))
+
     def messages(self, source: Layout, target: Layout, group: tuple[Axis, ...], reduce: bool) -> list[Message]:
         """Return every message of a movement over all ranks, ordered by target, then source.
 

@@ -13,7 +13,11 @@ VERSION = 1
 
 def to_text(program: Program) -> str:
     """Return the program as a table: a header, a line per slot, a line per task."""
-    lines = [f"program {VERSION} {program.name}", f"inputs {' '.join(program.inputs)}", f"outputs {' '.join(program.outputs)}"]
+    lines = [
+        f"program {VERSION} {program.name}",
+        f"inputs {' '.join(program.inputs)}",
+        f"outputs {' '.join(program.outputs)}",
+    ]
     width = max(len(slot.name) for slot in program.slots)
     for slot in program.slots:
         states = " ".join(f"{axis}:{state.value}" for axis, state in slot.state) or "-"
@@ -36,7 +40,9 @@ def from_text(text: str) -> Program:
     Raises:
         InputError: naming the line that is wrong, or a version newer than this one.
     """
-    name, inputs, outputs = "", (), ()
+    name = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     slots: list[Slot] = []
     tasks: list[Task] = []
     for number, line in enumerate(text.splitlines(), start=1):

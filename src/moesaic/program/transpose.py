@@ -15,7 +15,14 @@ from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
 SUFFIX = "'"
 """Marks the cotangent of a slot."""
 
-_SWAPPED = {Op.PERMUTE: Op.COMBINE, Op.COMBINE: Op.PERMUTE, Op.MOVE: Op.MOVE, Op.SCALE: Op.SCALE}
+_SWAPPED = {
+    Op.PERMUTE: Op.COMBINE,
+    Op.COMBINE: Op.PERMUTE,
+    Op.TAKE: Op.JOIN,
+    Op.JOIN: Op.TAKE,
+    Op.MOVE: Op.MOVE,
+    Op.SCALE: Op.SCALE,
+}
 _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EXPERT: Stage.EXPERT}
 
 

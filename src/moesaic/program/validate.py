@@ -49,7 +49,9 @@ def validate(program: Program) -> None:
         if task.op is Op.MOVE:
             collective(program, task.name)
         if task.op is Op.EXPERT and program.slot(task.writes[0]).on("etp") is not State.PARTIAL:
-            raise ProgramError(f"task {task.name}: shards of an expert give partial sums, {task.writes[0]} is not partial")
+            raise ProgramError(
+                f"task {task.name}: shards of an expert give partial sums, {task.writes[0]} is not partial"
+            )
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written")

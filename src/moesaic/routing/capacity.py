@@ -23,7 +23,10 @@ Order = Literal["position", "score"]
 class AbstractCapacity(ABC):
     """A rule for the number of rows per expert."""
 
-    order: Order
+    @property
+    def admits_by_score(self) -> bool:
+        """True if tokens with a larger best weight are admitted first, False if they are in token order."""
+        return False
 
     @abstractmethod
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
@@ -39,8 +42,6 @@ class AbstractCapacity(ABC):
 @dataclass(frozen=True)
 class Dropless(AbstractCapacity):
     """Every copy is served, however uneven the load."""
-
-    order: Order = "position"
 
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return None: no limit."""
@@ -78,6 +79,11 @@ class Capacity(AbstractCapacity):
     def fitted(cls, *, at_most: float | None = None, order: Order = "position") -> Capacity:
         """Take the smallest capacity without drops, never above the factor `at_most` (then copies are dropped)."""
         return cls(factor=at_most, fit=True, order=order)
+
+    @property
+    def admits_by_score(self) -> bool:
+        """Whether `order` is "score"; see `AbstractCapacity`."""
+        return self.order == "score"
 
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return the limit, () int64; see `AbstractCapacity.rows`."""

@@ -14,6 +14,7 @@ capacity, P_e the mean of p over tokens:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,13 +32,13 @@ class RouterStatistics:
     """Sums over the valid tokens of one call; G sequences, or 1 where no loss asks for sequences."""
 
     counts_GE: Tensor
-    """(G, E) float: chosen copies before capacity, without gradient."""
+    """(G, E) float: chosen copies before capacity, without gradient; counted as integers."""
     probs_GE: Tensor
     """(G, E): summed probabilities, differentiable."""
     tokens_G: Tensor
     """(G,) float: valid tokens."""
-    importance_E: Tensor
-    """(E,): summed routing weights, differentiable."""
+    importance_E: Tensor | None
+    """(E,): summed routing weights, differentiable; None where no loss asks for them."""
     logsumexp_squared: Tensor
     """(): summed squares of the logits' logsumexp, differentiable."""
     step_counts_E: Tensor
@@ -51,8 +52,10 @@ class RouterStatistics:
         weight_N: Tensor,
         alive_N: Tensor | None,
         valid_T: Tensor | None,
+        *,
         num_sequences: int,
         earlier_counts_E: Tensor | None,
+        with_importance: bool,
     ) -> RouterStatistics:
         """Take the sums of one call.
 
@@ -63,28 +66,30 @@ class RouterStatistics:
             alive_N: (N,) bool, False for copies of padding or held back; None for all alive.
             valid_T: (T,) bool, False for padding; None for none.
             num_sequences: G.
-            earlier_counts_E: (E,) copies counted since the last optimizer step, without this call.
+            earlier_counts_E: (E,) int64 copies counted since the last optimizer step, without this call.
+            with_importance: sum the routing weights too.
         """
         num_tokens, num_experts = scores.probs.shape
-        dtype = scores.probs.dtype
-        valid = (
-            torch.ones(num_tokens, dtype=dtype, device=scores.probs.device) if valid_T is None else valid_T.to(dtype)
-        )
-        alive = torch.ones_like(weight_N) if alive_N is None else alive_N.to(dtype)
-        length = max(num_tokens // num_sequences, 1)
-        cell = (choice.token // length) * num_experts + choice.expert
-        counts_GE = alive.new_zeros(num_sequences * num_experts).scatter_add(0, cell, alive.detach())
+        dtype, device = scores.probs.dtype, scores.probs.device
+        valid = torch.ones(num_tokens, dtype=dtype, device=device) if valid_T is None else valid_T.to(dtype)
+        copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
+        cell = (choice.token // max(num_tokens // num_sequences, 1)) * num_experts + choice.expert
+        counts_GE = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
         counts_GE = counts_GE.view(num_sequences, num_experts)
-        probs_GE = (scores.probs * valid.unsqueeze(1)).view(num_sequences, -1, num_experts).sum(1)
-        importance_E = weight_N.new_zeros(num_experts).index_add(0, choice.expert, weight_N * alive)
-        here_E = counts_GE.sum(0)
+        step_counts_E = counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
+        importance_E = None
+        if with_importance:
+            # Dense, then a sum over tokens: index_add with a gradient uses atomics on CUDA, in an order that varies.
+            pair = choice.token * num_experts + choice.expert
+            weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(0, pair, weight_N * copies_N.to(dtype))
+            importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
         return cls(
-            counts_GE=counts_GE,
-            probs_GE=probs_GE,
+            counts_GE=counts_GE.to(dtype),
+            probs_GE=(scores.probs * valid.unsqueeze(1)).view(num_sequences, -1, num_experts).sum(1),
             tokens_G=valid.view(num_sequences, -1).sum(1),
             importance_E=importance_E,
             logsumexp_squared=(scores.logits.logsumexp(-1).square() * valid).sum(),
-            step_counts_E=here_E if earlier_counts_E is None else here_E + earlier_counts_E.to(dtype),
+            step_counts_E=step_counts_E.to(dtype),
         )
 
 
@@ -96,8 +101,10 @@ class AbstractLoss(ABC):
     """Factor on the loss when its gradient is injected."""
 
     def __post_init__(self) -> None:
-        if not self.coefficient >= 0:
-            raise InputError(f"{type(self).__name__}: the coefficient must be 0 or more, got {self.coefficient}")
+        if not 0 <= self.coefficient < math.inf:
+            raise InputError(
+                f"{type(self).__name__}: the coefficient must be a finite number of 0 or more, got {self.coefficient}"
+            )
 
     @property
     @abstractmethod
@@ -107,6 +114,16 @@ class AbstractLoss(ABC):
     @property
     def needs_sequences(self) -> bool:
         """True if the statistics must be kept per sequence."""
+        return False
+
+    @property
+    def needs_step(self) -> bool:
+        """True if the loss reads the counts of the whole optimizer step so far."""
+        return False
+
+    @property
+    def needs_importance(self) -> bool:
+        """True if the loss reads the experts' summed routing weights."""
         return False
 
     @abstractmethod
@@ -141,6 +158,10 @@ class LoadBalance(AbstractLoss):
     def needs_sequences(self) -> bool:
         return self.level == "sequence"
 
+    @property
+    def needs_step(self) -> bool:
+        return self.level == "global_batch"
+
     def value(self, statistics: RouterStatistics) -> Tensor:
         num_experts = statistics.counts_GE.shape[1]
         if self.level == "sequence":
@@ -163,8 +184,13 @@ class Importance(AbstractLoss):
     def name(self) -> str:
         return "importance"
 
+    @property
+    def needs_importance(self) -> bool:
+        return True
+
     def value(self, statistics: RouterStatistics) -> Tensor:
         importance_E = statistics.importance_E
+        assert importance_E is not None, "the statistics were taken without importance"
         mean = importance_E.mean()
         tiny = torch.finfo(mean.dtype).tiny
         return (importance_E - mean).square().mean() / mean.square().clamp_min(tiny)

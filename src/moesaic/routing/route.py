@@ -15,13 +15,22 @@ from moesaic.routing.routing import Choice, Routing, Scores
 
 
 class RoutingRecord(NamedTuple):
-    """What a recomputation replays: random numbers, chosen experts, admitted copies and the step's counts before."""
+    """Everything discrete about one call: what a recomputation replays instead of deciding again."""
 
     noise: Tensor | None
+    """What the router's `draw` returned."""
     choice: Choice
-    kept: Tensor | None
+    """The chosen copies."""
+    requested: Tensor
+    """(E,) int64: copies per expert before capacity."""
+    num_valid: Tensor
+    """() int64: tokens that are not padding."""
     capacity: Tensor | None
+    """() int64: rows an expert may take; None when dropless."""
+    kept: Tensor | None
+    """Ascending indices of the copies that are sent; None for all of them."""
     earlier_counts: Tensor | None
+    """(E,) int64: copies of the optimizer step before this call; None where no loss asks for them."""
 
 
 class Routed(NamedTuple):
@@ -64,20 +73,10 @@ def route(
         x = _router_input(x_TD, valid_T)
         noise = router.draw(len(x), x.device) if replay is None else replay.noise
         scores = router.scores(x, noise, token_ids)
-        choice = router.choose(scores, top_k, valid_T, noise) if replay is None else replay.choice
-        weight_N = router.weigh(scores, choice, top_k)
-        alive_N = _alive(choice, valid_T)
-        requested = count(choice.expert, alive_N, router.num_experts)
-        num_valid = torch.full((), len(x), device=x.device) if valid_T is None else valid_T.sum()
-        if replay is None:
-            rows = capacity.rows(requested, num_valid, top_k)
-            best_T = _best_weight(weight_N, choice, len(x)) if capacity.order == "score" and rows is not None else None
-            kept = admit(choice, alive_N, rows, best_T, router.num_experts)
-            earlier = None if earlier_counts is None else earlier_counts.clone()
-            replay = RoutingRecord(noise, choice, kept, rows, earlier)
-        earlier = replay.earlier_counts
-        loss, values = _evaluate(losses, scores, choice, weight_N, alive_N, valid_T, num_sequences, earlier)
-    kept = replay.kept
+        record = _decide(router, scores, noise, top_k, capacity, valid_T, earlier_counts) if replay is None else replay
+        weight_N = router.weigh(scores, record.choice, top_k)
+        loss, values = _evaluate(losses, scores, record, weight_N, valid_T, num_sequences)
+    choice, kept = record.choice, record.kept
     expert = choice.expert if kept is None else choice.expert[kept]
     routing = Routing(
         token=choice.token if kept is None else choice.token[kept],
@@ -85,14 +84,14 @@ def route(
         weight=weight_N if kept is None else weight_N[kept],
         num_tokens=len(x),
         num_experts=router.num_experts,
-        counts=requested if kept is None else count(expert, None, router.num_experts),
-        requested=requested,
-        num_valid=num_valid,
-        capacity=replay.capacity,
+        counts=record.requested if kept is None else count(expert, None, router.num_experts),
+        requested=record.requested,
+        num_valid=record.num_valid,
+        capacity=record.capacity,
         rows_per_token=choice.per_token if kept is None else None,
         losses=values,
     )
-    return Routed(routing, replay, loss)
+    return Routed(routing, record, loss)
 
 
 def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
@@ -107,6 +106,31 @@ def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
     return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
+def _decide(
+    router: AbstractRouter,
+    scores: Scores,
+    noise: Tensor | None,
+    top_k: int,
+    capacity: AbstractCapacity,
+    valid_T: Tensor | None,
+    earlier_counts: Tensor | None,
+) -> RoutingRecord:
+    """Choose experts and admit copies; nothing here is differentiable. For the arguments see `route`."""
+    choice = router.choose(scores, top_k, valid_T, noise)
+    alive_N = _alive(choice, valid_T)
+    requested = count(choice.expert, alive_N, router.num_experts)
+    num_tokens = len(scores.logits)
+    num_valid = torch.full((), num_tokens, device=scores.logits.device) if valid_T is None else valid_T.sum()
+    rows = capacity.rows(requested, num_valid, top_k)
+    best_T = None
+    if capacity.admits_by_score and rows is not None:
+        with torch.no_grad():
+            best_T = _best_weight(router.weigh(scores, choice, top_k), choice, num_tokens)
+    kept = admit(choice, alive_N, rows, best_T, router.num_experts)
+    earlier = None if earlier_counts is None else earlier_counts.clone()
+    return RoutingRecord(noise, choice, requested, num_valid, rows, kept, earlier)
+
+
 def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
     """Combine padding with what the router held back; None when every copy is alive."""
     if valid_T is None:
@@ -118,24 +142,31 @@ def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
 def _best_weight(weight_N: Tensor, choice: Choice, num_tokens: int) -> Tensor:
     """Return each token's largest weight, (tokens,); 0 for a token that nobody chose."""
     zeros = torch.zeros(num_tokens, dtype=weight_N.dtype, device=weight_N.device)
-    return zeros.scatter_reduce(0, choice.token, weight_N.detach(), "amax")
+    return zeros.scatter_reduce(0, choice.token, weight_N, "amax")
 
 
 def _evaluate(
     losses: Sequence[AbstractLoss],
     scores: Scores,
-    choice: Choice,
+    record: RoutingRecord,
     weight_N: Tensor,
-    alive_N: Tensor | None,
     valid_T: Tensor | None,
     num_sequences: int,
-    earlier_counts: Tensor | None,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return the weighted sum of the losses and each one's detached value."""
     if not losses:
         return None, {}
     sequences = num_sequences if any(loss.needs_sequences for loss in losses) else 1
-    statistics = RouterStatistics.of(scores, choice, weight_N, alive_N, valid_T, sequences, earlier_counts)
+    statistics = RouterStatistics.of(
+        scores,
+        record.choice,
+        weight_N,
+        _alive(record.choice, valid_T),
+        valid_T,
+        num_sequences=sequences,
+        earlier_counts_E=record.earlier_counts,
+        with_importance=any(loss.needs_importance for loss in losses),
+    )
     values = [loss.value(statistics) for loss in losses]
     total = torch.stack([loss.coefficient * value for loss, value in zip(losses, values)]).sum()
     return total, {loss.name: value.detach() for loss, value in zip(losses, values)}

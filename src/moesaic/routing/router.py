@@ -8,6 +8,7 @@ scores, which carry the gradient, are computed again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -68,6 +69,13 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Return the random numbers of one call, None if the router uses none; a replay passes the recorded ones."""
         return None
 
+    @torch.no_grad()
+    def init_normal(self, std: float) -> None:
+        """Draw the router's matrices anew from N(0, std); a leaf says so where a matrix starts otherwise."""
+        for parameter in self.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.normal_(std=std)
+
     def check_fits(self, top_k: int) -> None:
         """Raise InputError, in one line, if this router cannot choose `top_k` experts per token."""
         check_top_k(top_k, self.num_experts)
@@ -85,7 +93,12 @@ class AbstractRouter(KeepsFloat32, ABC):
         """
 
 
+def is_whole(value: object) -> bool:
+    """Return whether `value` is a whole number: Python's or numpy's, but no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
-    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+    if not is_whole(top_k) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")

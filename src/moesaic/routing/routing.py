@@ -26,7 +26,10 @@ class Scores(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which expert gets which token: one entry per token copy, before capacity and padding."""
+    """Which expert gets which token: one entry per token copy, before capacity and padding.
+
+    A token chooses an expert at most once.
+    """
 
     token: Tensor
     """(N,) int64, the token's position."""

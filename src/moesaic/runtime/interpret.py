@@ -21,8 +21,8 @@ Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
 
 ExpertFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows, gates (R,), ends) -> rows: the rank's experts."""
-ExpertGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""cotangent of the experts' output -> cotangents of rows and of gates (R,)."""
+ExpertGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(cotangent of the output, rows, gates (R, 1)) -> cotangents of rows and of gates (R,)."""
 
 
 @dataclass
@@ -144,6 +144,16 @@ def _compute(task: Task, slots: Mapping[str, Slot], environment: Environment, ca
     if task.op is Op.SCALE:
         size = len(call.sizes.grid.group(call.rank, task.group))
         return {target.name: reads[0] * float(size) ** task.power if task.power else reads[0]}
+    if task.op is Op.TAKE:
+        whole = slots[task.reads[0]].layout
+        return {
+            name: _take(reads[0], call.sizes.chunk_rows(slots[name].layout, whole, call.rank)) for name in task.writes
+        }
+    if task.op is Op.JOIN:
+        joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
+        for name, part in zip(task.reads, reads):
+            joined[_index(call.sizes.chunk_rows(slots[name].layout, target.layout, call.rank), part)] = part
+        return {target.name: joined}
     if task.op is Op.ADD:
         return {target.name: torch.stack(reads).sum(0)}
     if task.op is Op.EXPERT:
@@ -153,7 +163,7 @@ def _compute(task: Task, slots: Mapping[str, Slot], environment: Environment, ca
         return {target.name: call.experts(reads[0], reads[1].squeeze(1), ends)}
     assert task.op is Op.EXPERT_GRAD, f"{task.op.value} is not something to run"
     assert call.expert_gradient is not None
-    rows, gates = call.expert_gradient(reads[0])
+    rows, gates = call.expert_gradient(*reads)
     return {task.writes[0]: rows, task.writes[1]: gates.unsqueeze(1)}
 
 

@@ -3,13 +3,19 @@
 A recomputed router may pick another expert than the first pass did: noise, nondeterministic kernels, a bias that moved
 in between. Shapes then differ, or gradients are silently wrong. So the first pass writes each layer's discrete decisions
 to a tape and the recomputation reads them back. Use `checkpoint(block, x)` in place of torch's, or pass
-`context_fn=lambda: replay_contexts(block)` to any code that calls torch's non-reentrant checkpoint.
+`context_fn=partial(replay_contexts, block)` to any code that calls torch's non-reentrant checkpoint.
+
+Under `torch.compile` a checkpointed call is a graph break: the block runs eagerly, what surrounds it is compiled.
+(A lambda as `context_fn`, and `fullgraph=True`, make dynamo raise.) In the block, compile what holds no MoE layer, such as
+attention: a compiled MoE layer has one graph that records and one that replays, which save different tensors, and
+torch's checkpoint refuses that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -82,6 +88,8 @@ def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Ab
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run `module(*args, **kwargs)` without keeping its activations; backward runs it again, with the same routing.
 
+    Under `torch.compile` the block runs eagerly, between two graphs; see the module's docstring.
+
     Args:
         module: the block to checkpoint.
         *args: its arguments.
@@ -90,7 +98,7 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What the module returns.
     """
-    return torch_checkpoint(module, *args, use_reentrant=False, context_fn=lambda: replay_contexts(module), **kwargs)
+    return torch_checkpoint(module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs)
 
 
 class _Reusable(AbstractContextManager[None]):

@@ -86,7 +86,7 @@ def reference(
     logits, probs, copies = reference_choice(twin, x_TD, valid, token_ids, top_k)
     requested = [sum(c.expert == e for c in copies) for e in range(twin.num_experts)]
     limit = reference_limit(capacity, requested, sum(valid), top_k)
-    sent = reference_admission(copies, limit, capacity.order)
+    sent = reference_admission(copies, limit, "score" if capacity.admits_by_score else "position")
 
     outputs = [torch.zeros(twin.dim, dtype=torch.float64) for _ in range(len(x_TD))]
     for token, expert, _, weight in sent:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.train.configfile import differing_fields, override
+from moesaic.train.configfile import override
 
 FORMAT = 1
 """Version of the layout; a reader refuses newer ones."""
@@ -91,8 +91,11 @@ def save_checkpoint(
         }
         state["sha256"] = {name: _write(aside / name, part) for name, part in tensors.items()}
         (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        for path in (aside / "state.json", aside):  # what the name promises must be on the disk before the name is
+            _flush(path)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
+        _flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
@@ -144,10 +147,13 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, voc
     """Copy a checkpoint's parameters into a model.
 
     Raises:
-        InputError: if the checkpoint is of another architecture; names the fields that differ.
+        InputError: if the checkpoint is of another `architecture`; names the fields that differ.
     """
-    different = differing_fields(config, checkpoint.model_config, "model.")
-    different = [line for line in different if not line.startswith("model.checkpoint_activations")]
+    wanted, saved = architecture(config), architecture(checkpoint.model_config)
+    # A field that only one of the two has depends on one in which they differ, which is named.
+    different = [
+        f"{name} ({value!r} and {saved[name]!r})" for name, value in wanted.items() if value != saved.get(name, value)
+    ]
     if vocab_size != checkpoint.vocab_size:
         different.append(f"vocabulary ({vocab_size} and {checkpoint.vocab_size})")
     if different:
@@ -156,6 +162,23 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, voc
             "(configured and saved): configure the saved one, or choose another run folder"
         )
     model.load_state_dict(checkpoint.model)
+
+
+def architecture(config: ModelConfig) -> dict[str, Any]:
+    """Return what decides a model's parameters and what they mean, by field; the rest of the fields steer training."""
+    moe = config.moe
+    found: dict[str, Any] = {
+        f"model.{name}": getattr(config, name) for name in ("ffn", "dim", "num_layers", "num_heads")
+    }
+    sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
+    names = ["experts"]
+    if any(sparse):
+        names += ["num_experts", "top_k", "hidden", "shared_hidden", "every", "router"]
+        if moe.router == "group_limited":
+            names += ["num_groups", "top_groups"]
+    if not all(sparse):
+        found["model.dense_hidden"] = config.active_hidden
+    return found | {f"model.moe.{name}": getattr(moe, name) for name in names}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -170,12 +193,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put back what `optimizer_tensors` returned."""
-    for name, parameter in model.named_parameters():
-        prefix = f"{name}."
-        keys = {key[len(prefix) :] for key in tensors if key.startswith(prefix) and "." not in key[len(prefix) :]}
-        for key in keys:
-            value = tensors[prefix + key]
-            optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
+    parameters = dict(model.named_parameters())
+    for place, value in tensors.items():
+        name, _, key = place.rpartition(".")
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
 
 
 class _DamagedError(Exception):
@@ -185,20 +207,27 @@ class _DamagedError(Exception):
 def _write(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write tensors, flush them to the disk, return the file's checksum."""
     save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    _flush(path)
     return _checksum(path)
 
 
+def _flush(path: Path) -> None:
+    """Have a file, or the names in a folder, written to the disk; Windows knows no flushing of folders."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(path)
-        )
-
-
-def _slow_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ class DataConfig:
     """What is read, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
-    """Text files, folders (every text file in them), globs, or `.bin` files of tokens (raw little-endian integers, memory
+    """Text files, folders (every file in them without a zero byte at its start), globs, or `.bin` files of tokens (raw little-endian integers, memory
     mapped). Empty: the source text of this Python's standard library, without its tests."""
     val_path: tuple[str, ...] = ()
     """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
@@ -24,19 +24,13 @@ class DataConfig:
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """bytes: 256 tokens, one per byte. bpe: byte-level BPE trained on the training files, kept in the run folder."""
     vocab_size: int = 256
-    """Tokens: 256 for bytes; the size to train for bpe; the largest id plus one in `.bin` files."""
+    """Tokens: always 256 for bytes; the size to train for bpe; the largest id plus one in `.bin` files."""
     bin_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of `.bin` files."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:
             raise InputError(f"data.val_share={self.val_share}: choose a share between 0 and 1")
-        if (
-            self.tokenizer == "bytes"
-            and self.vocab_size < 256
-            and not all(p.endswith(".bin") for p in self.path or ("",))
-        ):
-            raise InputError(f"data.vocab_size={self.vocab_size}: bytes need 256")
         if self.tokenizer == "bpe" and self.vocab_size < 300:
             raise InputError(f"data.vocab_size={self.vocab_size}: a byte-level BPE needs at least 300")
 

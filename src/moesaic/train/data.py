@@ -21,6 +21,12 @@ from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokeniz
 
 FEW_FILES = 20
 """Below this many files the validation data is the end of the text rather than whole files."""
+TEXT_CHECK_BYTES = 8192
+"""A file of a folder with a zero byte among its first so many is no text."""
+FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
+"""What of the training data is hashed at most."""
+ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
+"""What of a `.bin` file is searched at most for ids outside the vocabulary: all of it up to 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         raise InputError("data.path and data.val_path: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
         return _load_bin(config, files, val_files)
+    if config.tokenizer == "bytes" and config.vocab_size != 256:
+        raise InputError(
+            f"data.vocab_size={config.vocab_size}: bytes have 256 tokens: set it to 256, or data.tokenizer to bpe"
+        )
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
@@ -87,14 +97,18 @@ def standard_library() -> tuple[list[Path], Path]:
 
 
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
-    """Return the files behind paths, folders and globs, sorted; text files and `.bin` files do not mix."""
+    """Return the files behind paths, folders and globs, sorted; text files and `.bin` files do not mix.
+
+    Of a folder, hidden files and files that are neither text nor `.bin` are left out.
+    """
     found: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern)
         if path.is_file():
             found.add(path)
         elif path.is_dir():
-            found.update(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+            inside = [p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path))]
+            found.update(p for p in inside if p.suffix == ".bin" or _is_text(p))
         else:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
@@ -111,12 +125,21 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def _is_text(path: Path) -> bool:
+    """Whether the start of a file holds no zero byte; one that cannot be opened passes, and is refused when read."""
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(TEXT_CHECK_BYTES)
+    except OSError:
+        return True
+
+
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
     """Set files aside for validation by a hash of their names, so that adding files never moves others across.
 
     Args:
         files: all files.
-        share: of the files that go to validation, on average.
+        share: of the files that go to validation, on average; of two or more at least one goes.
         root: names are taken relative to it; None takes the last two parts of each path.
 
     Returns:
@@ -127,7 +150,28 @@ def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[l
         name = path.relative_to(root).as_posix() if root else "/".join(path.parts[-2:])
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
-    return [p for p in files if draw(p) >= share], [p for p in files if draw(p) < share]
+    val = [path for path in files if draw(path) < share]
+    if not val and len(files) > 1:
+        val = [min(files, key=draw)]
+    chosen = set(val)
+    return [path for path in files if path not in chosen], val
+
+
+def fingerprint(tokens: np.ndarray) -> str:
+    """Return a hash of the number of tokens and of evenly spread blocks of them; of all of them up to 4 MiB."""
+    digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
+    block = FINGERPRINT_BLOCK_BYTES // tokens.itemsize
+    for start in spread_blocks(len(tokens), block, FINGERPRINT_BLOCKS):
+        digest.update(tokens[start : start + block].tobytes())
+    return digest.hexdigest()
+
+
+def spread_blocks(length: int, block: int, at_most: int) -> list[int]:
+    """Return where blocks of a sequence start: all of them if they are `at_most`, else the first, the last, and as many
+    evenly between them as make up `at_most`."""
+    if length <= block * at_most:
+        return list(range(0, length, block))
+    return [int(start) for start in np.linspace(0, length - block, at_most).astype(np.int64)]
 
 
 class Batches:
@@ -237,7 +281,9 @@ def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
             f"data: {path} has {size} bytes, not a whole number of {config.bin_dtype}: check data.bin_dtype"
         )
     tokens = np.memmap(path, dtype=dtype, mode="r")
-    largest = int(tokens.max())
+    block = ID_CHECK_BLOCK_BYTES // dtype.itemsize
+    starts = spread_blocks(len(tokens), block, ID_CHECK_BLOCKS)
+    largest = max(int(tokens[start : start + block].max()) for start in starts)
     if largest >= config.vocab_size:
         raise InputError(
             f"data: {path} holds token {largest}, data.vocab_size is {config.vocab_size}: set it above {largest}"

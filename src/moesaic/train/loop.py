@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
@@ -22,9 +22,11 @@ from moesaic.routing.losses import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
+from moesaic.train.clock import Clock
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
-from moesaic.train.machine import matmul_flops_per_second
+from moesaic.train.evaluate import evaluate
+from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics
 from moesaic.train.progress import TrainingProgress
 from moesaic.train.state import RunState, open_run, rng_state
@@ -38,7 +40,8 @@ class TrainResult:
     step: int
     """Optimizer steps taken in all."""
     val_nats_per_byte: float | None
-    """Of the last evaluation; None if the run was stopped before one."""
+    """Of this process's last evaluation, on validation data, per byte of text (per token for `.bin` files). None only if
+    the run was stopped before one; a run that is taken up again after its last step is evaluated once more."""
     seconds: float
     """Spent in training steps in all, without evaluation."""
     was_stopped: bool
@@ -54,7 +57,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
     Raises:
         InputError: for bad input; nothing half-written stays behind.
-        TrainingError: if the loss or the gradient is no longer finite; the last checkpoint stays.
+        TrainingError: if the loss, the gradient, a parameter or the validation loss is no longer finite; the last
+            checkpoint stays.
     """
     console = console or Console()
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
@@ -76,7 +80,7 @@ class Trainer:
         self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len)[0]
         self.peak = matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
-        self.seconds = run.seconds
+        self.clock = Clock(run.seconds)
 
     def run(self) -> TrainResult:
         """Train to the last step, or until a signal; returns how it ended."""
@@ -94,90 +98,73 @@ class Trainer:
                     values = self._step()
                     if _due(state.step, config.log_every, config.steps):
                         metrics.write("train", state.step, values | self._interval())
-                        progress.advance(state.step, _status(values, self.tokens_per_second))
+                        progress.advance(state.step, _status(values, self.clock.tokens_per_second))
                     progress.advance(state.step)
                     if _due(state.step, config.eval_every, config.steps):
                         val_loss = self._evaluate(metrics, progress)
                     if _due(state.step, config.save_every, config.steps):
                         self._save()
-                if stop and state.step < config.steps:
+                if state.step < config.steps:
                     self._save()
-                    progress.say(
-                        f"stopped by {stop[0]} after step {state.step}, saved; go on with "
-                        f"moesaic train --config {state.folder / 'config.json'} --existing resume"
-                    )
+                    progress.say(self._how_to_go_on(stop[0]))
+                elif val_loss is None:  # taken up again after its last step
+                    val_loss = self._evaluate(metrics, progress)
         finally:
             metrics.close()
             handle.remove()
-        return TrainResult(state.folder, state.step, val_loss, self.seconds, state.step < config.steps)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Training tokens per second of this process, evaluation not counted."""
-        spent = self.seconds - self.state.seconds
-        return self._timed_tokens / spent if spent else 0.0
-
-    _timed_tokens = 0
-    _interval_seconds = 0.0
-    _interval_tokens = 0
+        return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step; returns its values."""
-        start = time.perf_counter()
+        """Take one optimizer step; returns its values if the step is logged."""
         config, state = self.config, self.state
-        self.model.train()
-        loss = torch.zeros((), device=state.device)
-        routings: list[Routing] = []
-        set_loss_scale(self.model, 1 / config.accumulation)
-        for micro in range(config.accumulation):
-            tokens, targets = state.batches.get(state.step * config.accumulation + micro)
-            with self._autocast():
-                output = self.model(tokens.to(state.device), targets.to(state.device))
-            assert output.loss is not None
-            (output.loss / config.accumulation).backward()
-            loss += output.loss.detach() / config.accumulation
-            routings = output.routings
-            self.meter.add(routings)
-        limit = config.optimizer.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         logs = _due(state.step + 1, config.log_every, config.steps)
         saves = _due(state.step + 1, config.save_every, config.steps)
-        if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
-            self._require_finite(loss, norm)
-        rate = learning_rate(state.step, config.steps, config.optimizer)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
+        with self.clock.training():
+            loss, auxiliary = self._accumulate()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm or math.inf)
+            if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
+                self._require_finite(loss, norm)
+            rate = learning_rate(state.step, config.steps, config.optimizer)
+            for group in state.optimizer.param_groups:
+                group["lr"] = rate
         before = self._probe_sets() if logs else []
-        self._settle(start)
-        start = time.perf_counter()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        state.step += 1
-        self._settle(start, tokens=config.tokens_per_step)
-        values: dict[str, Any] = {}
-        if logs:
-            moved = [churn(a, b) for a, b in zip(before, self._probe_sets())]
-            auxiliary = {name: float(value) for name, value in _mean_losses(routings).items()}
-            values = {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **auxiliary}
-        return values
+        with self.clock.training(config.tokens_per_step):
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.step += 1
+        if not logs:
+            return {}
+        moved = [churn(a, b) for a, b in zip(before, self._probe_sets())]
+        means = {name: float(value) for name, value in auxiliary.items()}
+        return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **means}
 
-    def _settle(self, start: float, tokens: int = 0) -> None:
-        """Count time since `start` and tokens as training."""
-        spent = time.perf_counter() - start
-        self.seconds += spent
-        self._interval_seconds += spent
-        self._timed_tokens += tokens
-        self._interval_tokens += tokens
+    def _accumulate(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses."""
+        count, state = self.config.accumulation, self.state
+        self.model.train()
+        loss = torch.zeros((), device=state.device)
+        auxiliary: dict[str, Tensor] = {}
+        set_loss_scale(self.model, 1 / count)
+        for micro in range(count):
+            tokens, targets = state.batches.get(state.step * count + micro)
+            with autocast(state.device, state.dtype):
+                output = self.model(tokens.to(state.device), targets.to(state.device))
+            assert output.loss is not None
+            (output.loss / count).backward()
+            loss += output.loss.detach() / count
+            for name, value in _mean_losses(output.routings).items():
+                auxiliary[name] = auxiliary.get(name, 0.0) + value / count
+            self.meter.add(output.routings)
+        return loss, auxiliary
 
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the last call."""
-        speed = self._interval_tokens / max(self._interval_seconds, 1e-9)
-        self._interval_tokens, self._interval_seconds = 0, 0.0
+        speed = self.clock.interval()
         flops = self.model.flops_per_token(self.config.model.seq_len) * speed
         return {
             "tokens_per_second": speed,
             "mfu": flops / self.peak,
-            "seconds": self.seconds,
+            "seconds": self.clock.seconds,
             "layers": [layer.as_dict() for layer in self.meter.take()],
         }
 
@@ -185,34 +172,33 @@ class Trainer:
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             return
         what = "loss" if not math.isfinite(float(loss)) else "gradient norm"
+        raise self._not_finite(what, self.state.step + 1, f"{float(loss)}, gradient norm {float(norm)}")
+
+    def _not_finite(self, what: str, step: int, values: str) -> TrainingError:
         saved = list_checkpoints(self.state.folder / "checkpoints")
         kept = f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
-        raise TrainingError(
-            f"the {what} of step {self.state.step + 1} is not finite ({float(loss)}, gradient norm {float(norm)}); {kept}: "
+        return TrainingError(
+            f"the {what} of step {step} is not finite ({values}); {kept}: "
             "lower --optimizer.lr, or raise --optimizer.warmup-steps"
         )
 
-    @torch.no_grad()
     def _evaluate(self, metrics: Metrics, progress: TrainingProgress) -> float:
-        """Measure the validation loss; returns nats per byte."""
-        state, size = self.state, self.config.batch_size
-        self.model.eval()
-        total = 0.0
-        for first in range(0, len(state.eval_windows), size):
-            windows = state.eval_windows[first : first + size]
-            tokens, targets = as_batch(state.corpus.val, windows, self.config.model.seq_len)
-            with self._autocast():
-                output = self.model(tokens.to(state.device), targets.to(state.device))
-            total += float(output.loss) * len(windows)
-        loss = total / len(state.eval_windows)
-        per_byte = loss * len(state.corpus.val) / state.corpus.val_bytes
-        values = {"val_loss": loss, "val_nats_per_byte": per_byte, "seconds": self.seconds}
-        metrics.write("eval", state.step, values)
-        progress.say(
-            f"{state.folder.name}: step {state.step}, validation {per_byte:.4f} nats/byte, "
-            f"{self.tokens_per_second:,.0f} tokens/s"
+        """Measure and write down the validation loss; returns nats per byte."""
+        state = self.state
+        found = evaluate(
+            self.model, state.corpus, state.eval_windows, batch_size=self.config.batch_size, dtype=state.dtype
         )
-        return per_byte
+        if not math.isfinite(found.per_byte):
+            raise self._not_finite("validation loss", state.step, str(found.per_token))
+        if not metrics.has("eval", state.step):
+            values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
+            metrics.write("eval", state.step, values)
+        speed = self.clock.tokens_per_second
+        progress.say(
+            f"{state.folder.name}: step {state.step}, validation {found.per_byte:.4f} nats/byte"
+            + (f", {speed:,.0f} tokens/s" if speed else "")
+        )
+        return found.per_byte
 
     @torch.no_grad()
     def _probe_sets(self) -> list[Tensor]:
@@ -220,17 +206,17 @@ class Trainer:
         if self.config.model.ffn == "dense":
             return []
         self.model.eval()
-        with self._autocast():
+        with autocast(self.state.device, self.state.dtype):
             output = self.model(self.probe.to(self.state.device))
         self.model.train()
         return [expert_sets(routing) for routing in output.routings]
 
-    def _autocast(self) -> torch.autocast:
-        on = self.state.dtype != torch.float32
-        return torch.autocast(self.state.device.type, self.state.dtype if on else torch.bfloat16, enabled=on)
-
     def _save(self) -> None:
         state = self.state
+        # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
+        largest = float(nn.utils.get_total_norm(list(self.model.parameters()), math.inf))
+        if not math.isfinite(largest):
+            raise self._not_finite("largest parameter", state.step, str(largest))
         save_checkpoint(
             state.folder / "checkpoints",
             step=state.step,
@@ -241,10 +227,18 @@ class Trainer:
             extra={
                 "rng": rng_state(state.device),
                 "precision": self.config.precision,
-                "seconds": self.seconds,
+                "seconds": self.clock.seconds,
+                "train_tokens": state.fingerprint,
                 "has_text": state.corpus.tokenizer is not None,
             },
             keep_last=self.config.keep_last,
+        )
+
+    def _how_to_go_on(self, signal_name: str) -> str:
+        kept = shlex.quote(str(self.state.folder / "config.json"))
+        return (
+            f"stopped by {signal_name} after step {self.state.step}, saved; go on with "
+            f"moesaic train --config {kept} --existing resume"
         )
 
     def _describe(self) -> str:
@@ -274,9 +268,9 @@ def _status(values: dict[str, Any], speed: float) -> str:
 
 
 def _mean_losses(routings: list[Routing]) -> dict[str, Tensor]:
-    """Return each auxiliary loss's mean over the layers of the last micro-batch."""
+    """Return each auxiliary loss's mean over the layers of one micro-batch, without its graph."""
     names = routings[0].losses if routings else {}
-    return {name: torch.stack([routing.losses[name] for routing in routings]).mean() for name in names}
+    return {name: torch.stack([routing.losses[name].detach() for routing in routings]).mean() for name in names}
 
 
 @contextmanager

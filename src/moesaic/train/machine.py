@@ -66,6 +66,12 @@ def pick_precision(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if gain >= BFLOAT16_PAYS_FROM else torch.float32
 
 
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return the context of a forward pass in `dtype`; float32 turns it off."""
+    on = dtype != torch.float32
+    return torch.autocast(device.type, dtype if on else torch.bfloat16, enabled=on)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

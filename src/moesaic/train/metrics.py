@@ -26,6 +26,7 @@ class Metrics:
     def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
         self.path = run_folder / "metrics.jsonl"
         kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
+        self._written = {(line["kind"], line["step"]) for line in kept}
         aside = self.path.with_suffix(".writing")
         try:
             aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -47,9 +48,14 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        self._written.add((kind, step))
         if self._writer is not None:
             for name, value in _scalars(values):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether a line of `kind` for `step` stands there already."""
+        return (kind, step) in self._written
 
     def close(self) -> None:
         """Flush and close all files."""

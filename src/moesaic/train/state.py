@@ -17,8 +17,8 @@ from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, load_into, load_optimizer
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.configfile import as_json
-from moesaic.train.data import Batches, Corpus, even_windows, load_corpus
+from moesaic.train.configfile import as_json, differing_fields, override, read_table
+from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_corpus
 from moesaic.train.machine import pick_device, pick_precision
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
@@ -42,6 +42,8 @@ class RunState:
     optimizer: torch.optim.Optimizer
     step: int
     """Optimizer steps taken."""
+    fingerprint: str
+    """Of the training tokens."""
     seconds: float
     """Spent in training steps by earlier processes."""
 
@@ -56,7 +58,8 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
         say: is given a line for people now and then.
 
     Raises:
-        InputError: for a folder that holds a run already, bad data, another architecture.
+        InputError: for a folder that holds a run already, bad data; and on resuming for another architecture,
+            precision or training data.
     """
     folder = Path(config.out)
     occupied = (folder / "config.json").exists()
@@ -67,21 +70,28 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
     device = pick_device(config.device)
     resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
     saved = load_checkpoint(folder / "checkpoints", say) if resuming else None
+    if saved is not None:
+        _require_same_precision(config, saved)
     dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
     config = replace(config, precision="bfloat16" if dtype == torch.bfloat16 else "float32")
     corpus = load_corpus(config.data, folder / "tokenizer.json" if saved else None)
     batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed)
+    corpus_hash = fingerprint(corpus.train)
     eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
     seed_everything(config.seed)
     model = GPT(config.model, corpus.vocab_size).to(device)
     optimizer = make_optimizer(model, config.optimizer, device)
     if saved is not None:
         load_into(model, saved, config.model, corpus.vocab_size)
+        _require_same_data(corpus_hash, saved)
+        _warn_of_changes(config, folder, say)
         load_optimizer(model, optimizer, saved.optimizer)
         restore_rng(saved, device)
     _write_folder(folder, config, corpus.tokenizer, is_new=saved is None)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
-    return RunState(config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, seconds)
+    return RunState(
+        config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, corpus_hash, seconds
+    )
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
@@ -117,6 +127,42 @@ def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
             torch.set_rng_state(state)
         elif device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
+
+
+def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
+    before = saved.extra["precision"]
+    if config.precision not in ("auto", before):
+        raise InputError(
+            f"precision={config.precision}: the run is in {before}: pass --precision {before} or auto, or another --out"
+        )
+
+
+def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
+    if saved.extra.get("train_tokens", fingerprint_now) != fingerprint_now:
+        raise InputError(
+            f"the training tokens are not those of the checkpoint of step {saved.step}: the files, data.path or another "
+            "field of data changed: restore them, or choose another --out"
+        )
+
+
+def _warn_of_changes(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> None:
+    """Say in one line which settings that decide the course of training differ from those in the run folder."""
+    path = folder / "config.json"
+    try:
+        before = override(TrainConfig(), read_table(path), source=str(path))
+    except InputError as error:
+        say(f"{folder}: the run's earlier settings cannot be compared with these ({error})")
+        return
+    changed = [line for line in differing_fields(config, before) if line.startswith(_DECIDE_THE_COURSE)]
+    if changed:
+        say(f"{folder}: resumed with other settings, {', '.join(changed)} (now and before)")
+
+
+_DECIDE_THE_COURSE = (
+    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.balance", "model.moe.z_loss",
+    "model.moe.importance_loss", "model.moe.bias_rate", "model.moe.capacity", "model.moe.admit_by",
+)  # fmt: skip
+"""Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
 
 
 def _write_folder(folder: Path, config: TrainConfig, tokenizer: AbstractTokenizer | None, *, is_new: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +42,9 @@ class ByteTokenizer(AbstractTokenizer):
 
 
 class BPETokenizer(AbstractTokenizer):
-    """A byte-level BPE; token 0 separates documents.
+    """A byte-level BPE; token 0 separates documents, and no text becomes token 0, "<|end|>" neither.
+
+    Bytes that are no UTF-8 become the tokens of the single bytes, so that the ids stand for exactly the data.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer` whose id 0 is `<|end|>`.
@@ -51,7 +54,9 @@ class BPETokenizer(AbstractTokenizer):
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True  # as text; the saved file does not keep this
         self.vocab_size = int(tokenizer.get_vocab_size())
+        self._byte_ids = [tokenizer.token_to_id(letter) for letter in _byte_letters()]
 
     @classmethod
     def train(cls, documents: Iterable[bytes], vocab_size: int) -> BPETokenizer:
@@ -66,7 +71,7 @@ class BPETokenizer(AbstractTokenizer):
             initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((data.decode("utf-8", errors="replace") for data in documents), trainer)
+        tokenizer.train_from_iterator((data.decode("utf-8", errors="ignore") for data in documents), trainer)
         return cls(tokenizer)
 
     @classmethod
@@ -89,11 +94,29 @@ class BPETokenizer(AbstractTokenizer):
         self._tokenizer.save(str(path))
 
     def encode(self, data: bytes) -> np.ndarray:
-        ids = self._tokenizer.encode(data.decode("utf-8", errors="replace")).ids
+        # Python keeps a byte that is no UTF-8 as a lone surrogate; the library takes none.
+        parts = _STRAY_BYTES.split(data.decode("utf-8", errors="surrogateescape"))
+        ids: list[int] = []
+        for place, part in enumerate(parts):
+            if place % 2:
+                ids += [self._byte_ids[byte] for byte in part.encode("utf-8", errors="surrogateescape")]
+            elif part:
+                ids += self._tokenizer.encode(part).ids
         return np.asarray(ids, dtype=np.uint16 if self.vocab_size <= 65_536 else np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids]))
+
+
+_STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
+"""Runs of what `surrogateescape` makes of bytes that are no UTF-8."""
+
+
+def _byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in a byte-level vocabulary: GPT-2's table."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def _library() -> Any:

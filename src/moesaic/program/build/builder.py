@@ -39,7 +39,9 @@ class Builder:
         states = self._states(rows) | {"etp": State.PARTIAL}
         return self._task(Op.EXPERT, (rows, gates), name, Kind.ROWS, self._slots[rows].layout, states, Stage.EXPERT)
 
-    def move(self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage) -> str:
+    def move(
+        self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage
+    ) -> str:
         """Move rows to another layout over `group`; `states` are those that change."""
         kind, merged = self._slots[source].kind, self._states(source) | states
         return self._task(Op.MOVE, (source,), name, kind, layout, merged, stage, group)
@@ -82,7 +84,14 @@ class Builder:
         lane = Lane.COMPUTE if op is not Op.MOVE else Lane.INTER if "ep" in group else Lane.INTRA
         self._tasks.append(
             Task(
-                name=name, op=op, reads=reads, writes=(name,), stage=stage, lane=lane, group=group, dual_power=dual_power
+                name=name,
+                op=op,
+                reads=reads,
+                writes=(name,),
+                stage=stage,
+                lane=lane,
+                group=group,
+                dual_power=dual_power,
             )
         )
         return name

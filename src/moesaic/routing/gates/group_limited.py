@@ -55,6 +55,9 @@ class GroupLimited(AbstractRouter):
         self.top_groups = top_groups
         self.rank_groups_by = rank_groups_by
 
+    def init_normal(self, std: float) -> None:
+        self.inner.init_normal(std)
+
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         return self.inner.draw(num_tokens, device)
 

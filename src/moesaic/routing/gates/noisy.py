@@ -28,6 +28,12 @@ class NoisyTopK(AbstractRouter):
         self.weight = linear_scores(dim, num_experts)
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim))
 
+    @torch.no_grad()
+    def init_normal(self, std: float) -> None:
+        """Draw the gate matrix anew from N(0, std); `W_noise` goes back to zero."""
+        self.weight.normal_(std=std)
+        self.noise_weight.zero_()
+
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         return torch.randn(num_tokens, self.num_experts, device=device) if self.training else None
 

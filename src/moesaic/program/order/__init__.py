@@ -1,0 +1,1 @@
+"""Orders: in which sequence the tasks of a program are issued; the dependencies stay."""

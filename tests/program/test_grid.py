@@ -1,0 +1,63 @@
+"""Groups: every rank is in exactly one of each, and they are the papers' tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+GRIDS = [
+    Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=inner)
+    for world in (1, 2, 4, 8, 12)
+    for tp in (1, 2, 4)
+    for ep in (1, 2, 4)
+    for etp in (1, 2, 4)
+    for inner in ("etp", "ep")
+    if world % tp == 0 and world % (ep * etp) == 0
+]
+GROUPS = [("tp",), ("dp",), ("ep",), ("etp",), ("edp",), ("ep", "etp"), ("edp", "ep", "etp")]
+
+
+@pytest.mark.parametrize("axes", GROUPS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_groups_partition_the_world(grid: Grid, axes: tuple) -> None:
+    groups = {grid.group(rank, axes) for rank in range(grid.world)}
+    size = 1
+    for axis in axes:
+        size *= grid.size(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world))
+    assert {len(group) for group in groups} == {size}
+
+
+def test_parms_groups_are_contiguous_blocks_and_strided() -> None:
+    grid = Grid(world=8, tp=2, ep=4, etp=2)
+    assert grid.group(5, ("tp",)) == (4, 5)
+    assert grid.group(5, ("etp",)) == (4, 5)
+    assert grid.group(5, ("ep",)) == (1, 3, 5, 7)
+    assert grid.group(5, ("ep", "etp")) == tuple(range(8))
+
+
+def test_ep_innermost_swaps_the_two() -> None:
+    grid = Grid(world=8, ep=4, etp=2, innermost="ep")
+    assert grid.group(5, ("ep",)) == (4, 5, 6, 7)
+    assert grid.group(5, ("etp",)) == (1, 5)
+
+
+def test_copies_of_the_experts_are_outermost() -> None:
+    grid = Grid(world=8, ep=2, etp=2)
+    assert grid.edp == 2
+    assert grid.group(1, ("edp",)) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"world": 4, "tp": 3}, "mesh.tp=3 does not divide the 4 ranks"),
+        ({"world": 4, "ep": 2, "etp": 4}, "mesh.ep=2 times mesh.etp=4 does not divide the 4 ranks"),
+        ({"world": 4, "ep": 0}, "mesh.ep=0: must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_one_line(sizes: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Grid(**sizes)

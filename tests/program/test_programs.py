@@ -1,0 +1,136 @@
+"""Schedules as data: they validate, round-trip through text, and their transposes are what the papers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.program.build import SCHEDULES
+from moesaic.program.order.early import early
+from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.task import Kind, Op, Program, State
+from moesaic.program.text import from_text, to_text
+from moesaic.program.transpose import transpose
+from moesaic.program.validate import ProgramError, collective, validate
+
+PROGRAMS = [split_capacity(make(), chunks) for make in SCHEDULES.values() for chunks in (1, 2, 3)]
+ALL = PROGRAMS + [transpose(program) for program in PROGRAMS]
+
+
+def named(program: Program) -> str:
+    return program.name.replace(" ", "_")
+
+
+@pytest.mark.parametrize("program", ALL, ids=named)
+def test_programs_validate_before_and_after_ordering(program: Program) -> None:
+    validate(program)
+    ordered = early(program)
+    validate(ordered)
+    assert sorted(task.name for task in ordered.tasks) == sorted(task.name for task in program.tasks)
+
+
+@pytest.mark.parametrize("program", ALL, ids=named)
+def test_text_round_trips(program: Program) -> None:
+    assert from_text(to_text(program)) == program
+
+
+BACKWARD = {
+    "baseline": "gather exchange share exchange exchange reduce_scatter reduce_scatter",
+    "ted": "exchange share all_reduce all_reduce exchange exchange",
+    "s1": "slice deliver collect collect gather",
+    "s2": "slice deliver collect collect gather gather",
+    "s3": "slice exchange gather reduce_scatter reduce_scatter exchange exchange gather gather",
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_backward_collectives_follow_from_the_states(schedule: str) -> None:
+    backward = transpose(SCHEDULES[schedule]())
+    assert " ".join(collective(backward, task.name) for task in backward.moves()) == BACKWARD[schedule]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_differentiable_slot_has_a_cotangent_in_the_dual_state(schedule: str) -> None:
+    forward = SCHEDULES[schedule]()
+    backward = {slot.name: slot for slot in transpose(forward).slots}
+    for slot in forward.slots:
+        if slot.kind is Kind.INDEX:
+            continue
+        cotangent = backward[slot.name + "'"]
+        assert cotangent.layout == slot.layout
+        for axis in ("tp", "etp"):
+            assert cotangent.on(axis) is slot.on(axis).dual
+
+
+def test_dual_is_an_involution() -> None:
+    assert all(state.dual.dual is state for state in State)
+    assert State.REPLICATED.dual is State.PARTIAL
+
+
+def test_early_issues_all_dispatches_before_the_first_expert() -> None:
+    ordered = [task.name for task in early(split_capacity(SCHEDULES["s2"](), 3)).tasks]
+    assert ordered.index("h.2") < ordered.index("out.0")
+    assert ordered.index("z.0") == ordered.index("out.0") + 1
+    backward = [task.name for task in early(transpose(split_capacity(SCHEDULES["s2"](), 3))).tasks]
+    assert backward.index("z.2'") < backward.index("out.0'")
+
+
+def test_chunks_keep_the_outer_program() -> None:
+    plain, cut = SCHEDULES["s1"](), split_capacity(SCHEDULES["s1"](), 2)
+    assert (cut.inputs, cut.outputs) == (plain.inputs, plain.outputs)
+    assert sum(task.op is Op.EXPERT for task in cut.tasks) == 2
+    assert split_capacity(plain, 1) is plain
+
+
+@pytest.mark.parametrize(
+    ("program", "chunks", "words"), [(PROGRAMS[0], 0, "plan.chunks=0"), (PROGRAMS[1], 2, "chunked already")]
+)
+def test_impossible_chunks_are_refused(program: Program, chunks: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        split_capacity(program, chunks)
+
+
+def _reversed(program: Program) -> Program:
+    return replace(program, tasks=program.tasks[::-1])
+
+
+def _twice(program: Program) -> Program:
+    return replace(program, tasks=(*program.tasks, replace(program.tasks[-1], name="again")))
+
+
+def _whole_output(program: Program) -> Program:
+    return replace(program, slots=tuple(replace(s, state=()) if s.name == "out" else s for s in program.slots))
+
+
+def _unknown_output(program: Program) -> Program:
+    return replace(program, outputs=("nobody",))
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (_reversed, "before anything writes it"),
+        (_twice, "which is written already"),
+        (_whole_output, "is not partial"),
+        (_unknown_output, "is never written"),
+    ],
+)
+def test_validation_names_what_is_wrong(plant: Callable[[Program], Program], words: str) -> None:
+    with pytest.raises(ProgramError, match=words):
+        validate(plant(SCHEDULES["s2"]()))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("program 99 future", "version 99"),
+        ("slot x tokens tp:Q tokens of own", "line 1: 'Q'"),
+        ("nonsense", "line 1: 'nonsense' is no kind of line"),
+    ],
+)
+def test_text_that_does_not_parse_is_refused(line: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        from_text(line)
