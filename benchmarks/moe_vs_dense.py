@@ -74,7 +74,13 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path, co
     result = train(config, console=Console(quiet=True))
     if result.was_stopped:
         sys.exit("stopped")
-    row = {"model": name, "seed": seed, "lr": lr, "val_nats_per_byte": result.val_nats_per_byte, "seconds": result.seconds}
+    row = {
+        "model": name,
+        "seed": seed,
+        "lr": lr,
+        "val_nats_per_byte": result.val_nats_per_byte,
+        "seconds": result.seconds,
+    }
     console.print(row, highlight=False, soft_wrap=True)
     return row
 
@@ -96,7 +102,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         for moe, dense in zip(_values(rows, "moe", lr, "seconds"), _values(rows, "dense", lr, "seconds"))
     ]
     return [
-        Claim(name="moe_vs_dense.gain_nats_per_byte", value=statistics.mean(gains), unit="nats/byte", target=0.05, op=">="),
+        Claim(
+            name="moe_vs_dense.gain_nats_per_byte", value=statistics.mean(gains), unit="nats/byte", target=0.05, op=">="
+        ),
         Claim(name="moe_vs_dense.gain_smallest", value=min(gains), unit="nats/byte", target=None, op=">="),
         Claim(name="moe_vs_dense.gain_largest", value=max(gains), unit="nats/byte", target=None, op=">="),
         Claim(name="moe_vs_dense.time_ratio", value=statistics.median(pairs), unit="1", target=None, op="<="),

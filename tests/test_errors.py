@@ -169,6 +169,9 @@ CASES: dict[str, Case] = {
         lambda f: base(f, "--data.path", written(f, "odd.bin", "odd")),
         ["odd.bin has 3 bytes", "uint16", "check data.bin_dtype"],
     ),
+    "bytes and a vocabulary": (
+        lambda f: base(f, "--data.vocab-size", "4096"), ["data.vocab_size=4096", "bytes have 256", "data.tokenizer to bpe"],
+    ),
     "small bpe": (
         lambda f: base(f, "--data.tokenizer", "bpe"), ["data.vocab_size=256", "byte-level BPE needs at least 300"],
     ),
@@ -183,6 +186,14 @@ CASES: dict[str, Case] = {
     "another architecture": (
         lambda f: resumed(f, "--model.dim", "32", "--model.moe.num-experts", "8"),
         ["step 2", "model.dim (32 and 16)", "model.moe.num_experts (8 and 4)", "choose another run folder"],
+    ),
+    "another precision": (
+        lambda f: resumed(f, "--precision", "bfloat16"),
+        ["precision=bfloat16: the run is in float32", "--precision float32 or auto"],
+    ),
+    "other training data": (
+        lambda f: resumed(f, "--data.path", written(f, "b.txt", "other words " * 99)),
+        ["training tokens are not those of the checkpoint of step 2", "choose another --out"],
     ),
     "short data over an old run": (
         lambda f: [*resumed(f), "--existing", "replace", "--model.seq-len", "9999"], ["= 10000", "give more data"],

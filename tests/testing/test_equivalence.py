@@ -12,7 +12,8 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op, Program, State
 from moesaic.program.validate import ProgramError
-from moesaic.testing.equivalence import Case, draw_case, run_case
+from moesaic.testing.cases import Case, draw_case
+from moesaic.testing.equivalence import run_case
 
 BATCHES = 10
 CASES_PER_BATCH = 60

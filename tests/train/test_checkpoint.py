@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from moesaic.models.gpt import GPT
 from moesaic.train import checkpoint as checkpoint_module
 from moesaic.train.checkpoint import (
     FORMAT,
+    architecture,
     list_checkpoints,
     load_checkpoint,
     load_into,
@@ -188,6 +190,86 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
     twin = GPT(other, VOCABULARY)
     load_into(twin, load_checkpoint(tmp_path, pytest.fail), other, VOCABULARY)
     assert_same(twin.state_dict(), model.state_dict())
+
+
+KNOBS = {
+    "balance_loss": 0.5, "balance_level": "sequence", "z_loss": 0.1, "importance_loss": 0.1, "bias_rate": 0.1,
+    "capacity": "fixed", "capacity_factor": 2.0, "admit_by": "score", "num_groups": 2, "top_groups": 1,
+}  # fmt: skip
+
+
+def test_what_steers_training_is_no_other_architecture(tmp_path):
+    model = save(tmp_path, 3)
+    other = replace(SHAPE, seq_len=32, dense_hidden=99, moe=replace(SHAPE.moe, **KNOBS))
+    twin = GPT(other, VOCABULARY)
+    load_into(twin, load_checkpoint(tmp_path, pytest.fail), other, VOCABULARY)
+    assert_same(twin.state_dict(), model.state_dict())
+
+
+GROUPED = replace(SHAPE, moe=replace(SHAPE.moe, router="group_limited"))
+DENSE = replace(SHAPE, ffn="dense")
+OTHER_SHAPES = {
+    "ffn": (SHAPE, {"ffn": "dense"}, {}),
+    "dim": (SHAPE, {"dim": 32}, {}),
+    "num_layers": (SHAPE, {"num_layers": 2}, {}),
+    "num_heads": (SHAPE, {"num_heads": 4}, {}),
+    "moe.num_experts": (SHAPE, {}, {"num_experts": 8}),
+    "moe.top_k": (SHAPE, {}, {"top_k": 1}),
+    "moe.hidden": (SHAPE, {}, {"hidden": 16}),
+    "moe.shared_hidden": (SHAPE, {}, {"shared_hidden": 8}),
+    "moe.every": (SHAPE, {}, {"every": 2}),
+    "moe.router": (SHAPE, {}, {"router": "softmax"}),
+    "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
+    "moe.num_groups": (GROUPED, {}, {"num_groups": 2}),
+    "moe.top_groups": (GROUPED, {}, {"top_groups": 1}),
+    "dense_hidden": (DENSE, {"dense_hidden": 48}, {}),
+}
+
+
+@pytest.mark.parametrize("field", OTHER_SHAPES)
+def test_every_field_of_the_architecture_counts(field):
+    shape, outer, inner = OTHER_SHAPES[field]
+    other = replace(shape, **outer, moe=replace(shape.moe, **inner))
+    one, two = architecture(shape), architecture(other)
+    assert [name for name in one if name in two and one[name] != two[name]] == [f"model.{field}"]
+
+
+def test_a_dense_model_is_compared_by_its_width():
+    same = replace(DENSE, dense_hidden=DENSE.active_hidden, moe=replace(DENSE.moe, num_experts=2, router="softmax"))
+    assert architecture(same) == architecture(DENSE)
+
+
+def test_parameters_of_another_version_are_refused_in_one_line(tmp_path):
+    save(tmp_path, 3)
+    loaded = load_checkpoint(tmp_path, pytest.fail)
+    del loaded.model["norm.weight"]
+    with pytest.raises(InputError, match=r"step 3 does not fit the model .*norm\.weight.*use the version") as caught:
+        load_into(GPT(SHAPE, VOCABULARY), loaded, SHAPE, VOCABULARY)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done: list[str] = []
+    opened: dict[int, str] = {}
+    plain_open, plain_replace = os.open, os.replace
+
+    def opening(path, *options, **more):
+        descriptor = plain_open(path, *options, **more)
+        opened[descriptor] = Path(path).name
+        return descriptor
+
+    def renaming(source, target):
+        done.append(f"rename to {Path(target).name}")
+        plain_replace(source, target)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "replace", renaming)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(opened[descriptor]))
+    save(tmp_path / "checkpoints", 1)
+    assert done == [
+        "model.safetensors", "optimizer.safetensors", "state.json", ".writing-00000001", "rename to step-00000001",
+        "checkpoints",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors"])

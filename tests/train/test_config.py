@@ -29,8 +29,6 @@ BAD = [
     (lambda: DataConfig(val_share=0.0), "data.val_share=0.0: choose a share between 0 and 1"),
     (lambda: DataConfig(val_share=1.0), "data.val_share=1.0"),
     (lambda: DataConfig(val_share=float("nan")), "data.val_share=nan"),
-    (lambda: DataConfig(vocab_size=255), "data.vocab_size=255: bytes need 256"),
-    (lambda: DataConfig(path=("a.txt",), vocab_size=255), "bytes need 256"),
     (lambda: DataConfig(tokenizer="bpe", vocab_size=299), "data.vocab_size=299: a byte-level BPE needs at least 300"),
     (lambda: OptimizerConfig(lr=0.0), "optimizer.lr=0.0: must be above 0"),
     (lambda: OptimizerConfig(lr=float("nan")), "optimizer.lr=nan"),
@@ -48,10 +46,6 @@ def test_bad_values_are_refused_in_one_line(make, message):
     with pytest.raises(InputError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-def test_token_files_may_have_a_small_vocabulary():
-    assert DataConfig(path=("a.bin", "b.bin"), vocab_size=50).vocab_size == 50
 
 
 def test_configurations_are_frozen_and_compare_by_value():

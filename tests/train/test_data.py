@@ -7,20 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moesaic.errors import InputError
+from moesaic.train import data as data_module
 from moesaic.train.config import DataConfig
 from moesaic.train.data import (
     FEW_FILES,
-    Batches,
-    as_batch,
-    even_windows,
     find_files,
+    fingerprint,
     load_corpus,
     split_by_name,
+    spread_blocks,
     standard_library,
 )
 from moesaic.train.tokenizer import BPETokenizer, ByteTokenizer
@@ -122,6 +119,16 @@ def test_validation_files_of_ones_own(tmp_path):
     assert corpus.description == "2 files"
 
 
+def test_one_file_is_set_aside_where_chance_takes_none():
+    files = [Path("root") / f"file{i}.txt" for i in range(30)]
+    train, val = split_by_name(files, 1e-9, Path("root"))
+    assert len(val) == 1
+    assert sorted(train + val) == sorted(files)
+    share = next(share for share in np.linspace(0, 1, 1000) if split_by_name(files, share, Path("root"))[1] != val)
+    assert val[0] in split_by_name(files, share, Path("root"))[1]
+    assert split_by_name(files[:1], 1e-9, Path("root")) == (files[:1], [])
+
+
 # Finding
 
 
@@ -149,7 +156,7 @@ def test_nothing_there_is_an_error(tmp_path):
     for pattern in ("absent.txt", "*.txt"):
         with pytest.raises(InputError, match=r"data.path: nothing at .*: give a text file, a folder, a glob or a .bin"):
             find_files((str(tmp_path / pattern),), "data.path")
-    with pytest.raises(InputError, match=r"data.val_path: no files in"):
+    with pytest.raises(InputError, match=r"data.val_path: no text or .bin files in"):
         find_files((str(tmp_path),), "data.val_path")
 
 
@@ -171,7 +178,79 @@ def test_kinds_do_not_mix(tmp_path):
             load_corpus(data(path, val_path=(str(val_path),)))
 
 
+def test_a_folder_gives_its_text_files_only(tmp_path):
+    write_text(tmp_path / "a.txt")
+    (tmp_path / "late.txt").write_bytes(b"x" * 8192 + b"\0")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "early.txt").write_bytes(b"x" * 8191 + b"\0")
+    assert find_files((str(tmp_path),), "data.path") == [tmp_path / "a.txt", tmp_path / "late.txt"]
+    named = str(tmp_path / "picture.png")
+    assert find_files((named,), "data.path") == [Path(named)]
+
+
+@pytest.mark.parametrize("vocab_size", [255, 257, 4096])
+def test_bytes_have_256_tokens(tmp_path, vocab_size):
+    path = write_text(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=f"data.vocab_size={vocab_size}: bytes have 256 tokens: set it to 256, or"):
+        load_corpus(data(path, vocab_size=vocab_size))
+
+
 # Tokens
+
+
+@pytest.mark.parametrize("pattern", ["", "*.bin", "*", "a.bin"])
+def test_token_files_have_any_vocabulary_however_they_are_found(tmp_path, pattern):
+    tokens_file(tmp_path / "a.bin", [0, 49] * 50, "uint16")
+    for vocab_size in (50, 4096):
+        assert load_corpus(data(tmp_path / pattern, vocab_size=vocab_size)).vocab_size == vocab_size
+    with pytest.raises(InputError, match="holds token 49"):
+        load_corpus(data(tmp_path / pattern, vocab_size=49))
+
+
+@pytest.mark.parametrize("place", [0, 399, 800, 1599])
+def test_ids_of_a_large_file_are_checked_in_blocks(tmp_path, monkeypatch, place):
+    ids = [1] * 1600
+    ids[place] = 999
+    path = tokens_file(tmp_path / "a.bin", ids, "uint16")
+    with pytest.raises(InputError, match="holds token 999"):
+        load_corpus(data(path))
+    monkeypatch.setattr(data_module, "ID_CHECK_BLOCK_BYTES", 8)
+    monkeypatch.setattr(data_module, "ID_CHECK_BLOCKS", 3)
+    if place in (0, 800, 1599):  # of the first, middle and last block
+        with pytest.raises(InputError, match="holds token 999"):
+            load_corpus(data(path))
+    else:
+        load_corpus(data(path))
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, []), (1, [0]), (10, [0, 4, 8]), (12, [0, 4, 8]), (13, [0, 4, 9]), (100, [0, 48, 96])]
+)
+def test_blocks_cover_all_or_are_spread(length, expected):
+    assert spread_blocks(length, 4, 3) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_the_fingerprint_of_tokens_sees_changes_and_lengths(dtype):
+    tokens = np.random.default_rng(0).integers(0, 200, 70_000).astype(dtype)
+    expected = fingerprint(tokens)
+    assert fingerprint(tokens.copy()) == expected
+    assert fingerprint(tokens[:-1]) != expected
+    for place in (0, 65_536, 69_999):
+        changed = tokens.copy()
+        changed[place] += 1
+        assert fingerprint(changed) != expected
+    assert fingerprint(np.empty(0, dtype)) != fingerprint(np.zeros(1, dtype))
+
+
+def test_the_fingerprint_of_many_tokens_is_that_of_some_blocks(monkeypatch):
+    monkeypatch.setattr(data_module, "FINGERPRINT_BLOCKS", 3)
+    monkeypatch.setattr(data_module, "FINGERPRINT_BLOCK_BYTES", 4)
+    tokens = np.arange(100, dtype=np.uint8)
+    changed = {
+        place for place in range(100) if fingerprint(np.where(tokens == place, 0xFF, tokens)) != fingerprint(tokens)
+    }
+    assert changed == {*range(4), *range(48, 52), *range(96, 100)}
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("uint8", 255), ("uint16", 65_535), ("uint32", 200_000)])
@@ -234,65 +313,3 @@ def test_documents_are_separated(tmp_path):
     corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, tokenizer="bpe", vocab_size=300))
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21
-
-
-# Batches
-
-
-@given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 60), st.integers(0, 3), st.integers(0, 2**63 - 1))
-def test_every_epoch_holds_every_window_once(seq_len, batch_size, extra, epoch, seed):
-    tokens = np.arange(seq_len + extra, dtype=np.uint16)
-    windows = (len(tokens) - 1) // seq_len
-    batches = Batches(tokens, seq_len, batch_size, seed)
-    first, last = epoch * windows, (epoch + 1) * windows
-    starts = {}
-    for index in range(first // batch_size, (last - 1) // batch_size + 1):
-        x, y = batches.get(index)
-        assert x.shape == y.shape == (batch_size, seq_len)
-        assert x.dtype == y.dtype == torch.int64
-        assert torch.equal(y, x + 1)
-        starts |= {index * batch_size + row: int(x[row, 0]) for row in range(batch_size)}
-    assert sorted(starts[place] for place in range(first, last)) == [w * seq_len for w in range(windows)]
-
-
-def test_a_batch_is_a_function_of_seed_and_index():
-    tokens = np.random.default_rng(0).integers(0, 256, 400).astype(np.uint8)
-    one, two = Batches(tokens, 8, 3, 5), Batches(tokens, 8, 3, 5)
-    expected = [one.get(index)[0] for index in range(40)]
-    for index in (39, 0, 17, 16, 39):
-        assert torch.equal(two.get(index)[0], expected[index])
-    other = Batches(tokens, 8, 3, 6)
-    assert not torch.equal(other.get(0)[0], expected[0])
-    windows = (len(tokens) - 1) // 8
-    epochs = [torch.cat(expected)[place : place + windows] for place in (0, windows)]
-    assert not torch.equal(*epochs)
-
-
-def test_batches_leave_the_global_generators_alone():
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    Batches(np.arange(100, dtype=np.uint8), 8, 3, 5).get(9)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])
-
-
-def test_too_short_data_is_an_error():
-    Batches(np.zeros(9, dtype=np.uint8), 8, 1, 0)
-    with pytest.raises(InputError, match=r"training data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more"):
-        Batches(np.zeros(8, dtype=np.uint8), 8, 1, 0)
-    with pytest.raises(InputError, match=r"validation data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more"):
-        even_windows(np.zeros(8, dtype=np.uint8), 8, 1)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "count", "expected"),
-    [(81, 3, [0, 4, 9]), (81, 99, list(range(10))), (81, 1, [0]), (80, 2, [0, 8]), (9, 5, [0])],
-)
-def test_validation_windows_are_spread_evenly(tokens, count, expected):
-    assert even_windows(np.zeros(tokens, dtype=np.uint8), 8, count) == expected
-
-
-def test_targets_are_the_next_tokens():
-    tokens = np.arange(30, dtype=np.uint32)
-    x, y = as_batch(tokens, [2, 0], 5)
-    assert x.tolist() == [[10, 11, 12, 13, 14], [0, 1, 2, 3, 4]]
-    assert y.tolist() == [[11, 12, 13, 14, 15], [1, 2, 3, 4, 5]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 from dataclasses import replace
 
@@ -12,9 +13,9 @@ import torch
 from moesaic.errors import TrainingError
 from moesaic.models.gpt import GPT, GPTOutput
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
-from moesaic.train.config import OptimizerConfig
 from moesaic.train.data import Batches
-from moesaic.train.loop import Trainer, learning_rate
+from moesaic.train.loop import Trainer
+from moesaic.train.state import open_run
 from runs import (
     assert_same,
     lines,
@@ -96,6 +97,13 @@ def test_a_signal_before_the_first_step_is_saved_and_resumed(tmp_path, monkeypat
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_the_line_that_says_how_to_go_on_is_quoted_for_a_shell(tmp_path, monkeypatch):
+    signal_after(monkeypatch, 1)
+    _, said = run_quietly(tiny(tmp_path, out=str(tmp_path / "my run's")))
+    words = shlex.split(said.split("go on with ")[1].splitlines()[0])
+    assert words == ["moesaic", "train", "--config", str(tmp_path / "my run's" / "config.json"), "--existing", "resume"]
+
+
 def test_signal_handlers_are_put_back(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal_after(monkeypatch, 1)
@@ -122,6 +130,17 @@ def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
     assert result.step == 3
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
     assert [line["step"] for line in lines(tmp_path / "run", "eval")] == [2, 3]
+
+
+def test_a_run_taken_up_after_its_last_step_is_evaluated_again(tmp_path):
+    config = tiny(tmp_path, steps=2)
+    first, _ = run_quietly(config)
+    before = snapshot(tmp_path / "run")
+    second, said = run_quietly(replace(config, existing="resume"))
+    assert (second.step, second.was_stopped) == (2, False)
+    assert second.val_nats_per_byte == first.val_nats_per_byte
+    assert "step 2, validation" in said
+    assert snapshot(tmp_path / "run")["metrics.jsonl"] == before["metrics.jsonl"]
 
 
 def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
@@ -208,6 +227,27 @@ def test_an_absurd_learning_rate_says_that_nothing_was_saved(tmp_path):
         run_quietly(tiny(tmp_path, optimizer={"lr": 1e38, "warmup_steps": 0}))
 
 
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=3, save_every=1)
+    plain = torch.optim.AdamW.step
+
+    def spoil(self, *options):
+        result = plain(self, *options)
+        parameter = self.param_groups[0]["params"][0]
+        if self.state[parameter]["step"] == 2:
+            parameter.data.view(-1)[-1] = math.nan
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    kept = tmp_path / "run" / "checkpoints" / "step-00000001"
+    with pytest.raises(TrainingError) as caught:
+        run_quietly(config)
+    for part in ("largest parameter of step 2 is not finite (nan)", f"the checkpoint {kept} is intact"):
+        assert part in str(caught.value)
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == [kept]
+    assert all(value.isfinite().all() for value in parameters(tmp_path / "run").values())
+
+
 def test_metrics_hold_every_figure_per_layer(tmp_path):
     run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"z_loss": 0.01}}))
     found = lines(tmp_path / "run", "train")
@@ -234,59 +274,25 @@ def test_a_dense_model_has_no_expert_figures(tmp_path):
         assert line["layers"] == []
 
 
-def test_the_loss_per_byte_of_a_bpe_counts_bytes(tmp_path):
-    result, _ = run_quietly(tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300}))
-    (line,) = lines(tmp_path / "run", "eval")
-    text = (tmp_path / "text.txt").read_bytes()
-    val = text[int(len(text) * 0.95) :].decode()
-    import tokenizers
-
-    tokens = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json")).encode(val).ids
-    assert len(tokens) < len(val)
-    assert line["val_nats_per_byte"] == pytest.approx(line["val_loss"] * len(tokens) / len(val))
-    assert result.val_nats_per_byte == line["val_nats_per_byte"]
-
-
-def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
-    config = tiny(tmp_path, steps=1, eval_sequences=3)
+def test_auxiliary_losses_are_means_over_all_micro_batches(tmp_path):
+    config = tiny(tmp_path, steps=1, accumulation=3, model={"moe": {"z_loss": 0.01}})
+    state = open_run(replace(config, out=str(tmp_path / "open")), pytest.fail)
+    found: dict[str, list[float]] = {"load_balance": [], "z_loss": []}
+    for micro in range(3):
+        for routing in state.model(*state.batches.get(micro)).routings:
+            for name, values in found.items():
+                values.append(float(routing.losses[name]))
     run_quietly(config)
-    model = GPT(config.model, 256)
-    model.load_state_dict(parameters(tmp_path / "run"))
-    text = (tmp_path / "text.txt").read_bytes()
-    val = torch.tensor(list(text[int(len(text) * 0.95) :]))
-    last = (len(val) - 1) // 16 - 1
-    total = 0.0
-    for window in (0, last // 2, last):
-        piece = val[window * 16 : window * 16 + 17]
-        with torch.no_grad():
-            total += float(model.eval()(piece[None, :-1], piece[None, 1:]).loss)
-    (line,) = lines(tmp_path / "run", "eval")
-    assert line["val_loss"] == pytest.approx(total / 3, rel=1e-5)
+    (line,) = lines(tmp_path / "run", "train")
+    for name, values in found.items():
+        assert line[name] == pytest.approx(sum(values) / 6, rel=1e-5)
+        assert line[name] != pytest.approx(sum(values[-2:]) / 2, rel=1e-5)
 
 
 def test_training_learns(tmp_path):
     run_quietly(tiny(tmp_path, steps=30, log_every=29))
     found = dict(losses(tmp_path / "run"))
     assert found[29] < math.log(256) - 2
-
-
-def test_learning_rate_endpoints():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_share=0.1)
-    rates = [learning_rate(step, 20, config) for step in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4] == 1.0
-    assert rates[19] == pytest.approx(0.1)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert learning_rate(11, 20, config) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 15)))
-    assert learning_rate(40, 20, config) == pytest.approx(0.1)
-    assert learning_rate(0, 1, OptimizerConfig(lr=1.0, warmup_steps=0)) == 1.0
-
-
-def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
-    config = tiny(tmp_path)
-    run_quietly(config)
-    expected = [learning_rate(step, 4, config.optimizer) for step in range(4)]
-    assert [line["lr"] for line in lines(tmp_path / "run", "train")] == expected
 
 
 def test_clipping_can_be_turned_off(tmp_path):

@@ -123,3 +123,19 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path, monkeypatch)
 def test_tensorboard_can_be_turned_off(tmp_path):
     run_quietly(tiny(tmp_path))
     assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_metrics_know_what_stands_there(tmp_path):
+    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    assert not metrics.has("eval", 2)
+    for kind, step in (("eval", 2), ("train", 3), ("eval", 4)):
+        metrics.write(kind, step, {})
+    metrics.close()
+    again = Metrics(tmp_path, start_step=3, tensorboard=False)
+    assert [again.has(*line) for line in (("eval", 2), ("train", 3), ("eval", 3), ("eval", 4))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    again.close()

@@ -14,6 +14,7 @@ from moesaic.models.gpt import GPT
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.configfile import override, read_table
 from moesaic.train.state import make_optimizer, open_run, seed_everything
+from moesaic.train.tokenizer import BPETokenizer
 from runs import assert_same, parameters, run_quietly, snapshot, tiny, write_text
 
 CPU = torch.device("cpu")
@@ -102,11 +103,11 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_uses_the_tokenizer_of_the_run(tmp_path):
+def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
     config = tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300})
     run_quietly(config)
     before = (tmp_path / "run" / "tokenizer.json").read_bytes()
-    write_text(tmp_path / "text.txt", seed=1)
+    monkeypatch.setattr(BPETokenizer, "train", lambda *_: pytest.fail("trained anew"))
     run_quietly(replace(config, steps=2, existing="resume"))
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
     (tmp_path / "run" / "tokenizer.json").unlink()
@@ -152,6 +153,66 @@ def test_seconds_and_precision_go_on(tmp_path):
     assert state.dtype == torch.bfloat16
     assert state.config.precision == "bfloat16"
     assert state.step == 1
+
+
+@pytest.mark.parametrize(("before", "now"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_another_precision_is_refused(tmp_path, before, now):
+    run_quietly(tiny(tmp_path, steps=1, precision=before))
+    files = snapshot(tmp_path)
+    with pytest.raises(InputError) as caught:
+        open_run(tiny(tmp_path, existing="resume", precision=now), pytest.fail)
+    for part in (f"precision={now}: the run is in {before}", f"pass --precision {before} or auto", "another --out"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert snapshot(tmp_path) == files
+
+
+@pytest.mark.parametrize("change", ["text", "share"])
+def test_other_training_tokens_are_refused(tmp_path, change):
+    run_quietly(tiny(tmp_path, steps=1))
+    if change == "text":
+        write_text(tmp_path / "text.txt", seed=1)
+    files = snapshot(tmp_path)
+    data = {"val_share": 0.1} if change == "share" else {}
+    with pytest.raises(InputError, match=r"^the training tokens are not those of the checkpoint of step 1: .*--out$"):
+        open_run(tiny(tmp_path, existing="resume", data=data), pytest.fail)
+    assert snapshot(tmp_path) == files
+
+
+def test_a_checkpoint_without_a_hash_of_its_data_is_taken(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1))
+    path = tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    del state["extra"]["train_tokens"]
+    path.write_text(json.dumps(state))
+    assert open_run(tiny(tmp_path, existing="resume"), pytest.fail).step == 1
+
+
+def test_other_settings_are_said_in_one_line(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1))
+    said: list[str] = []
+    changes = {
+        "seed": 3,
+        "batch_size": 1,
+        "accumulation": 2,
+        "optimizer": {"lr": 0.5},
+        "model": {"moe": {"z_loss": 0.1}},
+    }
+    open_run(tiny(tmp_path, existing="resume", **changes), said.append)
+    (line,) = said
+    for part in ("seed (3 and 0)", "batch_size (1 and 2)", "accumulation (2 and 1)", "optimizer.lr (0.5 and 0.01)"):
+        assert part in line
+    assert "model.moe.z_loss (0.1 and 0.0)" in line
+    open_run(tiny(tmp_path, existing="resume", steps=9, eval_every=1, **changes), pytest.fail)
+
+
+def test_settings_that_cannot_be_read_any_more_are_said_so(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1))
+    (tmp_path / "run" / "config.json").write_text("{")
+    said: list[str] = []
+    assert open_run(tiny(tmp_path, existing="resume"), said.append).step == 1
+    assert len(said) == 1
+    assert "cannot be compared" in said[0]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moesaic.errors import InputError
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer, _byte_letters
 
 TEXT = "the quick brown fox — naïve 狐 🦊\n\tdef f(x): return x\n" * 20
 BPE = BPETokenizer.train([TEXT.encode()], 290)
@@ -35,6 +35,30 @@ def test_any_bytes_are_their_own_ids(data: bytes):
     ids = ByteTokenizer().encode(data)
     assert ids.tolist() == list(data)
     assert ByteTokenizer().decode(ids) == data.decode("utf-8", errors="replace")
+
+
+def bytes_of(ids: np.ndarray) -> bytes:
+    """Return the bytes that ids of the BPE stand for, read off the vocabulary."""
+    values = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    return bytes(values[letter] for i in ids for letter in BPE._tokenizer.id_to_token(int(i)))
+
+
+@given(st.binary())
+@example(b"caf\xe9 \xed\xa0\x80 \xff\xfe\0 \xe2\x82")
+def test_any_bytes_are_kept_by_the_bpe(data: bytes):
+    ids = BPE.encode(data)
+    assert bytes_of(ids) == data
+    assert BPE.separator not in ids
+
+
+def test_the_name_of_the_separator_in_a_text_is_text(tmp_path):
+    BPE.save(tmp_path / "tokenizer.json")
+    for tokenizer in (BPE, BPETokenizer.load(tmp_path / "tokenizer.json")):
+        ids = tokenizer.encode(b"the<|end|>quick <|end|>")
+        assert tokenizer.separator not in ids
+        assert tokenizer.decode(ids) == "the<|end|>quick <|end|>"
+    trained = BPETokenizer.train([b"<|end|> the <|end|>" * 50], 300)
+    assert trained.separator not in trained.encode(b"<|end|>")
 
 
 def test_training_a_bpe_is_deterministic_and_shortens(tmp_path):

@@ -6,13 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.models.short_conv import RecentTokens
+
 
 class KeyValueCache:
-    """The keys and values of the positions seen so far, of one attention layer; (batch, heads, positions, width)."""
+    """What decoding keeps of one block: keys and values, (batch, heads, positions, width), and the last inputs."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.recent = RecentTokens()
 
     @property
     def length(self) -> int:

@@ -100,6 +100,8 @@ class ModelConfig:
     """Attention heads; must divide dim into heads of even width."""
     seq_len: int = 256
     """Tokens per training sequence, and the longest context."""
+    conv_width: int = 4
+    """Positions that the short causal convolution in front of each block sees, its own included; 1 for none."""
     dense_hidden: int | None = None
     """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
     so that a dense model has the active parameters of the sparse one."""
@@ -109,7 +111,7 @@ class ModelConfig:
     """Recompute each block in backward instead of keeping its activations; routing is replayed."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "seq_len"):
+        for name in ("dim", "num_layers", "num_heads", "seq_len", "conv_width"):
             _check_at_least("model", self, name, 1)
         if self.dense_hidden is not None:
             _check_at_least("model", self, "dense_hidden", 1)

@@ -14,6 +14,7 @@ from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.models.short_conv import ShortConv
 from moesaic.routing.gates import ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
 from moesaic.runtime.tape import checkpoint
@@ -55,7 +56,7 @@ class Dense(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a dense or sparse feed-forward layer, each behind a norm and a residual.
+    """A short convolution, attention, then a dense or sparse feed-forward layer, each with a residual.
 
     Args:
         config: the model's shape.
@@ -64,6 +65,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.conv = ShortConv(config.dim, config.conv_width)
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = Attention(config.dim, config.num_heads)
         self.ffn_norm = nn.RMSNorm(config.dim)
@@ -76,6 +78,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, mask: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Routing | None]:
+        x = self.conv(x, None if cache is None else cache.recent)
         x = x + self.attention(self.attention_norm(x), cache)
         if isinstance(self.ffn, MoE):
             y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)

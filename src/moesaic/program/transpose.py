@@ -32,64 +32,66 @@ def transpose(program: Program) -> Program:
     It also reads forward values: indices, and the inputs of the experts (`saved`). A slot with several readers gets a
     cotangent per reader, and their sum.
     """
-    readers = Counter(name for task in program.tasks for name in task.reads if _flows(program, name))
-    slots: dict[str, Slot] = {}
-    tasks: list[Task] = []
-    parts: dict[str, list[str]] = {}
-
-    def write(name: str) -> str:
-        """Return the slot for one reader's share of a cotangent."""
-        slot = dual(program.slot(name))
-        if readers[name] > 1:
-            slot = replace(slot, name=f"{slot.name}{len(parts.setdefault(name, []))}")
-            parts[name].append(slot.name)
-        slots[slot.name] = slot
-        return slot.name
-
-    for name in program.outputs:
-        slots[cotangent(name)] = dual(program.slot(name))
+    work = _Transposition(program)
     for task in reversed(program.tasks):
-        if not any(_flows(program, name) for name in task.writes):
-            continue
-        incoming = tuple(map(cotangent, task.writes))
-        extra = task.reads if task.op is Op.EXPERT else tuple(n for n in task.reads if not _flows(program, n))
-        written = tuple(write(name) for name in task.reads if _flows(program, name))
-        op = Op.EXPERT_GRAD if task.op is Op.EXPERT else _SWAPPED[task.op]
-        tasks.append(
+        if any(_flows(program, name) for name in task.writes):
+            work.add(task)
+    kept = saved(program)
+    work.slots.update({name: program.slot(name) for name in kept})
+    return Program(
+        name=f"{program.name}{SUFFIX}",
+        slots=tuple(work.slots.values()),
+        tasks=tuple(work.tasks),
+        inputs=tuple(map(cotangent, program.outputs)) + kept,
+        outputs=tuple(cotangent(name) for name in program.inputs if _flows(program, name)),
+    )
+
+
+class _Transposition:
+    """The backward program while it grows: shares of a cotangent wait until all readers have given theirs."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.slots = {cotangent(name): dual(program.slot(name)) for name in program.outputs}
+        self.tasks: list[Task] = []
+        self._readers = Counter(name for task in program.tasks for name in task.reads if _flows(program, name))
+        self._shares: dict[str, list[str]] = {}
+
+    def add(self, task: Task) -> None:
+        """Append the transpose of a task, and the sums that it completes."""
+        differentiable = [name for name in task.reads if _flows(self.program, name)]
+        others = task.reads if task.op is Op.EXPERT else tuple(n for n in task.reads if n not in differentiable)
+        self.tasks.append(
             replace(
                 task,
                 name=cotangent(task.name),
-                op=op,
-                reads=incoming + extra,
-                writes=written,
+                op=Op.EXPERT_GRAD if task.op is Op.EXPERT else _SWAPPED[task.op],
+                reads=tuple(map(cotangent, task.writes)) + others,
+                writes=tuple(self._share(name) for name in differentiable),
                 stage=_STAGE[task.stage],
                 power=task.dual_power,
                 dual_power=task.power,
             )
         )
-        for name in task.reads:
-            shares = parts.get(name, [])
-            if readers[name] > 1 and len(shares) == readers[name]:
-                total = dual(program.slot(name))
-                slots[total.name] = total
-                tasks.append(
-                    Task(
-                        name=f"{total.name}+",
-                        op=Op.ADD,
-                        reads=tuple(shares),
-                        writes=(total.name,),
-                        stage=_STAGE[task.stage],
-                    )
-                )
-    kept = saved(program)
-    slots.update({name: program.slot(name) for name in kept})
-    return Program(
-        name=f"{program.name}{SUFFIX}",
-        slots=tuple(slots.values()),
-        tasks=tuple(tasks),
-        inputs=tuple(map(cotangent, program.outputs)) + kept,
-        outputs=tuple(cotangent(name) for name in program.inputs if _flows(program, name)),
-    )
+        for name in differentiable:
+            if 1 < self._readers[name] == len(self._shares[name]):
+                self._sum(name, _STAGE[task.stage])
+
+    def _share(self, name: str) -> str:
+        """Return the slot for one reader's share of a cotangent; the cotangent itself if there is one reader."""
+        slot = dual(self.program.slot(name))
+        if self._readers[name] > 1:
+            shares = self._shares.setdefault(name, [])
+            slot = replace(slot, name=f"{slot.name}{len(shares)}")
+            shares.append(slot.name)
+        self.slots[slot.name] = slot
+        return slot.name
+
+    def _sum(self, name: str, stage: Stage) -> None:
+        total = dual(self.program.slot(name))
+        self.slots[total.name] = total
+        reads = tuple(self._shares[name])
+        self.tasks.append(Task(name=f"{total.name}+", op=Op.ADD, reads=reads, writes=(total.name,), stage=stage))
 
 
 def saved(program: Program) -> tuple[str, ...]:

@@ -6,19 +6,16 @@ weights, and every expert's gradient with a loop over experts on the whole batch
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.comm.loopback import Loopback
 from moesaic.experts import GatedExperts
 from moesaic.program.build import SCHEDULES
-from moesaic.program.grid import Grid
 from moesaic.program.order.early import early
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.sizes import Sizes
@@ -27,21 +24,7 @@ from moesaic.program.transpose import saved, transpose
 from moesaic.program.validate import validate
 from moesaic.runtime.drive import drive_all
 from moesaic.runtime.interpret import Call, Environment, interpret
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One random case; it prints as what reproduces it."""
-
-    schedule: str
-    grid: Grid
-    num_chunks: int
-    num_experts: int
-    top_k: int
-    max_tokens: int
-    """Each data-parallel group has 0 to so many tokens."""
-    seed: int
-    """Of weights, tokens, routing and the order in which ranks advance."""
+from moesaic.testing.cases import Case, Expected, Workload, draw_workload, expect
 
 
 @dataclass(frozen=True)
@@ -59,88 +42,76 @@ class Errors:
         return max(self.output, self.input_gradient, self.gate_gradient, self.expert_gradient)
 
 
-@dataclass
-class Workload:
-    """The tokens, routing and cotangents of each data-parallel group, and the whole experts."""
+@dataclass(frozen=True)
+class Prepared:
+    """A case, ready to run on any wire."""
 
-    x: list[Tensor]
-    """(tokens, dim) float64 per group."""
-    experts_of: list[Tensor]
-    """(tokens, top_k) int64 per group."""
-    gates: list[Tensor]
-    """(tokens, top_k) float64 per group."""
-    dy: list[Tensor]
-    """(tokens, dim) float64 per group: cotangents of the output."""
-    whole: GatedExperts
-    """All experts, unsharded."""
+    forward: Program
+    backward: Program
+    ranks: list[RankPart]
+    sizes: Sizes
+    work: Workload
+    expected: Expected
 
+    @classmethod
+    def of(cls, case: Case, change: Callable[[Program], Program] = lambda program: program) -> Prepared:
+        """Build programs, sizes and every rank's part; `change` is applied to both programs, to plant bugs."""
+        work = draw_workload(case)
+        plain = split_capacity(SCHEDULES[case.schedule](), case.num_chunks)
+        forward, backward = early(change(plain)), early(change(transpose(plain)))
+        for program in (forward, backward):
+            validate(program)
+        ranks = [RankPart(rank, case, work) for rank in range(case.grid.world)]
+        copies, tokens = np.stack([rank.copies for rank in ranks]), np.array([rank.num_tokens for rank in ranks])
+        return cls(forward, backward, ranks, Sizes(case.grid, copies, tokens, case.num_chunks), work, expect(work))
 
-def draw_case(rng: random.Random, seed: int) -> Case:
-    """Draw a case on at most 8 ranks; TED only where its groups coincide."""
-    while True:
-        world = rng.choice([1, 2, 4, 8])
-        tp = rng.choice([size for size in (1, 2, 4) if world % size == 0])
-        pairs = [(ep, etp) for ep in (1, 2, 4, 8) for etp in (1, 2, 4) if world % (ep * etp) == 0]
-        ep, etp = rng.choice(pairs)
-        grid = Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=rng.choice(["etp", "ep"]))
-        schedule = rng.choice(list(SCHEDULES))
-        if schedule == "ted" and not shares_groups(grid):
-            continue
-        num_experts = ep * rng.choice([1, 2, 3])
-        return Case(
-            schedule=schedule,
-            grid=grid,
-            num_chunks=rng.choice([1, 1, 2, 3]),
-            num_experts=num_experts,
-            top_k=rng.randint(1, num_experts),
-            max_tokens=rng.choice([0, 1, 3, 9]),
-            seed=seed,
+    def call(self, rank: RankPart, first_tag: int = 0) -> Call:
+        """Return a rank's call."""
+        return Call(rank.rank, self.sizes, rank.experts, rank.gradient, first_tag)
+
+    def cotangents(self, rank: RankPart, values: Environment) -> Environment:
+        """Return what a rank's backward program reads, from the values of its forward program."""
+        return {"y'": self.work.dy[rank.group]} | {name: values[name] for name in saved(self.forward)}
+
+    def errors(self, rank: RankPart, forward: Environment, backward: Environment) -> Errors:
+        """Compare a rank's values with the reference; expert gradients apart."""
+        gates = rank.by_token(backward["gates'"]) - self.expected.dgates[rank.group][rank.routed]
+        return Errors(
+            output=_largest(forward["y"] - self.expected.y[rank.group]),
+            input_gradient=_largest(backward["x'"] - self.expected.dx[rank.group]),
+            gate_gradient=_largest(gates),
+            expert_gradient=0.0,
         )
 
-
-def shares_groups(grid: Grid) -> bool:
-    """Whether the tensor groups are the expert-shard groups, as TED needs."""
-    return all(grid.group(rank, ("tp",)) == grid.group(rank, ("etp",)) for rank in range(grid.world))
+    def expert_error(self, whole: list[Tensor]) -> float:
+        """Compare the sum of all shards' gradients with the reference."""
+        return max(_largest(a - b) for a, b in zip(whole, self.expected.dexperts))
 
 
 def run_case(case: Case, change: Callable[[Program], Program] = lambda program: program) -> Errors:
-    """Run a case and compare it with the reference.
+    """Run a case on loopback and compare it with the reference.
 
     Args:
         case: what to run.
         change: applied to the forward and the backward program before they run, to plant bugs.
     """
-    work = _draw_workload(case)
-    expected = _reference(work)
-    forward = split_capacity(SCHEDULES[case.schedule](), case.num_chunks)
-    backward = early(change(transpose(forward)))
-    forward = early(change(forward))
-    ranks = [_Rank(rank, case, work) for rank in range(case.grid.world)]
-    sizes = Sizes(
-        case.grid,
-        np.stack([rank.copies for rank in ranks]),
-        np.array([rank.num_tokens for rank in ranks]),
-        case.num_chunks,
-    )
-    first = _run(forward, ranks, sizes, [rank.inputs for rank in ranks], case.seed)
-    kept = [{name: values[name] for name in saved(forward)} for values in first]
-    cotangents = [{"y'": work.dy[rank.group], **keep} for rank, keep in zip(ranks, kept)]
-    second = _run(backward, ranks, sizes, cotangents, case.seed + 1)
-    whole = [torch.zeros_like(parameter) for parameter in work.whole.parameters()]
-    for rank in ranks:
+    run = Prepared.of(case, change)
+    first = _on_loopback(run, run.forward, [rank.inputs for rank in run.ranks], case.seed)
+    cotangents = [run.cotangents(rank, values) for rank, values in zip(run.ranks, first)]
+    second = _on_loopback(run, run.backward, cotangents, case.seed + 1)
+    whole = [torch.zeros_like(parameter) for parameter in run.work.whole.parameters()]
+    for rank in run.ranks:
         rank.add_gradients(whole)
+    found = [run.errors(*parts) for parts in zip(run.ranks, first, second)]
     return Errors(
-        output=_largest(values["y"] - expected.y[rank.group] for rank, values in zip(ranks, first)),
-        input_gradient=_largest(values["x'"] - expected.dx[rank.group] for rank, values in zip(ranks, second)),
-        gate_gradient=_largest(
-            rank.by_token(values["gates'"]) - expected.dgates[rank.group][rank.routed]
-            for rank, values in zip(ranks, second)
-        ),
-        expert_gradient=_largest(a - b for a, b in zip(whole, expected.dexperts)),
+        output=max(errors.output for errors in found),
+        input_gradient=max(errors.input_gradient for errors in found),
+        gate_gradient=max(errors.gate_gradient for errors in found),
+        expert_gradient=run.expert_error(whole),
     )
 
 
-class _Rank:
+class RankPart:
     """What one rank of a case holds: its part of the routing, its shard of the experts."""
 
     def __init__(self, rank: int, case: Case, work: Workload) -> None:
@@ -212,75 +183,13 @@ class _Rank:
         return narrowed if mine.shape[2] == full.shape[2] else narrowed[:, :, self._hidden]
 
 
-def _run(
-    program: Program, ranks: list[_Rank], sizes: Sizes, values: list[dict[str, Tensor]], seed: int
-) -> list[Environment]:
-    validate(program)
+def _on_loopback(run: Prepared, program: Program, values: list[Environment], seed: int) -> list[Environment]:
     wire = Loopback()
-    calls = [Call(rank.rank, sizes, rank.experts, rank.gradient) for rank in ranks]
-    results = drive_all([interpret(program, value, call) for value, call in zip(values, calls)], wire, seed)
+    steps = [interpret(program, value, run.call(rank)) for rank, value in zip(run.ranks, values)]
+    results = drive_all(steps, wire, seed)
     assert wire.is_empty, "messages that nobody received"
     return results
 
 
-def _draw_workload(case: Case) -> Workload:
-    generator = torch.Generator().manual_seed(case.seed)
-    dim, hidden, groups = 4, 3 * case.grid.etp, case.grid.dp
-    lengths = torch.randint(0, case.max_tokens + 1, (groups,), generator=generator).tolist()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    whole = GatedExperts(dim, hidden, case.num_experts).double()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(normal(*parameter.shape))
-    skew = torch.rand(case.num_experts, generator=generator).pow(3) + 1e-3
-    return Workload(
-        x=[normal(n, dim) for n in lengths],
-        experts_of=[
-            torch.multinomial(skew.expand(n, -1), case.top_k, generator=generator)
-            if n
-            else torch.zeros(0, case.top_k).long()
-            for n in lengths
-        ],
-        gates=[torch.rand(n, case.top_k, generator=generator, dtype=torch.float64) for n in lengths],
-        dy=[normal(n, dim) for n in lengths],
-        whole=whole,
-    )
-
-
-@dataclass
-class _Expected:
-    """What the plain layer gives, per group; expert gradients over all groups."""
-
-    y: list[Tensor]
-    dx: list[Tensor]
-    dgates: list[Tensor]
-    dexperts: list[Tensor]
-
-
-def _reference(work: Workload) -> _Expected:
-    """Run the plain layer on every group: a loop over experts."""
-    x = [value.requires_grad_() for value in work.x]
-    gates = [value.requires_grad_() for value in work.gates]
-    outputs = []
-    for tokens, chosen, weights in zip(x, work.experts_of, gates):
-        y = torch.zeros_like(tokens)
-        for e in range(work.whole.num_experts):
-            hidden = F.silu(tokens @ work.whole.w1[e].T) * (tokens @ work.whole.w3[e].T)
-            y = y + (weights * (chosen == e)).sum(1, keepdim=True) * (hidden @ work.whole.w2[e].T)
-        outputs.append(y)
-    leaves = [*x, *gates, *work.whole.parameters()]
-    grads = torch.autograd.grad(outputs, leaves, work.dy)
-    groups = len(x)
-    return _Expected(
-        y=[y.detach() for y in outputs],
-        dx=list(grads[:groups]),
-        dgates=list(grads[groups : 2 * groups]),
-        dexperts=list(grads[2 * groups :]),
-    )
-
-
-def _largest(differences: object) -> float:
-    return max((float(value.abs().max()) for value in differences if value.numel()), default=0.0)  # type: ignore[attr-defined]
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0

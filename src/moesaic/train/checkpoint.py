@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -161,24 +161,38 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, voc
             f"the checkpoint of step {checkpoint.step} is of another architecture, {'; '.join(different)} "
             "(configured and saved): configure the saved one, or choose another run folder"
         )
-    model.load_state_dict(checkpoint.model)
+    try:
+        model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:  # the fields agree, but another version built the saved model
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
+            "use the version that wrote it, or choose another run folder"
+        ) from error
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Return what decides a model's parameters and what they mean, by field; the rest of the fields steer training."""
-    moe = config.moe
-    found: dict[str, Any] = {
-        f"model.{name}": getattr(config, name) for name in ("ffn", "dim", "num_layers", "num_heads")
-    }
+    outer = {field.name: getattr(config, field.name) for field in fields(config)}
+    inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
-    names = ["experts"]
-    if any(sparse):
-        names += ["num_experts", "top_k", "hidden", "shared_hidden", "every", "router"]
-        if moe.router == "group_limited":
-            names += ["num_groups", "top_groups"]
-    if not all(sparse):
-        found["model.dense_hidden"] = config.active_hidden
-    return found | {f"model.moe.{name}": getattr(moe, name) for name in names}
+    unused = {"moe", *_STEER_TRAINING}
+    if all(sparse):
+        unused.add("dense_hidden")
+    if not any(sparse):
+        unused |= inner.keys() - {"experts"}
+    if config.moe.router != "group_limited":
+        unused |= {"num_groups", "top_groups"}
+    outer["dense_hidden"] = config.active_hidden
+    named = {f"model.{name}": value for name, value in outer.items() if name not in unused}
+    return named | {f"model.moe.{name}": value for name, value in inner.items() if name not in unused}
+
+
+_STEER_TRAINING = (
+    "seq_len", "checkpoint_activations", "bias_rate", "capacity", "capacity_factor", "admit_by", "balance_loss",
+    "balance_level", "importance_loss", "z_loss",
+)  # fmt: skip
+"""Fields of a model's configuration that may change on resuming; a field that is new counts as architecture."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

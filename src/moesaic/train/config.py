@@ -14,8 +14,8 @@ class DataConfig:
     """What is read, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
-    """Text files, folders (every file in them without a zero byte at its start), globs, or `.bin` files of tokens (raw little-endian integers, memory
-    mapped). Empty: the source text of this Python's standard library, without its tests."""
+    """Text files, globs, folders (every file in them that has no zero byte among its first 8192), or `.bin` files of tokens
+    (raw little-endian integers, memory mapped). Empty: the source text of this Python's standard library, without its tests."""
     val_path: tuple[str, ...] = ()
     """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
     `.bin` files, the last val_share of the tokens."""

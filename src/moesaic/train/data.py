@@ -115,7 +115,7 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
                 raise InputError(f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file")
             found.update(match for match in matches if match.is_file())
     if not found:
-        raise InputError(f"{where}: no files in {', '.join(patterns)}")
+        raise InputError(f"{where}: no text or .bin files in {', '.join(patterns)}")
     if len({path.suffix == ".bin" for path in found}) > 1:
         raise InputError(f"{where}: .bin files and text files are mixed: give one kind")
     return sorted(found)

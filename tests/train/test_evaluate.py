@@ -1,0 +1,96 @@
+"""Evaluation: the loss per token and per byte, and what happens when it is no number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.errors import TrainingError
+from moesaic.models.gpt import GPT, GPTOutput
+from moesaic.train.checkpoint import list_checkpoints
+from moesaic.train.evaluate import evaluate
+from moesaic.train.state import open_run
+from moesaic.train.tokenizer import BPETokenizer
+from runs import lines, parameters, run_quietly, tiny
+
+
+def test_the_loss_per_byte_of_a_bpe_counts_bytes(tmp_path):
+    result, _ = run_quietly(tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300}))
+    (line,) = lines(tmp_path / "run", "eval")
+    text = (tmp_path / "text.txt").read_bytes()
+    val = text[int(len(text) * 0.95) :].decode()
+    import tokenizers
+
+    tokens = tokenizers.Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json")).encode(val).ids
+    assert len(tokens) < len(val)
+    assert line["val_nats_per_byte"] == pytest.approx(line["val_loss"] * len(tokens) / len(val))
+    assert result.val_nats_per_byte == line["val_nats_per_byte"]
+
+
+def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
+    config = tiny(tmp_path, steps=1, eval_sequences=3)
+    run_quietly(config)
+    model = GPT(config.model, 256)
+    model.load_state_dict(parameters(tmp_path / "run"))
+    text = (tmp_path / "text.txt").read_bytes()
+    val = torch.tensor(list(text[int(len(text) * 0.95) :]))
+    last = (len(val) - 1) // 16 - 1
+    total = 0.0
+    for window in (0, last // 2, last):
+        piece = val[window * 16 : window * 16 + 17]
+        with torch.no_grad():
+            total += float(model.eval()(piece[None, :-1], piece[None, 1:]).loss)
+    (line,) = lines(tmp_path / "run", "eval")
+    assert line["val_loss"] == pytest.approx(total / 3, rel=1e-5)
+
+
+def test_bytes_that_are_no_text_count_as_bytes_under_a_bpe(tmp_path):
+    config = tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300})
+    (tmp_path / "val.txt").write_bytes(b"caf\xe9 abc def\xff\xfe" * 40)
+    result, _ = run_quietly(replace(config, data=replace(config.data, val_path=(str(tmp_path / "val.txt"),))))
+    (line,) = lines(tmp_path / "run", "eval")
+    tokens = BPETokenizer.load(tmp_path / "run" / "tokenizer.json").encode((tmp_path / "val.txt").read_bytes())
+    assert len(tokens) > 3 * 40
+    assert result.val_nats_per_byte == pytest.approx(line["val_loss"] * len(tokens) / (14 * 40))
+
+
+def test_evaluating_leaves_the_mode_and_the_gradients_alone(tmp_path):
+    state = open_run(tiny(tmp_path), pytest.fail)
+    for training in (True, False):
+        state.model.train(training)
+        found = evaluate(state.model, state.corpus, state.eval_windows, batch_size=3, dtype=torch.float32)
+        assert state.model.training is training
+        assert found.per_token == found.per_byte == pytest.approx(math.log(256), abs=0.5)
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_the_batch_size_does_not_change_the_loss(tmp_path):
+    state = open_run(tiny(tmp_path), pytest.fail)
+    losses = [
+        evaluate(state.model, state.corpus, state.eval_windows, batch_size=size, dtype=torch.float32).per_token
+        for size in (1, 3, 99)
+    ]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=4, save_every=2, eval_every=3)
+    plain = GPT.forward
+
+    def spoilt(self, tokens, targets=None, **options):
+        output = plain(self, tokens, targets, **options)
+        if self.training or output.loss is None:
+            return output
+        return GPTOutput(output.logits, output.loss * math.nan, output.routings)
+
+    monkeypatch.setattr(GPT, "forward", spoilt)
+    kept = tmp_path / "run" / "checkpoints" / "step-00000002"
+    with pytest.raises(TrainingError) as caught:
+        run_quietly(config)
+    for part in ("the validation loss of step 3 is not finite (nan)", f"the checkpoint {kept} is intact"):
+        assert part in str(caught.value)
+    assert lines(tmp_path / "run", "eval") == []
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == [kept]
