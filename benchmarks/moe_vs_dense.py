@@ -32,7 +32,7 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of initialisation and data order."""
-    lrs: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
+    lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     """Peak learning rates of the sweep."""
     steps: int | None = None
     """Steps of each run; None takes the presets'."""
