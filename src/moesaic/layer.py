@@ -197,11 +197,12 @@ class MoE(HasLossScale, TapedModule):
         permutation = sort_by_expert(
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
         )
-        rows = permute(x_TD, permutation)
-        weight: Tensor | None = routing.weight[permutation.order]
+        rows, gates = permute(x_TD, permutation), routing.weight[permutation.order]
         if self.apply_weight == "before":
-            rows, weight = rows * routing.weight[permutation.order].to(rows.dtype).unsqueeze(1), None
-        return unpermute(self.experts(rows, weight, permutation.ends), permutation, dtype=x_TD.dtype)
+            out = self.experts(rows * gates.to(rows.dtype).unsqueeze(1), None, permutation.ends)
+        else:
+            out = self.experts(rows, gates, permutation.ends)
+        return unpermute(out, permutation, dtype=x_TD.dtype)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:

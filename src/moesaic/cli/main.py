@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a language model and write a run folder",
     "sample": "continue a prompt with a trained model",
     "report": "write one HTML page about one or more runs",
+    "show": "print a schedule as a program and the bytes that it moves",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""

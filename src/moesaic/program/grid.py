@@ -56,6 +56,11 @@ class Grid:
         """Copies of the experts."""
         return self.world // (self.ep * self.etp)
 
+    @property
+    def shares_tp_and_etp(self) -> bool:
+        """Whether the tensor groups are the expert-shard groups, as TED needs."""
+        return all(self.group(rank, ("tp",)) == self.group(rank, ("etp",)) for rank in range(self.world))
+
     def size(self, axis: Axis) -> int:
         """Return how many ranks an axis has."""
         return int(getattr(self, axis))

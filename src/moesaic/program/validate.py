@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.program.task import Op, Program, State
+from moesaic.program.task import Op, Program, Slot, State
 
 _CHANGES: dict[tuple[State, State], str] = {
     (State.SHARDED, State.SHARDED): "exchange",
@@ -55,6 +55,11 @@ def validate(program: Program) -> None:
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written")
+
+
+def reduces(source: Slot, target: Slot) -> bool:
+    """Whether a movement sums: the source is partial on an axis on which the target is not."""
+    return any(state is State.PARTIAL and target.on(axis) is not State.PARTIAL for axis, state in source.state)
 
 
 def collective(program: Program, task_name: str) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moesaic.comm.wire import Ticket, Transfer
 from moesaic.program.sizes import Message, Sizes
-from moesaic.program.task import Op, Program, Slot, State, Task
+from moesaic.program.task import Op, Program, Slot, Task
+from moesaic.program.validate import reduces
 
 Environment = dict[str, Tensor]
 Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
@@ -86,11 +87,6 @@ def interpret(program: Program, values: Mapping[str, Tensor], call: Call) -> Ste
         yield moved.ticket
         environment[name] = _settled(moved)
     return environment
-
-
-def reduces(source: Slot, target: Slot) -> bool:
-    """Whether a movement sums: the source is partial on an axis on which the target is not."""
-    return any(state is State.PARTIAL and target.on(axis) is not State.PARTIAL for axis, state in source.state)
 
 
 def _start_move(task: Task, slots: Mapping[str, Slot], environment: Environment, call: Call, tag: int) -> _Arriving:

@@ -54,7 +54,7 @@ def draw_case(rng: random.Random, seed: int) -> Case:
         ep, etp = rng.choice(pairs)
         grid = Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=rng.choice(["etp", "ep"]))
         schedule = rng.choice(list(SCHEDULES))
-        if schedule == "ted" and not shares_groups(grid):
+        if schedule == "ted" and not grid.shares_tp_and_etp:
             continue
         num_experts = ep * rng.choice([1, 2, 3])
         return Case(
@@ -66,11 +66,6 @@ def draw_case(rng: random.Random, seed: int) -> Case:
             max_tokens=rng.choice([0, 1, 3, 9]),
             seed=seed,
         )
-
-
-def shares_groups(grid: Grid) -> bool:
-    """Whether the tensor groups are the expert-shard groups, as TED needs."""
-    return all(grid.group(rank, ("tp",)) == grid.group(rank, ("etp",)) for rank in range(grid.world))
 
 
 def draw_workload(case: Case) -> Workload:

@@ -1,0 +1,66 @@
+"""Documentation and results agree with each other and with the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import COMMANDS
+from moesaic.routing.gates import ROUTERS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_performance_page_is_what_the_results_say() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "performance_page.py"), "--check"]
+    assert subprocess.run(script, check=False).returncode == 0, "run make docs and commit docs/performance.md"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_have_the_one_shape(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert {"machine", "versions", "date", "rows", "claims"} <= set(result)
+    for claim in result["claims"]:
+        assert {"name", "value", "unit", "target", "op", "holds"} <= set(claim)
+        assert claim["value"] is not None or claim["reason"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_in_pages_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:src|benchmarks|docs|examples|tests)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_readme_names_every_command_and_the_layer_page_every_router() -> None:
+    readme, layer = (
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        (ROOT / "docs" / "layer.md").read_text(encoding="utf-8"),
+    )
+    assert all(f"`{command}`" in readme or f"moesaic {command}" in readme for command in COMMANDS)
+    assert all(f"| `{name}` |" in layer for name in ROUTERS)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example: Path) -> None:
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens per expert" in done.stdout
+
+
+def test_the_ten_lines_of_the_readme_run() -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    names: dict[str, object] = {}
+    exec(compile(code.group(1), "README.md", "exec"), names)
+    assert names["y"].shape == (4, 128, 512)  # type: ignore[attr-defined]
+    assert names["moe"].router.weight.grad.abs().sum() > 0  # type: ignore[attr-defined]
