@@ -54,8 +54,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _comparison(moe: object, dense: object) -> Table:
-    table = Table(title="validation loss after the same tokens, at the same active parameters")
-    for column in ("model", "nats/byte", "training seconds"):
+    table = Table(title="same tokens, same active parameters")
+    for column in ("model", "validation nats/byte", "training seconds"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, result in (("sparse (MoE)", moe), ("dense", dense)):
         table.add_row(name, f"{result.val_nats_per_byte:.4f}", f"{result.seconds:.0f}")  # type: ignore[attr-defined]
