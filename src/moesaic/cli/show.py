@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         top_k=options.top_k,
         num_chunks=options.chunks,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for moved in traffic(program, sizes, lambda rank: rank // options.ranks_per_node):
         inside, across = moved.num_bytes(options.dim, options.element_bytes)
         rows.append(
