@@ -36,7 +36,7 @@ class Gloo(AbstractWire):
     def wait(self, ticket: Ticket) -> None:
         """Wait for all messages of a transfer."""
         for work in ticket.works:
-            work.wait()  # type: ignore[attr-defined]
+            work.wait()
         ticket.works.clear()
 
 

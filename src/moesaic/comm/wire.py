@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class Ticket:
     """A transfer under way."""
 
     transfer: Transfer
-    works: list[object] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
     """What a wire waits on."""
 
 

@@ -28,7 +28,7 @@ from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics
-from moesaic.train.progress import TrainingProgress
+from moesaic.train.progress import TrainingProgress, status
 from moesaic.train.state import RunState, open_run, rng_state
 
 
@@ -97,8 +97,9 @@ class Trainer:
                 while state.step < config.steps and not stop:
                     values = self._step()
                     if _due(state.step, config.log_every, config.steps):
-                        metrics.write("train", state.step, values | self._interval())
-                        progress.advance(state.step, _status(values, self.clock.tokens_per_second))
+                        values |= self._interval()
+                        metrics.write("train", state.step, values)
+                        progress.advance(state.step, status(values))
                     progress.advance(state.step)
                     if _due(state.step, config.eval_every, config.steps):
                         val_loss = self._evaluate(metrics, progress)
@@ -261,10 +262,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 def _due(step: int, every: int, steps: int) -> bool:
     return step % every == 0 or step == steps
-
-
-def _status(values: dict[str, Any], speed: float) -> str:
-    return f"loss {values['loss']:.3f}  {speed:,.0f} tokens/s"
 
 
 def _mean_losses(routings: list[Routing]) -> dict[str, Tensor]:

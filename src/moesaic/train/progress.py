@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -51,3 +52,12 @@ class TrainingProgress:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def status(values: dict[str, Any]) -> str:
+    """Return what the bar says of the last logged interval, a line of metrics; MaxVio is the mean over the MoE layers."""
+    parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.1%}"]
+    violations = [layer["max_violation"] for layer in values["layers"]]
+    if violations:
+        parts.append(f"MaxVio {sum(violations) / len(violations):.2f}")
+    return "  ".join(parts)
