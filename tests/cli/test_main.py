@@ -88,3 +88,18 @@ def test_the_module_is_the_command():
     )
     assert done.returncode == 2
     assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join(main_module.COMMANDS)}\n"
+
+
+@pytest.mark.parametrize("words", [["train", "--preset", "demo", "--help"], ["show", "--json"]])
+def test_a_reader_that_stops_reading_is_no_error(words):
+    """As in `moesaic show | head -1`: the pipe breaks while the program prints, or when it flushes at the end."""
+    script = f"import sys; from moesaic.cli.main import main; sys.exit(main({words}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=120) == 141
+    process.stderr.close()

@@ -1,11 +1,12 @@
 """The entry point: picks a subcommand, turns errors into one line and an exit code.
 
 Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training failed, 2 bad input,
-130 interrupted before there was anything to save.
+130 interrupted before there was anything to save, 141 the reader of the output went away.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             raise InputError(f"unknown command: choose one of {', '.join(COMMANDS)}")
         code: int = import_module(f"moesaic.cli.{command}").run(words[1:])
+        sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {error}", file=sys.stderr)
@@ -48,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while something is read or built; the training loop itself saves first
         print(f"moesaic {command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output stopped; the interpreter's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
             raise
