@@ -12,6 +12,9 @@ from typing import Literal
 
 from moesaic.program.grid import Axis
 
+Flow = Literal["copies", "tokens"]
+FLOWS: tuple[Flow, ...] = ("copies", "tokens")
+
 
 class State(str, Enum):
     """How a slot's values relate across the ranks of an axis."""
@@ -93,7 +96,7 @@ class Layout:
     is a list of whole pieces (origin, expert, chunk), so a movement is a matching of pieces.
     """
 
-    flow: Literal["copies", "tokens"] = "copies"
+    flow: Flow = "copies"
     """Token copies bound for experts, or the tokens themselves (then there is one "expert")."""
     spread: tuple[Axis, ...] = ()
     """Origins: all ranks of the group over these sparse axes; () for the rank itself."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from moesaic.errors import InputError
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+from moesaic.program.grid import DENSE, SPARSE, Axis
+from moesaic.program.task import FLOWS, Flow, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 VERSION = 1
 """Of the text form; a reader refuses newer ones."""
@@ -90,31 +91,45 @@ def _read_slot(words: list[str]) -> Slot:
         word = rest.pop(0)
         if word != "-":
             axis, value = word.split(":")
-            states.append((axis, State(value)))
+            states.append((_axis(axis), State(value)))
     origins = rest[2].split("+")
     layout = Layout(
-        flow=rest[0],  # type: ignore[arg-type]
-        spread=() if origins == ["own"] else tuple(origins),  # type: ignore[arg-type]
+        flow=_flow(rest[0]),
+        spread=() if origins == ["own"] else tuple(map(_axis, origins)),
         whole_tp="whole-tp" in rest,
         local_experts="local" in rest,
         chunk=int(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
     )
-    return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))  # type: ignore[arg-type]
+    return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))
 
 
 def _read_task(line: str) -> Task:
     head, _, tail = line.partition(" -> ")
     words = head.split()
     powers = [int(power) for power in re.findall(r"\^(-?\d+)", tail)]
-    group = () if words[5] == "-" else tuple(words[5].split("+"))
+    group = () if words[5] == "-" else tuple(map(_axis, words[5].split("+")))
     return Task(
         name=words[1],
         op=Op(words[2]),
         stage=Stage(words[3]),
         lane=Lane(words[4]),
-        group=group,  # type: ignore[arg-type]
+        group=group,
         reads=tuple(words[6:]),
         writes=tuple(re.sub(r"\^-?\d+", "", tail).split()),
         power=powers[0] if powers else 0,
         dual_power=powers[1] if powers else 0,
     )
+
+
+def _axis(word: str) -> Axis:
+    for axis in (*DENSE, *SPARSE):
+        if word == axis:
+            return axis
+    raise ValueError(f"{word!r} is no axis")
+
+
+def _flow(word: str) -> Flow:
+    for flow in FLOWS:
+        if word == flow:
+            return flow
+    raise ValueError(f"{word!r} is no flow")
