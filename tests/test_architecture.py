@@ -215,10 +215,10 @@ def test_modules_hold_no_mutable_state():
     assert [place for path in SOURCES for place in module_state(path)] == []
 
 
-def test_nothing_reads_environment_variables():
+def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     reads = re.compile(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b.*\b(environ|getenv)\b")
     found = [name_of(path) for path in SOURCES if reads.search(path.read_text(encoding="utf-8"))]
-    assert found == []
+    assert found == ["src/moesaic/comm/mesh.py"]  # LOCAL_WORLD_SIZE: how many ranks share a node
 
 
 def test_no_file_names_a_path_of_one_machine():

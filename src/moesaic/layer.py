@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moesaic.comm.seat import AbstractMesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.kernels.permute import permute, sort_by_expert, unpermute
+from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless
 from moesaic.routing.gates import ROUTERS, RouterFactory
 from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
-from moesaic.routing.route import Routed, route
+from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routing import Routing
+from moesaic.runtime.on_mesh import OnMesh
+from moesaic.runtime.shard import shard_experts
 from moesaic.runtime.tape import TapedModule
 
 
@@ -91,6 +96,27 @@ class MoE(HasLossScale, TapedModule):
         self.eval_top_k = eval_top_k
         self.eval_capacity = eval_capacity
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.on_mesh: OnMesh | None = None
+
+    def parallelize(self, mesh: AbstractMesh, plan: Plan | Compiled) -> None:
+        """Spread the experts over a mesh, in place; from then on all ranks call the layer together.
+
+        Call it on a layer with the same weights on every rank. Each expert's parameters become DTensors, sharded over ep
+        and etp. Ranks of one tensor group pass the same tokens and get the same result. After a backward pass of the mean
+        over a rank's own tokens, the router's gradient belongs to the data-parallel group (average it over dp), an
+        expert's is the sum over all ranks of its copy (sum it over edp and divide by dp); docs/distributed.md.
+
+        Args:
+            mesh: the ranks; `Mesh.create(ep=4)`.
+            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
+
+        Raises:
+            InputError: if experts, plan and mesh do not fit together.
+        """
+        if self.on_mesh is not None:
+            raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
+        self.on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before")
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
@@ -126,15 +152,18 @@ class MoE(HasLossScale, TapedModule):
         """
         self._check_call(x, mask, token_ids, top_k)
         x_TD = x.reshape(-1, self.dim)
+        top_k, capacity = self._choices(top_k, capacity)
+        padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
-        routing = routed.routing
-        y_TD = self._run_experts(x_TD, routing)
+        routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
+        y_TD = self._run_experts(x_TD, routed, padded_rows)
         if self.shared is not None:
             ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
             y_TD = y_TD + self.shared(x_TD, None, ends).to(x.dtype)
         y = y_TD.view(x.shape)
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
-            y = inject_loss(y, routed.loss, self.loss_scale)
+            share = 1 if self.on_mesh is None else self.on_mesh.loss_share
+            y = inject_loss(y, routed.loss * share, self.loss_scale)
         return (y, routing) if return_routing else y
 
     def finish_step(self) -> None:
@@ -158,42 +187,45 @@ class MoE(HasLossScale, TapedModule):
         """Return the sizes, for printing."""
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
 
+    def _choices(self, top_k: int | None, capacity: AbstractCapacity | None) -> tuple[int, AbstractCapacity]:
+        """Return the experts per token and the capacity of a call."""
+        if top_k is None:
+            top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
+        if capacity is None:
+            capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
+        return int(top_k), capacity
+
     def _route(
         self,
         x_TD: Tensor,
         x: Tensor,
         mask: Tensor | None,
         token_ids: Tensor | None,
-        top_k: int | None,
-        capacity: AbstractCapacity | None,
+        top_k: int,
+        capacity: AbstractCapacity,
     ) -> Routed:
         """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
-        if top_k is None:
-            top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
-        if capacity is None:
-            capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
         replay = None if self.tape is None else self.tape.read(self)
         spans_step = any(loss.needs_step for loss in self.losses)
-        routed = route(
-            self.router,
-            x_TD,
-            top_k=int(top_k),
-            capacity=capacity,
-            losses=self.losses,
+        batch = Batch(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
-            num_sequences=math.prod(x.shape[:-2]) if x.numel() else 1,
+            num_sequences=math.prod(x.shape[:-2]) or 1,
             earlier_counts=self.step_counts if spans_step else None,
-            replay=replay,
         )
+        run = route if self.on_mesh is None else self.on_mesh.route
+        routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
         if self.tape is not None and not self.tape.is_replaying:
             self.tape.write(self, routed.record)
         if replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None):
             self.step_counts += routed.routing.requested
         return routed
 
-    def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
         """The dispatch, expert and combine stages: (tokens, dim) -> (tokens, dim)."""
+        if self.on_mesh is not None:
+            return self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
+        routing = routed.routing
         permutation = sort_by_expert(
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
         )

@@ -114,7 +114,7 @@ def _unknown_output(program: Program) -> Program:
     [
         (_reversed, "before anything writes it"),
         (_twice, "which is written already"),
-        (_whole_output, "is not partial"),
+        (_whole_output, "partial sums over"),
         (_unknown_output, "is never written"),
     ],
 )

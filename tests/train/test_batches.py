@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moesaic.errors import InputError
 from moesaic.train.data import Batches, as_batch, even_windows
+from moesaic.train.evaluate import share
 
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 60), st.integers(0, 3), st.integers(0, 2**63 - 1))
@@ -69,3 +70,31 @@ def test_targets_are_the_next_tokens():
     x, y = as_batch(tokens, [2, 0], 5)
     assert x.tolist() == [[10, 11, 12, 13, 14], [0, 1, 2, 3, 4]]
     assert y.tolist() == [[11, 12, 13, 14, 15], [1, 2, 3, 4, 5]]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 50), st.integers(0, 3))
+def test_the_parts_of_a_batch_make_up_the_batch(parts, each, index, seed):
+    tokens = np.arange(100, dtype=np.uint8)
+    whole = Batches(tokens, 4, parts * each, seed).get(index)
+    split = [Batches(tokens, 4, parts * each, seed, (part, parts)).get(index) for part in range(parts)]
+    for place in (0, 1):
+        assert torch.equal(torch.cat([part[place] for part in split]), whole[place])
+
+
+def test_a_batch_that_does_not_split_is_refused():
+    with pytest.raises(InputError, match=r"batch_size=5 does not split over 2 data parallel groups: choose a multiple of 2"):
+        Batches(np.arange(100, dtype=np.uint8), 4, 5, 0, (0, 2))
+
+
+def test_no_windows_are_an_empty_batch():
+    x, y = as_batch(np.arange(100, dtype=np.uint8), [], 4)
+    assert x.shape == y.shape == (0, 4)
+    assert x.dtype == torch.int64
+
+
+@given(st.integers(0, 20), st.integers(1, 6))
+def test_shares_are_even_and_make_up_the_list(length, count):
+    windows = list(range(length))
+    parts = [share(windows, index, count) for index in range(count)]
+    assert sum(parts, []) == windows
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

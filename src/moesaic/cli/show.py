@@ -1,117 +1,206 @@
-"""`moesaic show`: a schedule as a program, and what it moves on a mesh. No torch needed."""
+"""`moesaic show`: a plan as programs, what they move on a mesh, and how they lie in time. No torch needed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
+from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.files import read_plan, write_plan
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Op, Program
+from moesaic.program.text import to_text
+from moesaic.program.timeline import Timeline, lay_out, to_trace
+from moesaic.program.volume import even_sizes, even_visits, traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The ranks."""
+
+    world: int = 8
+    """Ranks."""
+    tp: int = 2
+    """Tensor parallelism of the dense part."""
+    ep: int = 4
+    """Expert parallelism."""
+    etp: int = 2
+    """Expert-tensor parallelism."""
+    innermost: Literal["etp", "ep"] = "etp"
+    """Which of etp and ep has consecutive ranks."""
+    ranks_per_node: int = 4
+    """Consecutive ranks that share a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """The layer; routing is taken as even."""
+
+    tokens: int = 4096
+    """Tokens per data-parallel group."""
+    dim: int = 1024
+    """Width of a token."""
+    hidden: int = 2816
+    """Inner width of one expert."""
+    num_experts: int = 8
+    """Experts of the layer."""
+    top_k: int = 2
+    """Experts per token."""
+    element_bytes: int = 2
+    """Bytes of an activation: 2 for bfloat16."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "dim", "hidden", "num_experts", "top_k", "element_bytes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
     """What to show."""
 
-    schedule: Literal["baseline", "ted", "s1", "s2", "s3"] = "s2"
-    """Where tensor parallelism pauses around the layer; docs/programs.md describes each."""
-    chunks: int = 1
-    """Parts that each run of copies is cut into."""
-    backward: bool = False
-    """Show the derived backward program."""
-    world: int = 8
-    """Ranks of the mesh for the table of bytes."""
-    ranks_per_node: int = 4
-    """Consecutive ranks that share a node."""
-    tp: int = 2
-    """Tensor parallelism of the dense part."""
-    ep: int = 2
-    """Expert parallelism."""
-    etp: int = 4
-    """Expert-tensor parallelism."""
-    innermost: Literal["etp", "ep"] = "etp"
-    """Which of etp and ep has consecutive ranks."""
-    tokens: int = 4096
-    """Tokens per data-parallel group."""
-    dim: int = 1024
-    """Width of a token."""
-    num_experts: int = 8
-    """Experts of the layer; routing is taken as even."""
-    top_k: int = 2
-    """Experts per token."""
-    element_bytes: int = 2
-    """Bytes of an activation: 2 for bfloat16."""
+    plan: Plan = field(default_factory=lambda: Plan(schedule="s2"))
+    """The plan."""
+    mesh: MeshOptions = MeshOptions()
+    """The mesh that it runs on."""
+    layer: LayerOptions = LayerOptions()
+    """The layer that it runs."""
+    machine: Machine = field(default_factory=Machine)
+    """What the lengths in the pictures are taken from; docs/programs.md says how."""
+    plan_file: str | None = None
+    """Read the plan from a file that --write made, instead of the --plan flags."""
+    write: str | None = None
+    """Write the plan to this file."""
+    gantt: str | None = None
+    """Write a Gantt chart of both programs to this HTML file."""
+    trace: str | None = None
+    """Write both programs' timelines to this file, for chrome://tracing and ui.perfetto.dev."""
     json: bool = False
-    """Print the table of bytes as JSON, without the program."""
-
-    def __post_init__(self) -> None:
-        for name in ("ranks_per_node", "tokens", "dim", "num_experts", "top_k", "element_bytes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.world % self.ranks_per_node:
-            raise InputError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide --world {self.world}: choose a divisor of it"
-            )
+    """Print the tables as JSON, without the programs."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Show; returns the exit code."""
-    from moesaic.program.build import SCHEDULES
-    from moesaic.program.grid import Grid
-    from moesaic.program.order.early import early
-    from moesaic.program.passes.split_capacity import split_capacity
-    from moesaic.program.text import to_text
-    from moesaic.program.transpose import transpose
-    from moesaic.program.volume import even_sizes, traffic
-
-    description = "Print a schedule as a program, and the bytes that it moves on a mesh under even routing."
+    description = "Print a plan as programs, the bytes that they move on a mesh, and when each task runs."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
-    grid = Grid(world=options.world, tp=options.tp, ep=options.ep, etp=options.etp, innermost=options.innermost)
-    if options.schedule == "ted" and not grid.shares_tp_and_etp:
-        raise InputError(
-            f"--schedule ted needs --tp and --etp over the same ranks, got {options.tp} and {options.etp} with "
-            f"{options.innermost} innermost: choose equal ones with etp innermost, or s3"
-        )
-    program = split_capacity(SCHEDULES[options.schedule](), options.chunks)
-    program = early(transpose(program) if options.backward else program)
-    sizes = even_sizes(
-        grid,
-        options.schedule,
-        tokens=options.tokens,
-        num_experts=options.num_experts,
-        top_k=options.top_k,
-        num_chunks=options.chunks,
-    )
-    rows: list[dict[str, Any]] = []
-    for moved in traffic(program, sizes, lambda rank: rank // options.ranks_per_node):
-        inside, across = moved.num_bytes(options.dim, options.element_bytes)
-        rows.append(
-            {"task": moved.task, "collective": moved.collective, "inside_bytes": inside, "across_bytes": across}
-        )
+    plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
+    grid = Grid(**vars(options.mesh))
+    compiled = compile_plan(plan, grid)
+    sizes = _sizes(compiled, options.layer)
+    shape = LayerShape(dim=options.layer.dim, hidden=options.layer.hidden, element_bytes=options.layer.element_bytes)
+    seconds = tuple(estimate(p, sizes, shape, options.machine) for p in (compiled.forward, compiled.backward))
+    if plan.order in ("exact", "optsche"):  # they read durations, which need a program first
+        compiled = compile_plan(plan, grid, seconds=(seconds[0], seconds[1]))
+    programs = {"forward": compiled.forward, "backward": compiled.backward}
+    timelines = {name: lay_out(program, times) for (name, program), times in zip(programs.items(), seconds)}
+    rows = {name: _moved(program, sizes, shape) for name, program in programs.items()}
+    if options.write is not None:
+        write_plan(plan, Path(options.write))
+    _write_pictures(options, timelines)
     if options.json:
-        total = {key: sum(row[key] for row in rows) for key in ("inside_bytes", "across_bytes")}
-        print(json.dumps({"program": program.name, "rows": rows, **total}, indent=2))
+        print(json.dumps(_as_data(programs, rows, timelines), indent=2))
         return 0
-    print(to_text(program))
-    Console().print(_table(rows, options))
+    for name, program in programs.items():
+        print(to_text(program))
+        Console().print(_table(name, rows[name], timelines[name], options.mesh))
     return 0
 
 
-def _table(rows: list[dict[str, Any]], options: ShowOptions) -> Table:
+def _sizes(compiled: Compiled, layer: LayerOptions) -> Sizes:
+    """Return sizes under even routing."""
+    grid, plan = compiled.grid, compiled.plan
+    visits = None
+    if compiled.is_multicast:
+        visits = even_visits(
+            grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
+        )
+    return even_sizes(
+        grid,
+        plan.schedule,
+        tokens=layer.tokens,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        num_chunks=plan.chunks,
+        visits=visits,
+        units=layer.hidden // grid.etp,
+    )
+
+
+def _moved(program: Program, sizes: Sizes, shape: LayerShape) -> list[dict[str, Any]]:
+    rows = []
+    for moved in traffic(program, sizes, sizes.grid.node_of):
+        inside, across = moved.num_bytes(shape.dim, shape.element_bytes, unit_columns=shape.matrices * shape.dim)
+        rows.append(
+            {
+                "task": moved.task,
+                "collective": moved.collective,
+                "codec": moved.codec or "none",
+                "inside_bytes": inside,
+                "across_bytes": across,
+                "inside_messages": moved.inside_messages,
+                "across_messages": moved.across_messages,
+            }
+        )
+    return rows
+
+
+def _as_data(
+    programs: dict[str, Program], rows: dict[str, list[dict[str, Any]]], timelines: dict[str, Timeline]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, program in programs.items():
+        total = {key: sum(row[key] for row in rows[name]) for key in ("inside_bytes", "across_bytes")}
+        found[name] = {
+            "program": program.name,
+            "tasks": len(program.tasks),
+            "experts": sum(task.op in (Op.EXPERT, Op.EXPERT_GRAD) for task in program.tasks),
+            "rows": rows[name],
+            **total,
+            "seconds": timelines[name].makespan,
+            "overlap": timelines[name].overlap,
+        }
+    return found
+
+
+def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> None:
+    if options.gantt is not None:
+        from moesaic.report.gantt import write_gantt
+
+        write_gantt(timelines, Path(options.gantt))
+    if options.trace is not None:
+        events = []
+        for number, timeline in enumerate(timelines.values()):
+            events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
+        try:
+            Path(options.trace).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--trace {options.trace}: cannot be written ({error.strerror}): choose another path"
+            ) from error
+
+
+def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions) -> Table:
     title = (
-        f"MB in all, {options.world // options.ranks_per_node} nodes of {options.ranks_per_node} ranks, even routing"
+        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, even routing, before "
+        f"any codec; {timeline.makespan * 1e3:.2f} ms by --machine, {timeline.overlap:.0%} of the moving behind computing"
     )
     table = Table(title=title)
-    for column in ("task", "collective", "inside nodes", "across nodes"):
-        table.add_column(column, justify="right" if "nodes" in column else "left")
+    for column in ("task", "collective", "codec", "inside nodes", "across nodes", "messages across"):
+        table.add_column(column, justify="right" if "nodes" in column or "messages" in column else "left")
     keys = ("inside_bytes", "across_bytes")
     for row in rows:
-        table.add_row(row["task"], row["collective"], *(f"{row[key] / 1e6:,.2f}" for key in keys))
+        sizes = (f"{row[key] / 1e6:,.2f}" for key in keys)
+        table.add_row(row["task"], row["collective"], row["codec"], *sizes, str(row["across_messages"]))
     table.add_section()
-    table.add_row("in all", "", *(f"{sum(row[key] for row in rows) / 1e6:,.2f}" for key in keys))
+    table.add_row("in all", "", "", *(f"{sum(row[key] for row in rows) / 1e6:,.2f}" for key in keys), "")
     return table

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
-DESCRIPTION = """Train a GPT with MoE layers.
+if TYPE_CHECKING:
+    from moesaic.train.config import TrainConfig
+
+DESCRIPTION = """Train a GPT with MoE layers, in one process or on the ranks that torchrun starts:
+torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
 config.json takes that run up again), or from both: the file overrides the preset, flags override both.
@@ -16,10 +21,27 @@ The defaults shown below are those of the preset and file that were given."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train; returns the exit code."""
+    """Train; returns the exit code. Of several ranks one speaks for all: the first, or the first that fails."""
+    from moesaic.train.launch import launch
+    from moesaic.train.loop import train
+
+    place = launch()
+    try:
+        result = train(_configured(arguments))
+    except Exception as error:
+        if place.fails_first():
+            raise
+        return 2 if isinstance(error, InputError) else 1
+    if place.is_first and not result.was_stopped:
+        print(f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}")
+    place.leave()
+    return 0
+
+
+def _configured(arguments: Sequence[str]) -> TrainConfig:
+    """Return the configuration that a command line describes."""
     from moesaic.train.config import TrainConfig
     from moesaic.train.configfile import override, read_table, suggestion
-    from moesaic.train.loop import train
     from moesaic.train.presets import PRESETS
 
     words, chosen = _take(list(arguments), ("--preset", "--config"))
@@ -32,11 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     if "--config" in chosen:
         path = Path(chosen["--config"])
         config = override(config, read_table(path), source=str(path))
-    config = parse(TrainConfig, words, prog="moesaic train", description=DESCRIPTION, default=config)
-    result = train(config)
-    if not result.was_stopped:
-        print(f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}")
-    return 0
+    return parse(TrainConfig, words, prog="moesaic train", description=DESCRIPTION, default=config)
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

@@ -6,20 +6,20 @@ collectives of one group issued in different orders swap data silently. Tagged m
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
 
 
 class Gloo(AbstractWire):
-    """Sends between the processes of a Gloo group.
+    """Sends between the processes of a Gloo group. Lanes make no difference: messages of both overlap.
 
     Args:
         group: the process group of the whole world, backend gloo; ranks of a transfer are ranks in it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
         self._group = group
 
     def issue(self, transfer: Transfer) -> Ticket:
@@ -27,10 +27,10 @@ class Gloo(AbstractWire):
         ticket = Ticket(transfer)
         for peer, buffer in transfer.receives.items():
             if buffer.numel():
-                ticket.works.append(dist.irecv(_bytes(buffer), group=self._group, group_src=peer, tag=transfer.tag))
+                ticket.works.append(dist.irecv(as_bytes(buffer), group=self._group, group_src=peer, tag=transfer.tag))
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
-                ticket.works.append(dist.isend(_bytes(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
+                ticket.works.append(dist.isend(as_bytes(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
@@ -38,8 +38,3 @@ class Gloo(AbstractWire):
         for work in ticket.works:
             work.wait()
         ticket.works.clear()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes: Gloo refuses some dtypes."""
-    return tensor.view(-1).view(torch.uint8)

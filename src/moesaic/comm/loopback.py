@@ -1,48 +1,90 @@
-"""n ranks in one process: a mailbox. The driver runs the ranks in lock step, so tests need no spawning."""
+"""n ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks in lock step.
+
+Tests need no spawning, and a case is the same on every run: one rank runs at any moment, and who runs next is drawn from
+a seed. The mailbox is strict where real wires may be: receive buffers hold NaN until they are waited for, a send is
+complete only when its receiver has posted the buffer, and a send buffer must not change before that.
+"""
 
 from __future__ import annotations
+
+import contextvars
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.in_order import InOrder
+from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+
+T = TypeVar("T")
 
 
-class Loopback(AbstractWire):
-    """Keeps each message until its receiver waits for it; counts what crossed.
+class Loopback:
+    """Keeps each message of all ranks until its receiver waits for it; counts what crossed.
 
     Receive buffers hold NaN until then, so a task that reads too early shows.
+
+    Args:
+        in_order: run the transfers of a lane in the order of issue, as NCCL does; else tags alone match messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False) -> None:
+        self._queues = InOrder() if in_order else None
         self._mail: dict[tuple[int, int, int], Tensor] = {}
+        self._posted: set[tuple[int, int, int]] = set()
         self.bytes_sent: dict[tuple[int, int], int] = {}
         """(source, target) to bytes, over the wire's life."""
 
     def issue(self, transfer: Transfer) -> Ticket:
-        """Post the sends; fill the receive buffers with NaN (the largest integer for integers)."""
+        """Post the sends; fill the receive buffers with NaN (the largest value for integers)."""
+        ticket = Ticket(transfer)
         for peer, tensor in transfer.sends.items():
             key = (transfer.tag, transfer.rank, peer)
             assert key not in self._mail, f"two messages with tag {transfer.tag} from {transfer.rank} to {peer}"
-            self._mail[key] = tensor.clone()
+            assert peer != transfer.rank, f"rank {peer} sends to itself"
+            assert tensor.is_contiguous(), f"rank {transfer.rank} sends a tensor that is not contiguous"
+            self._mail[key] = tensor.detach().clone()
+            ticket.works.append((peer, tensor, self._mail[key]))
             pair = (transfer.rank, peer)
             self.bytes_sent[pair] = self.bytes_sent.get(pair, 0) + tensor.numel() * tensor.element_size()
-        for buffer in transfer.receives.values():
-            buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max)
-        return Ticket(transfer)
+        for peer, buffer in transfer.receives.items():
+            assert buffer.is_contiguous(), f"rank {transfer.rank} receives into a tensor that is not contiguous"
+            self._posted.add((transfer.tag, peer, transfer.rank))
+            _poison(buffer)
+        if self._queues is not None:
+            self._queues.add(ticket)
+        return ticket
 
     def is_ready(self, ticket: Ticket) -> bool:
-        """Whether every message that a transfer waits for was posted."""
+        """Whether every message that a transfer waits for was posted, and its own messages have a receiver."""
+        return not self.missing(ticket)
+
+    def missing(self, ticket: Ticket) -> list[int]:
+        """Return the peers that have not posted their side of a transfer, ascending."""
         transfer = ticket.transfer
-        return all((transfer.tag, peer, transfer.rank) in self._mail for peer in transfer.receives)
+        silent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
+        deaf = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
+        queued = set() if self._queues is None else set(self._queues.blocked_by(ticket))
+        return sorted(silent | deaf | queued)
 
     def wait(self, ticket: Ticket) -> None:
         """Deliver the messages; they must be there (`is_ready`)."""
         transfer = ticket.transfer
+        for peer, tensor, sent in ticket.works:
+            self._posted.discard((transfer.tag, transfer.rank, peer))
+            same = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
+            assert same, f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag {transfer.tag})"
+        ticket.works.clear()
+        if self._queues is not None:
+            self._queues.end(ticket)
         for peer, buffer in transfer.receives.items():
             message = self._mail.pop((transfer.tag, peer, transfer.rank))
-            assert message.shape == buffer.shape, (
-                f"rank {transfer.rank} expects {buffer.shape} of {peer}: {message.shape}"
+            assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype), (
+                f"rank {transfer.rank} expects {buffer.shape} {buffer.dtype} of {peer}: {message.shape} {message.dtype}"
             )
             buffer.copy_(message)
 
@@ -50,3 +92,238 @@ class Loopback(AbstractWire):
     def is_empty(self) -> bool:
         """True when every message was received."""
         return not self._mail
+
+    def left(self) -> str:
+        """Say which messages nobody received."""
+        return ", ".join(f"tag {tag} from rank {source} to rank {target}" for tag, source, target in sorted(self._mail))
+
+
+class LoopbackWire(AbstractWire):
+    """One rank's end of a mailbox, for code that blocks. `run_ranks` makes them."""
+
+    def __init__(self, rank: int, world: int, steps: _LockStep) -> None:
+        super().__init__(rank, world)
+        self._steps = steps
+        self._open: dict[int, Ticket] = {}
+
+    @property
+    def mailbox(self) -> Loopback:
+        """The mailbox of all ranks: its counters."""
+        return self._steps.mail
+
+    def issue(self, transfer: Transfer) -> Ticket:
+        """Post a transfer; no other rank runs meanwhile."""
+        assert transfer.rank == self.rank, f"a transfer of rank {transfer.rank} on the wire of rank {self.rank}"
+        ticket = self._steps.mail.issue(transfer)
+        self._open[id(ticket)] = ticket
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let other ranks run until the messages are there.
+
+        Raises:
+            RuntimeError: if no rank can go on.
+        """
+        if self._open.pop(id(ticket), None) is not None:
+            self._steps.wait(self.rank, ticket)
+
+    def left(self) -> str:
+        """Say which transfers were never waited for."""
+        return ", ".join(f"tag {ticket.transfer.tag} on rank {self.rank}" for ticket in self._open.values())
+
+
+class _Stopped(BaseException):
+    """Unwinds a rank because another one failed. Not an `Exception`, so that code which catches those lets it pass."""
+
+
+class _LockStep:
+    """The baton: which rank runs, and who is next."""
+
+    def __init__(self, world: int, seed: int, in_order: bool) -> None:
+        self.mail = Loopback(in_order=in_order)
+        self.done = threading.Event()
+        self.failures: dict[int, BaseException] = {}
+        self.stopped = False
+        self.running = -1
+        self._random = random.Random(seed)
+        self._live = set(range(world))
+        self._waiting: dict[int, Ticket] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._gates = [threading.Lock() for _ in range(world)]
+        for gate in self._gates:
+            gate.acquire()
+
+    def start(self) -> None:
+        """Give the baton to a first rank."""
+        self._pass_on(-1)
+
+    def await_turn(self, rank: int) -> None:
+        """Block a rank until it has the baton."""
+        self._gates[rank].acquire()
+
+    def wait(self, rank: int, ticket: Ticket) -> None:
+        """Let others run until a ticket of this rank is ready, then deliver it.
+
+        PyTorch's default generator belongs to the process; here each rank has its own stream, as processes do.
+        """
+        if not self.stopped:
+            self._waiting[rank] = ticket
+            state = torch.get_rng_state()
+            if self._pass_on(rank):
+                self._gates[rank].acquire()
+                torch.set_rng_state(state)
+            del self._waiting[rank]
+        if self.stopped:
+            raise _Stopped
+        if rank in self._errors:
+            raise self._errors.pop(rank)
+        self.mail.wait(ticket)
+
+    def end(self, rank: int) -> None:
+        """Take a rank out."""
+        self._live.discard(rank)
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> bool:
+        """Give the baton to a random rank that can go on; return whether that is another one."""
+        able = self._able()
+        if not able and self._live:
+            self._break_up()
+            able = self._able()
+        if not able:
+            self.done.set()
+            return False
+        self.running = self._random.choice(able)
+        if self.running == rank:
+            return False
+        self._gates[self.running].release()
+        return True
+
+    def _able(self) -> list[int]:
+        waiting, errors = self._waiting, self._errors
+        free = self.stopped
+        return [
+            r for r in sorted(self._live) if free or r not in waiting or r in errors or self.mail.is_ready(waiting[r])
+        ]
+
+    def _break_up(self) -> None:
+        """Nobody can go on: after a failure the others stop, else each of them gets an error."""
+        if self.failures:
+            self.stopped = True
+            return
+        ranks = sorted(self._waiting)
+        who = "; ".join(
+            f"rank {rank} for tag {self._waiting[rank].transfer.tag} with {self.mail.missing(self._waiting[rank])}"
+            for rank in ranks
+        )
+        for rank in ranks:
+            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {who}")
+
+
+def run_ranks(
+    world: int,
+    function: Callable[[AbstractWire], T],
+    *,
+    seed: int = 0,
+    in_order: bool = False,
+    timeout_seconds: float = 120.0,
+) -> list[T]:
+    """Run ordinary blocking code of n ranks in one process, in lock step.
+
+    A thread per rank, of which exactly one runs at any moment; another one goes on where it waits for a ticket, and at
+    its end. Autograd works: on a CPU the backward pass of a thread runs in that thread. What belongs to a thread in
+    PyTorch (grad mode, inference mode, autocast) starts as the caller has it and is then each rank's own. The default
+    generator belongs to the process; it is exchanged with the baton, so that each rank has its own, starting at the
+    caller's state, and the caller's is as before at the end. Python's and NumPy's generators, the default dtype and the
+    number of threads are not exchanged.
+
+    Args:
+        world: number of ranks.
+        function: what a rank runs; gets its wire.
+        seed: of the order in which ranks run; the same seed gives the same order.
+        in_order: match messages in the order of issue per lane, not by tag, as NCCL does; what would swap data there is an
+            AssertionError, what would hang a RuntimeError.
+        timeout_seconds: for all of it.
+
+    Returns:
+        each rank's result.
+
+    Raises:
+        RuntimeError: in every rank that waits, if no rank can go on; at the end, if messages were left over.
+        TimeoutError: if a rank runs too long; it cannot be stopped then.
+        BaseException: what a rank raised. The others go on until they wait for it and are stopped; if several raised,
+            that of the lowest rank.
+    """
+    steps = _LockStep(world, seed, in_order)
+    wires = [LoopbackWire(rank, world, steps) for rank in range(world)]
+    runs = [_Run(wire, function, steps) for wire in wires]
+    generator = torch.get_rng_state()
+    for run in runs:
+        run.thread.start()
+    try:
+        steps.start()
+        if not steps.done.wait(timeout_seconds):
+            raise TimeoutError(f"rank {steps.running} of {world} ran when {timeout_seconds} seconds had passed")
+    finally:
+        steps.stopped = True
+        torch.set_rng_state(generator)
+    for run in runs:
+        run.thread.join()
+    if steps.failures:
+        raise steps.failures[min(steps.failures)]
+    forgotten = ", ".join(filter(None, (wire.left() for wire in wires)))
+    if forgotten or not steps.mail.is_empty:
+        raise RuntimeError(f"transfers never waited for: {forgotten or 'none'}; never received: {steps.mail.left()}")
+    return [result for run in runs for result in run.results]
+
+
+class _Run(Generic[T]):
+    """A rank's thread."""
+
+    def __init__(self, wire: LoopbackWire, function: Callable[[AbstractWire], T], steps: _LockStep) -> None:
+        self.results: list[T] = []
+        self._wire, self._function, self._steps = wire, function, steps
+        self._modes = _Modes()
+        self._generator = torch.get_rng_state()
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(target=context.run, args=(self._run,), name=f"rank {wire.rank}", daemon=True)
+
+    def _run(self) -> None:
+        rank, steps = self._wire.rank, self._steps
+        steps.await_turn(rank)
+        try:
+            if not steps.stopped:
+                torch.set_rng_state(self._generator)
+                with self._modes.entered():
+                    self.results.append(self._function(self._wire))
+        except _Stopped:
+            pass
+        except BaseException as error:
+            steps.failures[rank] = error
+        finally:
+            steps.end(rank)
+
+
+class _Modes:
+    """The caller's modes, which PyTorch keeps per thread."""
+
+    def __init__(self) -> None:
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast, self._dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Set them in this thread."""
+        with (
+            torch.inference_mode(self._inference),
+            torch.set_grad_enabled(self._grad),
+            torch.autocast("cpu", dtype=self._dtype, enabled=self._autocast),
+        ):
+            yield
+
+
+def _poison(buffer: Tensor) -> None:
+    if buffer.is_floating_point() or buffer.is_complex():
+        buffer.fill_(float("nan"))
+    else:
+        buffer.fill_(True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max)

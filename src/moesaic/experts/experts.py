@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Weights = tuple[Tensor, ...]
+"""Parameters of experts, in the order of `AbstractExperts.names`."""
+Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
+"""(rows, routing weights, split parameters, common parameters) -> rows."""
 
 
 class AbstractExperts(nn.Module, ABC):
     """All experts of a layer, run over rows that are sorted by expert.
+
+    A leaf says what it computes from weights that are given (`compute`), since on a mesh the weights of a call may be
+    gathered ones. `run` and `gradients` are the same without autograd, for one expert task of a program.
 
     Args:
         dim: width of a token, in and out.
@@ -21,15 +31,27 @@ class AbstractExperts(nn.Module, ABC):
         super().__init__()
         self.dim = dim
         self.num_experts = num_experts
+        self.is_spread = False
+        """Whether the parameters are this rank's part of experts that are spread over a mesh."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the parameters: those that shards of an expert split, and those that they hold in common."""
 
     @abstractmethod
-    def forward(self, rows: Tensor, weight: Tensor | None, ends: Tensor) -> Tensor:
-        """Run each expert on its rows and scale each result by its routing weight.
+    def compute(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
+    ) -> Tensor:
+        """Run each expert on its rows and scale each result by its routing weight; differentiable.
 
         Args:
+            sharded: parameters of the experts that have rows, whole or a shard of their hidden width.
+            common: parameters that all shards of an expert hold.
             rows: (R, dim), expert after expert.
-            weight: (R,) routing weights, or None for weights of 1.
+            gates: (R,) routing weights, or None for weights of 1.
             ends: (num_experts,) int32, one past the last row of each expert.
+            shards: of an expert, whose results will be summed.
 
         Returns:
             (R, dim).
@@ -43,6 +65,95 @@ class AbstractExperts(nn.Module, ABC):
             std: deviation of the matrices that read the token.
             out_std: deviation of the matrices that write the result.
         """
+
+    @abstractmethod
+    def pack(self, sharded: Weights) -> Tensor:
+        """Return the split parameters as rows, expert after expert, hidden unit after hidden unit, to be sent."""
+
+    @abstractmethod
+    def unpack(self, rows: Tensor, num_experts: int) -> Weights:
+        """Return the split parameters of experts from their rows; the inverse of `pack`."""
+
+    def shard_dim(self, name: str) -> int | None:
+        """Return the dimension along which a split parameter splits over etp; None where it does not."""
+        return None
+
+    @abstractmethod
+    def num_units(self, sharded: Weights) -> int:
+        """Return how many rows of `pack` one expert has."""
+
+    def forward(
+        self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None
+    ) -> Tensor:
+        """Run the experts with their own weights.
+
+        Args:
+            rows: (R, dim), expert after expert; with `run`, whatever that takes.
+            weight: (R,) routing weights, or None for weights of 1.
+            ends: (num_experts,) int32, one past the last row of each expert; None only with `run`.
+            run: runs them elsewhere or otherwise, on a mesh. It is called in here, where wrappers such as FSDP have
+                gathered the parameters.
+
+        Returns:
+            (R, dim), or what `run` returns.
+        """
+        if run is not None:
+            return run(rows, weight, *self.weights())
+        assert ends is not None
+        return self.compute(*self.weights(), rows, weight, ends)
+
+    def weights(self) -> tuple[Weights, Weights]:
+        """Return the parameters of `names`; of DTensors, this rank's part."""
+        sharded, common = self.names
+        return tuple(map(self._local, sharded)), tuple(map(self._local, common))
+
+    def _local(self, name: str) -> Tensor:
+        parameter = self.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            local: Tensor = parameter.to_local(grad_placements=parameter.placements)
+            return local
+        return parameter
+
+    @torch.no_grad()
+    def run(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
+    ) -> tuple[Tensor, Weights]:
+        """Return the result of `compute`, and what `gradients` wants to have kept, always equally many tensors.
+
+        Here it is the state of the random generators, so that an expert with dropout computes the same again.
+        """
+        states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])
+        return self.compute(sharded, common, rows, gates, ends, shards), tuple(states)
+
+    def gradients(
+        self,
+        sharded: Weights,
+        common: Weights,
+        rows: Tensor,
+        gates: Tensor | None,
+        ends: Tensor,
+        kept: Weights,
+        dy: Tensor,
+        shards: int = 1,
+    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+        """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
+
+        Args:
+            sharded, common, rows, gates, ends, shards: as for `run`.
+            kept: what `run` returned.
+            dy: (R, dim), gradient of the result.
+        """
+        leaves = [leaf.detach().requires_grad_() for leaf in (rows, *sharded, *common)]
+        gate = None if gates is None else gates.detach().requires_grad_()
+        cut = 1 + len(sharded)
+        with torch.enable_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+            torch.set_rng_state(kept[0])
+            if rows.is_cuda:
+                torch.cuda.set_rng_state(kept[1], rows.device)
+            out = self.compute(tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends, shards)
+        wanted = leaves if gate is None else [*leaves, gate]
+        grads = torch.autograd.grad(out, wanted, dy, materialize_grads=True)
+        return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
 
 
 def stacked(num_experts: int, out_width: int, in_width: int) -> nn.Parameter:

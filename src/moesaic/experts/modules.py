@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts
+from moesaic.experts.experts import AbstractExperts, Weights
 
 
 class ModuleExperts(AbstractExperts):
@@ -25,16 +26,50 @@ class ModuleExperts(AbstractExperts):
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
-        self.experts = nn.ModuleList(factory() for _ in range(num_experts))
+        self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(name for name, _ in self.named_parameters()), ()
 
     def init_normal(self, std: float, out_std: float) -> None:
         """Leave the modules as `factory` made them."""
 
-    def forward(self, rows: Tensor, weight: Tensor | None, ends: Tensor) -> Tensor:
+    def compute(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
+    ) -> Tensor:
         starts = [0, *ends.tolist()[:-1]]
-        out = torch.cat([module(rows[a:b]) for module, a, b in zip(self.experts, starts, ends.tolist())])
+        modules = list(self.experts.children())
+        each = len(sharded) // max(len(ends), 1)
+        parts = []
+        for e, (a, b) in enumerate(zip(starts, ends.tolist())):
+            module = modules[e % len(modules)]
+            own = dict(zip((name for name, _ in module.named_parameters()), sharded[e * each : (e + 1) * each]))
+            parts.append(functional_call(module, own, (rows[a:b],)))
+        out = torch.cat(parts)
         if out.shape != rows.shape:
             raise InputError(
                 f"a user-defined expert must map (rows, {self.dim}) to the same shape, got {tuple(out.shape)}"
             )
-        return out if weight is None else out * weight.to(out.dtype).unsqueeze(1)
+        return out if gates is None else out * gates.to(out.dtype).unsqueeze(1)
+
+    def keep_only(self, experts: range) -> None:
+        """Drop the modules of experts that live on other ranks; the others keep their names."""
+        named = dict(self.experts.named_children())
+        self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
+
+    def num_units(self, sharded: Weights) -> int:
+        """Return 1: an expert travels whole."""
+        return 1
+
+    def pack(self, sharded: Weights) -> Tensor:
+        """Return (num_experts, parameters of one): each expert's parameters, one after the other."""
+        each = sum(1 for _ in next(self.experts.children()).parameters())
+        rows = [sharded[first : first + each] for first in range(0, len(sharded), each)]
+        return torch.stack([torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows])
+
+    def unpack(self, rows: Tensor, num_experts: int) -> Weights:
+        """Return the parameters from rows of `pack`, as views."""
+        shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
+        sizes = [shape.numel() for shape in shapes]
+        return tuple(part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes))

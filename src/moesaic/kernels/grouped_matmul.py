@@ -40,7 +40,7 @@ def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("moesaic::rows_times", mutates_args=())
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
-    if len(x) and _is_supported(x, w):
+    if len(x) and _is_supported(x, w) and _is_aligned(w):
         return F.grouped_mm(_packed(x), w, offs=ends)
     out = x.new_empty(len(x), w.shape[2])
     start = 0
@@ -82,6 +82,12 @@ def _is_supported(*operands: Tensor) -> bool:
         return False
     per_16_bytes = 16 // dtype.itemsize
     return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
+
+
+def _is_aligned(w: Tensor) -> bool:
+    """Whether matrices start and step by 16 bytes: views of gathered weights, cut out of wider rows, may not."""
+    per_16_bytes = 16 // w.dtype.itemsize
+    return all(step == 1 or step % per_16_bytes == 0 for step in w.stride()) and w.storage_offset() % per_16_bytes == 0
 
 
 def _packed(rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.models.short_conv import RecentTokens
+from moesaic.models.split import RowLinear, StackedLinear
 
 
 class KeyValueCache:
@@ -31,7 +32,7 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention.
+    """Multi-head causal attention. Under tensor parallelism a rank computes the heads that its shard of `qkv` holds.
 
     Args:
         dim: width of the residual stream.
@@ -43,10 +44,9 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, *, base: float = 10_000.0) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        width = dim // num_heads
+        self.qkv = StackedLinear(3, dim, dim)
+        self.out = RowLinear(dim, dim)
+        self.width = width = dim // num_heads
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
@@ -57,8 +57,8 @@ class Attention(nn.Module):
             x: (batch, positions, dim).
             cache: earlier positions; x continues them.
         """
-        batch, length, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.width)).permute(2, 0, 3, 1, 4)
+        length = q.shape[2]
         start = 0 if cache is None else cache.length
         q, k = self._rotate(q, start), self._rotate(k, start)
         if cache is not None:
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         else:
             visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""

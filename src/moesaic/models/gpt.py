@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.short_conv import ShortConv
+from moesaic.models.split import Norm, local_part
+from moesaic.models.unembed import unembed
 from moesaic.routing.gates import ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
 from moesaic.runtime.tape import checkpoint
@@ -29,7 +33,7 @@ class GPTOutput:
     loss: Tensor | None
     """(): mean cross-entropy in nats per token over the targets that are not -1; None without targets."""
     routings: list[Routing]
-    """One per MoE layer, in order."""
+    """One per MoE layer, in order, without graphs."""
 
 
 class Dense(nn.Module):
@@ -52,7 +56,13 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
-        return self.expert(x_TD, None, ends).view(x.shape)
+        parameters = dict(self.expert.named_parameters())
+        if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+            return self.expert(x_TD, None, ends).view(x.shape)
+        # Split over ranks: each computes with its part of the inner width, and the caller sums.
+        parts = {name: local_part(parameter) for name, parameter in parameters.items()}
+        y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
+        return y.view(x.shape)
 
 
 class Block(nn.Module):
@@ -66,9 +76,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.conv = ShortConv(config.dim, config.conv_width)
-        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention_norm = Norm(config.dim)
         self.attention = Attention(config.dim, config.num_heads)
-        self.ffn_norm = nn.RMSNorm(config.dim)
+        self.ffn_norm = Norm(config.dim)
         self.ffn: MoE | Dense
         if config.is_sparse(layer):
             self.ffn = make_moe(config.dim, config.moe)
@@ -82,7 +92,8 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), cache)
         if isinstance(self.ffn, MoE):
             y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)
-            return x + y, routing
+            # A record without a graph: FSDP would start its backward at every output that has one.
+            return x + y, replace(routing, weight=routing.weight.detach())
         return x + self.ffn(self.ffn_norm(x)), None
 
 
@@ -103,7 +114,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = Norm(config.dim)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,10 +157,11 @@ class GPT(nn.Module):
                 x, routing = block(x, tokens, mask, cache)
             if routing is not None:
                 routings.append(routing)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        logits = unembed(self.norm(x), self.embedding.weight)
         loss = None
         if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+            precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+            loss = F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
         return GPTOutput(logits, loss, routings)
 
     def num_parameters(self) -> int:

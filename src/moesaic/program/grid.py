@@ -1,7 +1,8 @@
-"""Ranks and their coordinates: one world seen twice, dense `(dp, tp)` and sparse `(edp, ep, etp)`. No torch, no processes.
+"""Ranks and their coordinates: one world seen several ways. No torch, no processes.
 
-Ranks are numbered densely with tp innermost. In the sparse view edp is outermost, and `innermost` says whether etp or ep
-changes fastest (which of the two stays inside a node).
+Dense `(dp, tp)`, tp innermost; sparse `(edp, ep, etp)`, edp outermost and `innermost` saying whether etp or ep changes
+fastest. Two more views split the sparse one: `etp = etp_outer * etp_inner`, for plans that gather part of the weights; and
+one copy of the experts into `(node, local)`, for plans that treat the links inside a node apart.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Literal
 
 from moesaic.errors import InputError
 
-Axis = Literal["dp", "tp", "edp", "ep", "etp"]
+Axis = Literal["dp", "tp", "edp", "ep", "etp", "etp_outer", "etp_inner", "node", "local"]
 DENSE: tuple[Axis, ...] = ("dp", "tp")
 SPARSE: tuple[Axis, ...] = ("edp", "ep", "etp")
+FACTORED: tuple[Axis, ...] = ("edp", "ep", "etp_outer", "etp_inner")
+BY_NODE: tuple[Axis, ...] = ("edp", "node", "local")
+VIEWS = (DENSE, SPARSE, FACTORED, BY_NODE)
+AXES: tuple[Axis, ...] = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +36,13 @@ class Grid:
     """Expert-tensor parallelism: each expert's hidden width is split over so many ranks."""
     innermost: Literal["etp", "ep"] = "etp"
     """The sparse axis whose neighbours have consecutive ranks."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks that share a node; None: all ranks share one."""
+    etp_inner: int = 1
+    """The part of etp over which a plan gathers weights (Tutel's etp / r); etp_outer is the rest."""
 
     def __post_init__(self) -> None:
-        for name in ("world", "tp", "ep", "etp"):
+        for name in ("world", "tp", "ep", "etp", "etp_inner"):
             if getattr(self, name) < 1:
                 raise InputError(f"mesh.{name}={getattr(self, name)}: must be at least 1")
         if self.world % self.tp:
@@ -44,6 +53,13 @@ class Grid:
             raise InputError(
                 f"mesh.ep={self.ep} times mesh.etp={self.etp} does not divide the {self.world} ranks: "
                 f"choose ep * etp as a divisor of {self.world}"
+            )
+        if self.etp % self.etp_inner:
+            raise InputError(f"mesh.etp={self.etp} does not split into parts of {self.etp_inner}: choose a divisor")
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.world % self.ranks_per_node):
+            raise InputError(
+                f"mesh.ranks_per_node={self.ranks_per_node} does not divide the {self.world} ranks: "
+                f"choose a divisor of {self.world}"
             )
 
     @property
@@ -57,17 +73,50 @@ class Grid:
         return self.world // (self.ep * self.etp)
 
     @property
+    def etp_outer(self) -> int:
+        """Shards of an expert that the tokens visit; see `etp_inner`."""
+        return self.etp // self.etp_inner
+
+    @property
     def shares_tp_and_etp(self) -> bool:
         """Whether the tensor groups are the expert-shard groups, as TED needs."""
         return all(self.group(rank, ("tp",)) == self.group(rank, ("etp",)) for rank in range(self.world))
 
+    @cached_property
+    def nodes_per_replica(self) -> int:
+        """Nodes over which one copy of the experts is spread; 0 if it is spread unevenly."""
+        replicas = {self.group(rank, ("ep", "etp")) for rank in range(self.world)}
+        shapes = set()
+        for replica in replicas:
+            nodes = [self.node_of(rank) for rank in replica]
+            shapes.add((len(set(nodes)), tuple(sorted({nodes.count(node) for node in nodes}))))
+        regular = len(shapes) == 1 and len(next(iter(shapes))[1]) == 1
+        return next(iter(shapes))[0] if regular else 0
+
+    @property
+    def has_shards_inside_nodes(self) -> bool:
+        """Whether all shards of an expert share a node."""
+        return all(len({self.node_of(peer) for peer in self.group(rank, ("etp",))}) == 1 for rank in range(self.world))
+
     def size(self, axis: Axis) -> int:
         """Return how many ranks an axis has."""
+        if axis == "node":
+            return self.nodes_per_replica
+        if axis == "local":
+            return self.ep * self.etp // max(self.nodes_per_replica, 1)
         return int(getattr(self, axis))
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // (self.ranks_per_node or self.world)
+
+    def local_of(self, rank: int) -> int:
+        """Return a rank's place on its node."""
+        return rank % (self.ranks_per_node or self.world)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Return a rank's place on an axis."""
-        return self._coordinates[rank][axis]
+        return self._coordinates[rank][axis] if axis in self._coordinates[rank] else self._by_node[rank][axis]
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """Return the ranks that share `rank`'s place on all other axes of the view, ascending; it is one of them.
@@ -90,15 +139,28 @@ class Grid:
             edp, within = divmod(rank, inner * outer)
             high, low = divmod(within, inner)
             ep, etp = (high, low) if self.innermost == "etp" else (low, high)
-            table.append({"dp": rank // self.tp, "tp": rank % self.tp, "edp": edp, "ep": ep, "etp": etp})
+            place: dict[Axis, int] = {"dp": rank // self.tp, "tp": rank % self.tp, "edp": edp, "ep": ep, "etp": etp}
+            place["etp_outer"], place["etp_inner"] = divmod(etp, self.etp_inner)
+            table.append(place)
+        return table
+
+    @cached_property
+    def _by_node(self) -> list[dict[Axis, int]]:
+        table: list[dict[Axis, int]] = [{} for _ in range(self.world)]
+        for rank in range(self.world):
+            replica = self.group(rank, ("ep", "etp"))
+            nodes = sorted({self.node_of(peer) for peer in replica})
+            mates = [peer for peer in replica if self.node_of(peer) == self.node_of(rank)]
+            table[rank] = {"node": nodes.index(self.node_of(rank)), "local": mates.index(rank)}
         return table
 
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        view = next((v for v in (DENSE, SPARSE) if set(axes) <= set(v)), None)
+        view = next((v for v in VIEWS if set(axes) <= set(v)), None)
         assert view is not None, f"{axes} are not axes of one view"
         fixed = [axis for axis in view if axis not in axes]
-        mine = self._coordinates[rank]
-        members = tuple(r for r, other in enumerate(self._coordinates) if all(other[a] == mine[a] for a in fixed))
+        mine = [self.coordinate(rank, axis) for axis in fixed]
+        ranks = range(self.world)
+        members = tuple(r for r in ranks if all(self.coordinate(r, a) == at for a, at in zip(fixed, mine)))
         for member in members:
             self._groups[(member, axes)] = members
         return members

@@ -12,8 +12,10 @@ from typing import Literal
 
 from moesaic.program.grid import Axis
 
-Flow = Literal["copies", "tokens"]
-FLOWS: tuple[Flow, ...] = ("copies", "tokens")
+Flow = Literal["copies", "tokens", "visits", "weights", "bias"]
+FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "weights", "bias")
+Which = Literal["all", "rank", "node"]
+WHICH: tuple[Which, ...] = ("all", "rank", "node")
 
 
 class State(str, Enum):
@@ -45,13 +47,17 @@ class Kind(str, Enum):
     """(rows, 1): a scalar that travels with each row in float32 or more, the routing weight."""
     INDEX = "index"
     """(rows, 1) int64: the place of each copy's token among its origin's tokens. It has no cotangent."""
+    WEIGHT = "weight"
+    """The experts' parameters, as their module stores them; a movement packs them into rows."""
+    PARCELS = "parcels"
+    """Messages on their way, each with its origin and destination. They exist in lowered programs only."""
 
 
 class Op(str, Enum):
     """What a task does. Movements differ in states and layouts only; the executor has one implementation for all."""
 
     PERMUTE = "permute"
-    """tokens, index -> rows: copy each token to its rows."""
+    """tokens or visits, index -> rows: copy each token to its rows."""
     COMBINE = "combine"
     """rows, index -> tokens: sum each token's rows. The transpose of permute."""
     MOVE = "move"
@@ -65,9 +71,15 @@ class Op(str, Enum):
     JOIN = "join"
     """Chunks into one slot. The transpose of take."""
     EXPERT = "expert"
-    """rows, gates -> rows: the rank's experts, each result times its gate."""
+    """rows, gates, weights -> rows: the rank's experts, each result times its gate."""
     EXPERT_GRAD = "expert_grad"
-    """cotangent, rows, gates -> cotangents of rows and gates; the weights' gradients go to the caller."""
+    """cotangent, rows, gates, weights -> cotangents of rows, gates and weights."""
+    PACK = "pack"
+    """rows -> parcels: what a movement sends, message by message, encoded. Lowered programs only."""
+    HOP = "hop"
+    """parcels -> parcels: one stretch of their way. Lowered programs only."""
+    UNPACK = "unpack"
+    """parcels -> rows: decoded and, where the movement sums, summed. Lowered programs only."""
 
 
 class Lane(str, Enum):
@@ -97,15 +109,19 @@ class Layout:
     """
 
     flow: Flow = "copies"
-    """Token copies bound for experts, or the tokens themselves (then there is one "expert")."""
+    """copies: token copies bound for experts. tokens: the tokens themselves (then there is one "expert"). visits: a
+    token once per node on which it has a copy (the "expert" is the node). weights: hidden units of experts (the origin
+    is the shard). bias: what the shards of an expert hold in common, a row an expert."""
     spread: tuple[Axis, ...] = ()
     """Origins: all ranks of the group over these sparse axes; () for the rank itself."""
     whole_tp: bool = False
     """Each origin stands for its whole tensor group."""
-    local_experts: bool = False
-    """Only the experts that live on the rank; else all."""
+    experts: Which = "all"
+    """Only the experts that live on the rank, or on its node; else all."""
     chunk: int | None = None
     """Only this chunk of each run; else all."""
+    step: tuple[int, int] | None = None
+    """(j, n): the ranks of ep form n groups; only runs whose expert lives j groups after their origin. Else all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +151,14 @@ class Task:
     lane: Lane = Lane.COMPUTE
     group: tuple[Axis, ...] = ()
     """Axes over which a movement goes, or whose size a scale takes."""
+    link: str = ""
+    """Of a lowered movement: the name of its all-to-all in `LINKS`."""
+    codec: str = ""
+    """Of a pack or unpack: the name of its codec, "" for none."""
+    hop: int = 0
+    """Of a hop: which one of the all-to-all's."""
+    of: tuple[str, str] | None = None
+    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of."""
     power: int = 0
     """Of a scale."""
     dual_power: int = 0

@@ -5,8 +5,22 @@ from __future__ import annotations
 import re
 
 from moesaic.errors import InputError
-from moesaic.program.grid import DENSE, SPARSE, Axis
-from moesaic.program.task import FLOWS, Flow, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+from moesaic.program.grid import AXES, Axis
+from moesaic.program.task import (
+    FLOWS,
+    WHICH,
+    Flow,
+    Kind,
+    Lane,
+    Layout,
+    Op,
+    Program,
+    Slot,
+    Stage,
+    State,
+    Task,
+    Which,
+)
 
 VERSION = 1
 """Of the text form; a reader refuses newer ones."""
@@ -27,10 +41,9 @@ def to_text(program: Program) -> str:
     for task in program.tasks:
         arrow = f"{' '.join(task.reads)} -> {' '.join(task.writes)}"
         group = "+".join(task.group) or "-"
-        powers = f"  ^{task.power} ^{task.dual_power}" if task.op is Op.SCALE else ""
         lines.append(
             f"task  {task.name:<{named}}  {task.op.value:<11}  {task.stage.value:<8}  {task.lane.value:<7}  {group:<6}  "
-            f"{arrow}{powers}"
+            f"{arrow}{_extras_text(task)}"
         )
     return "\n".join(lines) + "\n"
 
@@ -70,11 +83,20 @@ def from_text(text: str) -> Program:
     return Program(name=name, slots=tuple(slots), tasks=tuple(tasks), inputs=inputs, outputs=outputs)
 
 
+def _extras_text(task: Task) -> str:
+    extras = [f"^{task.power}", f"^{task.dual_power}"] if task.op is Op.SCALE else []
+    extras += [f"of={'/'.join(task.of)}"] if task.of else []
+    extras += [f"{key}={value}" for key, value in (("link", task.link), ("codec", task.codec)) if value]
+    extras += [f"hop={task.hop}"] if task.op is Op.HOP else []
+    return "".join(f"  {extra}" for extra in extras)
+
+
 def _layout_text(layout: Layout) -> str:
     origins = "+".join(layout.spread) or "own"
     parts = [layout.flow, f"of {origins}{' whole-tp' if layout.whole_tp else ''}"]
-    parts.append("at local experts" if layout.local_experts else "")
+    parts.append("" if layout.experts == "all" else f"at {layout.experts}")
     parts.append("" if layout.chunk is None else f"chunk {layout.chunk}")
+    parts.append("" if layout.step is None else f"step {layout.step[0]}/{layout.step[1]}")
     return " ".join(part for part in parts if part)
 
 
@@ -97,8 +119,9 @@ def _read_slot(words: list[str]) -> Slot:
         flow=_flow(rest[0]),
         spread=() if origins == ["own"] else tuple(map(_axis, origins)),
         whole_tp="whole-tp" in rest,
-        local_experts="local" in rest,
+        experts=_which(rest[rest.index("at") + 1]) if "at" in rest else "all",
         chunk=int(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
+        step=_step(rest[rest.index("step") + 1]) if "step" in rest else None,
     )
     return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))
 
@@ -107,25 +130,42 @@ def _read_task(line: str) -> Task:
     head, _, tail = line.partition(" -> ")
     words = head.split()
     powers = [int(power) for power in re.findall(r"\^(-?\d+)", tail)]
-    group = () if words[5] == "-" else tuple(map(_axis, words[5].split("+")))
+    extras = dict(re.findall(r"(\w+)=(\S+)", tail))
+    of = tuple(extras["of"].split("/")) if "of" in extras else None
     return Task(
         name=words[1],
         op=Op(words[2]),
         stage=Stage(words[3]),
         lane=Lane(words[4]),
-        group=group,
+        group=() if words[5] == "-" else tuple(map(_axis, words[5].split("+"))),
         reads=tuple(words[6:]),
-        writes=tuple(re.sub(r"\^-?\d+", "", tail).split()),
+        writes=tuple(re.sub(r"\^-?\d+|\w+=\S+", "", tail).split()),
         power=powers[0] if powers else 0,
         dual_power=powers[1] if powers else 0,
+        link=extras.get("link", ""),
+        codec=extras.get("codec", ""),
+        hop=int(extras.get("hop", 0)),
+        of=(of[0], of[1]) if of else None,
     )
 
 
 def _axis(word: str) -> Axis:
-    for axis in (*DENSE, *SPARSE):
+    for axis in AXES:
         if word == axis:
             return axis
     raise ValueError(f"{word!r} is no axis")
+
+
+def _which(word: str) -> Which:
+    for which in WHICH:
+        if word == which:
+            return which
+    raise ValueError(f"{word!r} says nowhere which experts")
+
+
+def _step(word: str) -> tuple[int, int]:
+    step, _, steps = word.partition("/")
+    return int(step), int(steps)
 
 
 def _flow(word: str) -> Flow:

@@ -29,10 +29,13 @@ _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EX
 def transpose(program: Program) -> Program:
     """Return the backward program: it reads the cotangents of the outputs and writes those of the inputs.
 
-    It also reads forward values: indices, and the inputs of the experts (`saved`). A slot with several readers gets a
-    cotangent per reader, and their sum.
+    It also reads forward values: indices, and the inputs of the experts (`saved`). Weights that travelled are not kept but
+    travel again. A slot with several readers gets a cotangent per reader, and their sum.
     """
     work = _Transposition(program)
+    for task in _fetches(program):
+        work.slots.update({name: program.slot(name) for name in task.writes})
+        work.tasks.append(task)
     for task in reversed(program.tasks):
         if any(_flows(program, name) for name in task.writes):
             work.add(task)
@@ -96,13 +99,19 @@ class _Transposition:
 
 def saved(program: Program) -> tuple[str, ...]:
     """Return the forward slots that the backward program reads."""
-    names = [
+    fetched = {name for task in _fetches(program) for name in task.writes}
+    names = [name for task in _fetches(program) for name in task.reads] + [
         name
         for task in program.tasks
         for name in task.reads
         if task.op is Op.EXPERT or (task.op in (Op.PERMUTE, Op.COMBINE) and not _flows(program, name))
     ]
-    return tuple(dict.fromkeys(names))
+    return tuple(name for name in dict.fromkeys(names) if name not in fetched)
+
+
+def _fetches(program: Program) -> list[Task]:
+    """Return the tasks that bring weights from where they are stored, in order."""
+    return [task for task in program.tasks if program.slot(task.writes[0]).kind is Kind.WEIGHT]
 
 
 def cotangent(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.program.task import Op, Program, Slot, State
+from moesaic.program.task import Op, Program, Slot, State, Task
 
 _CHANGES: dict[tuple[State, State], str] = {
     (State.SHARDED, State.SHARDED): "exchange",
@@ -48,13 +48,23 @@ def validate(program: Program) -> None:
             written.add(name)
         if task.op is Op.MOVE:
             collective(program, task.name)
-        if task.op is Op.EXPERT and program.slot(task.writes[0]).on("etp") is not State.PARTIAL:
-            raise ProgramError(
-                f"task {task.name}: shards of an expert give partial sums, {task.writes[0]} is not partial"
-            )
+        if task.op is Op.EXPERT:
+            _check_expert(program, task)
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written")
+
+
+def _check_expert(program: Program, task: Task) -> None:
+    """Rows that every shard sees give partial sums, and only those do."""
+    rows, out = program.slot(task.reads[0]), program.slot(task.writes[0])
+    seen = {axis for axis, state in rows.state if state is State.REPLICATED}
+    partial = {axis for axis, state in out.state if state is State.PARTIAL}
+    if seen != partial:
+        raise ProgramError(
+            f"task {task.name}: shards of an expert give partial sums over {sorted(seen)}, "
+            f"{out.name} is partial over {sorted(partial)}"
+        )
 
 
 def reduces(source: Slot, target: Slot) -> bool:

@@ -1,44 +1,57 @@
-"""What a program moves: bytes per rank and link, from the same messages that the interpreter sends."""
+"""What a program moves: rows and messages per link, from the same sizes that the interpreter sends by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from moesaic.program.grid import Grid
+from moesaic.program.links import LINKS
+from moesaic.program.links.link import Places
+from moesaic.program.shapes import Move
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Kind, Program
+from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one movement sends in total, over all ranks; a rank's message to itself counts nowhere."""
+    """What one movement, or one hop of it, sends in total, over all ranks; a rank's message to itself counts nowhere."""
 
     task: str
     collective: str
     kind: Kind
+    codec: str
+    """Of rows that travel encoded; "" for none."""
     inside_rows: int
     """Rows that stay inside a node."""
     across_rows: int
     """Rows that cross nodes."""
+    inside_messages: int
+    """Messages that stay inside a node."""
+    across_messages: int
+    """Messages that cross nodes."""
 
-    def num_bytes(self, dim: int, element_bytes: int, lane_bytes: int = 4) -> tuple[int, int]:
-        """Return bytes (inside nodes, across nodes).
+    def num_bytes(self, dim: int, element_bytes: int, lane_bytes: int = 4, unit_columns: int = 0) -> tuple[int, int]:
+        """Return bytes (inside nodes, across nodes) of what is not encoded.
 
         Args:
             dim: columns of tokens and rows.
-            element_bytes: of tokens and rows.
+            element_bytes: of tokens, rows and weights.
             lane_bytes: of a routing weight; an index takes 8.
+            unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU.
         """
-        row = {Kind.LANE: lane_bytes, Kind.INDEX: 8}.get(self.kind, dim * element_bytes)
+        row = {Kind.LANE: lane_bytes, Kind.INDEX: 8, Kind.WEIGHT: unit_columns * element_bytes}.get(
+            self.kind, dim * element_bytes
+        )
         return self.inside_rows * row, self.across_rows * row
 
 
 def traffic(program: Program, sizes: Sizes, node_of: Callable[[int], int]) -> list[Traffic]:
-    """Return the traffic of every movement.
+    """Return the traffic of every movement, hop by hop where it is lowered.
 
     Args:
         program: forward or backward.
@@ -46,23 +59,79 @@ def traffic(program: Program, sizes: Sizes, node_of: Callable[[int], int]) -> li
         node_of: rank to node.
     """
     slots = {slot.name: slot for slot in program.slots}
+    codecs = {task.writes[0]: task.codec for task in program.tasks if task.op is Op.PACK}
     found = []
-    for task in program.moves():
-        source, target = slots[task.reads[0]], slots[task.writes[0]]
-        inside = across = 0
-        for message in sizes.messages(source.layout, target.layout, task.group, reduces(source, target)):
-            if message.source == message.target:
-                continue
-            if node_of(message.source) == node_of(message.target):
-                inside += len(message.send_rows)
-            else:
-                across += len(message.send_rows)
-        word = collective(program, task.name)
-        found.append(Traffic(task=task.name, collective=word, kind=source.kind, inside_rows=inside, across_rows=across))
+    for task in program.tasks:
+        if task.op not in (Op.MOVE, Op.HOP):
+            continue
+        source, target = _ends(task, slots)
+        rows, messages = [0, 0], [0, 0]
+        for a, b, count in messages_of(task, slots, sizes):
+            across = node_of(a) != node_of(b)
+            rows[across] += count
+            messages[across] += 1
+        found.append(
+            Traffic(
+                task=task.name,
+                collective=collective(program, task.name) if task.op is Op.MOVE else task.link,
+                kind=source.kind,
+                codec=codecs.get(f"{target.name}@pack", ""),
+                inside_rows=rows[0],
+                across_rows=rows[1],
+                inside_messages=messages[0],
+                across_messages=messages[1],
+            )
+        )
     return found
 
 
-def even_sizes(grid: Grid, schedule: str, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> Sizes:
+def _ends(task: Task, slots: dict[str, Slot]) -> tuple[Slot, Slot]:
+    """Return the slots between which a movement, or the movement that a hop is a part of, goes."""
+    source, target = task.of or (task.reads[0], task.writes[0])
+    return slots[source], slots[target]
+
+
+def messages_of(task: Task, slots: dict[str, Slot], sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+    """Yield (source, target, rows) of every message of a movement or hop that has a row.
+
+    Args:
+        task: a move or hop.
+        slots: of its program, by name.
+        sizes: of the call.
+    """
+    before, after = _ends(task, slots)
+    move = Move(before.layout, after.layout, task.group, reduces(before, after))
+    grid = sizes.grid
+    if task.op is Op.MOVE:
+        for rank in range(grid.world):
+            outgoing = sizes.outgoing(move, rank)
+            yield from ((rank, peer, n) for peer, n in zip(outgoing.peers, outgoing.counts) if n and peer != rank)
+        return
+    joined: dict[tuple[int, int], int] = {}
+    for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
+        places = Places(grid, ranks)
+        for source in ranks:
+            for target in ranks:
+                rows = sizes.num_moved(move, source, target) if source != target else 0
+                legs = LINKS[task.link].path(places, source, target) if rows else ()
+                for leg in legs:
+                    if leg.hop == task.hop:
+                        pair = (leg.source, leg.target)
+                        joined[pair] = joined.get(pair, 0) + rows
+    yield from ((source, target, rows) for (source, target), rows in joined.items())
+
+
+def even_sizes(
+    grid: Grid,
+    schedule: str,
+    *,
+    tokens: int,
+    num_experts: int,
+    top_k: int,
+    num_chunks: int = 1,
+    visits: np.ndarray | None = None,
+    units: int = 0,
+) -> Sizes:
     """Return the sizes of a call in which every expert gets equally many copies from every origin.
 
     Args:
@@ -72,6 +141,8 @@ def even_sizes(grid: Grid, schedule: str, *, tokens: int, num_experts: int, top_
         num_experts: of the layer.
         top_k: copies per token.
         num_chunks: as the program was cut.
+        visits: as for `Sizes`.
+        units: as for `Sizes`.
     """
     place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if schedule == "baseline":
@@ -80,4 +151,24 @@ def even_sizes(grid: Grid, schedule: str, *, tokens: int, num_experts: int, top_
         run = tokens * top_k // num_experts
         share = run * (place + 1) // grid.tp - run * place // grid.tp
         own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    return Sizes(grid, np.repeat(share[:, None], num_experts, axis=1), own, num_chunks)
+    return Sizes(grid, np.repeat(share[:, None], num_experts, axis=1), own, num_chunks, visits=visits, units=units)
+
+
+def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
+    """Return the expected visits under uniform routing, (world, nodes, num_chunks) int64, for `Sizes`.
+
+    A token with k of E experts has one on a node of E / nodes experts with probability 1 - C(E - E / nodes, k) / C(E, k).
+
+    Args:
+        grid: the mesh, every copy of the experts on whole nodes.
+        tokens: per data-parallel group.
+        num_experts: of the layer.
+        top_k: copies per token.
+        num_chunks: as the program was cut; each chunk's visits are counted apart.
+    """
+    nodes = grid.nodes_per_replica
+    elsewhere = num_experts - num_experts // nodes
+    share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+    most = tokens * top_k / num_chunks / nodes
+    per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
+    return np.full((grid.world, nodes, num_chunks), round(per_chunk / grid.tp))

@@ -18,6 +18,7 @@ from moesaic.errors import InputError
 from moesaic.routing.routing import Choice
 
 Order = Literal["position", "score"]
+Scope = Literal["mesh", "rank"]
 
 
 class AbstractCapacity(ABC):
@@ -26,6 +27,16 @@ class AbstractCapacity(ABC):
     @property
     def admits_by_score(self) -> bool:
         """True if tokens with a larger best weight are admitted first, False if they are in token order."""
+        return False
+
+    @property
+    def spans_mesh(self) -> bool:
+        """True if the limit counts the copies of all ranks together, False if each rank has its own."""
+        return False
+
+    @property
+    def is_padded(self) -> bool:
+        """True if every rank sends each expert equally many rows on a mesh."""
         return False
 
     @abstractmethod
@@ -59,7 +70,13 @@ class Capacity(AbstractCapacity):
     order: Order = "position"
     """Who is admitted first. Either way all first choices come before all second choices. "position": in token order
     (GShard). "score": tokens with the larger best weight first (batch-prioritised routing, Riquelme et al., "Scaling
-    Vision with Sparse Mixture of Experts", 2021, section 4)."""
+    Vision with Sparse Mixture of Experts", 2021, section 4); then each rank admits its own, whatever the scope."""
+    scope: Scope = "mesh"
+    """"mesh": the limit counts the copies of all ranks, so that drops do not depend on the mesh. "rank": each rank has
+    a limit for its own tokens, as the papers have it."""
+    padded: bool = False
+    """On a mesh every rank sends each expert the limit's number of rows, empty ones among them (rounded up to what the plan
+    divides by): sizes are known beforehand, and nothing waits for counts on the host. Its limit counts padding tokens too."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 0 < self.factor < math.inf:
@@ -69,21 +86,50 @@ class Capacity(AbstractCapacity):
             )
         if self.order not in ("position", "score"):
             raise InputError(f'order={self.order!r} is unknown: write order="position" or order="score"')
+        if self.scope not in ("mesh", "rank"):
+            raise InputError(f'scope={self.scope!r} is unknown: write scope="mesh" or scope="rank"')
+        if self.padded and (self.fit or self.scope != "rank"):
+            raise InputError(
+                'a padded capacity must be known beforehand: write Capacity.fixed(f, scope="rank", padded=True)'
+            )
 
     @classmethod
-    def fixed(cls, factor: float, *, order: Order = "position") -> Capacity:
+    def fixed(
+        cls, factor: float, *, order: Order = "position", scope: Scope = "mesh", padded: bool = False
+    ) -> Capacity:
         """Allow `ceil(factor * top_k * tokens / num_experts)` rows per expert; what exceeds it is dropped."""
-        return cls(factor=factor, fit=False, order=order)
+        return cls(factor=factor, fit=False, order=order, scope=scope, padded=padded)
+
+    def fixed_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """Return the limit of a padded capacity, from nothing but sizes.
+
+        Args:
+            num_tokens: padding included.
+            top_k: experts per token.
+            num_experts: of the layer.
+        """
+        assert self.factor is not None
+        return math.ceil(num_tokens * (self.factor * top_k / num_experts))
 
     @classmethod
-    def fitted(cls, *, at_most: float | None = None, order: Order = "position") -> Capacity:
+    def fitted(cls, *, at_most: float | None = None, order: Order = "position", scope: Scope = "mesh") -> Capacity:
         """Take the smallest capacity without drops, never above the factor `at_most` (then copies are dropped)."""
-        return cls(factor=at_most, fit=True, order=order)
+        return cls(factor=at_most, fit=True, order=order, scope=scope)
 
     @property
     def admits_by_score(self) -> bool:
         """Whether `order` is "score"; see `AbstractCapacity`."""
         return self.order == "score"
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether `padded` is set; see `AbstractCapacity`."""
+        return self.padded
+
+    @property
+    def spans_mesh(self) -> bool:
+        """Whether the limit counts the copies of all ranks; see `AbstractCapacity`."""
+        return self.scope == "mesh" and self.order == "position"
 
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return the limit, () int64; see `AbstractCapacity.rows`."""
@@ -95,7 +141,12 @@ class Capacity(AbstractCapacity):
 
 
 def admit(
-    choice: Choice, alive_N: Tensor | None, rows: Tensor | None, best_weight_T: Tensor | None, num_experts: int
+    choice: Choice,
+    alive_N: Tensor | None,
+    rows: Tensor | None,
+    best_weight_T: Tensor | None,
+    num_experts: int,
+    before_KE: Tensor | None = None,
 ) -> Tensor | None:
     """Return which copies are sent, ascending indices into the choice, or None for all of them.
 
@@ -105,6 +156,8 @@ def admit(
         rows: () int64 rows per expert, None for no limit.
         best_weight_T: (tokens,) the largest weight of each token, to admit by score; None admits by position.
         num_experts: how many experts there are.
+        before_KE: (K, num_experts) copies that stand before this rank's first of a choice in the queue of an expert, where
+            several ranks queue; None where these are all copies.
     """
     if rows is None:
         return None if alive_N is None else alive_N.nonzero().squeeze(1)
@@ -124,4 +177,9 @@ def admit(
     load_E = torch.bincount(expert, minlength=num_experts)
     start_E = load_E.cumsum(0) - load_E
     place = torch.arange(len(queue), device=queue.device) - start_E[expert[queue]]
+    if before_KE is not None:
+        cell = slot * num_experts + expert
+        load_KE = torch.bincount(cell, minlength=before_KE.numel()).view_as(before_KE)
+        shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
+        place = place + shift_KE.flatten()[cell[queue]]
     return copies[queue[place < rows]].sort().values

@@ -56,6 +56,8 @@ class RouterStatistics:
         num_sequences: int,
         earlier_counts_E: Tensor | None,
         with_importance: bool,
+        first_token: int = 0,
+        sequence_length: int | None = None,
     ) -> RouterStatistics:
         """Take the sums of one call.
 
@@ -68,12 +70,16 @@ class RouterStatistics:
             num_sequences: G.
             earlier_counts_E: (E,) int64 copies counted since the last optimizer step, without this call.
             with_importance: sum the routing weights too.
+            first_token: where these tokens start in the batch, if they are a slice of it that may cut sequences.
+            sequence_length: of the batch; None if these tokens are the whole of it.
         """
         num_tokens, num_experts = scores.probs.shape
         dtype, device = scores.probs.dtype, scores.probs.device
         valid = torch.ones(num_tokens, dtype=dtype, device=device) if valid_T is None else valid_T.to(dtype)
         copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
-        cell = (choice.token // max(num_tokens // num_sequences, 1)) * num_experts + choice.expert
+        length = max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
+        sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
+        cell = sequence_T[choice.token] * num_experts + choice.expert
         counts_GE = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
         counts_GE = counts_GE.view(num_sequences, num_experts)
         step_counts_E = counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
@@ -85,12 +91,49 @@ class RouterStatistics:
             importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
         return cls(
             counts_GE=counts_GE.to(dtype),
-            probs_GE=(scores.probs * valid.unsqueeze(1)).view(num_sequences, -1, num_experts).sum(1),
-            tokens_G=valid.view(num_sequences, -1).sum(1),
+            probs_GE=_sum_by(sequence_T, num_sequences, scores.probs * valid.unsqueeze(1), sequence_length is None),
+            tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1), sequence_length is None).squeeze(1),
             importance_E=importance_E,
             logsumexp_squared=(scores.logits.logsumexp(-1).square() * valid).sum(),
             step_counts_E=step_counts_E.to(dtype),
         )
+
+    def packed(self) -> Tensor:
+        """Return all sums side by side, (n,), differentiable; without those of the step."""
+        importance = self.probs_GE.new_zeros(0) if self.importance_E is None else self.importance_E
+        parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G, importance]
+        return torch.cat([*parts, self.logsumexp_squared.unsqueeze(0)])
+
+    def joined(self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None) -> RouterStatistics:
+        """Return the sums over several ranks, whose sequences stand one after the other.
+
+        Args:
+            packed_Pn: (P, n), each rank's `packed()` of the same shapes as this one's.
+            slices: so many neighbouring ranks hold slices of the same sequences.
+            earlier_counts_E: as for `of`, over all ranks.
+        """
+        num_sequences, num_experts = self.counts_GE.shape
+        cells, ranks = num_sequences * num_experts, len(packed_Pn)
+        widths = [cells, cells, num_sequences, 0 if self.importance_E is None else num_experts, 1]
+        counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
+        counts_GE = counts.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1)
+        step_counts_E = counts_GE.sum(0)
+        return RouterStatistics(
+            counts_GE=counts_GE,
+            probs_GE=probs.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1),
+            tokens_G=tokens.view(ranks // slices, slices, num_sequences).sum(1).flatten(),
+            importance_E=None if self.importance_E is None else importance.sum(0),
+            logsumexp_squared=squares.sum(),
+            step_counts_E=step_counts_E if earlier_counts_E is None else step_counts_E + earlier_counts_E,
+        )
+
+
+def _sum_by(sequence_T: Tensor, num_sequences: int, values: Tensor, is_whole: bool) -> Tensor:
+    """Return the sum of (T, n) values per sequence, (G, n); no atomics, so the order of the sum is fixed."""
+    if is_whole:
+        return values.view(num_sequences, len(values) // num_sequences, values.shape[1]).sum(1)
+    member = sequence_T == torch.arange(num_sequences, device=values.device).unsqueeze(1)
+    return member.to(values.dtype) @ values
 
 
 @dataclass(frozen=True)

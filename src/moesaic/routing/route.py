@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from moesaic.routing.capacity import AbstractCapacity, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
+from moesaic.routing.peers import AbstractPeers, Gathered, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 
@@ -22,15 +24,19 @@ class RoutingRecord(NamedTuple):
     choice: Choice
     """The chosen copies."""
     requested: Tensor
-    """(E,) int64: copies per expert before capacity."""
+    """(E,) int64: copies per expert before capacity, of all ranks."""
     num_valid: Tensor
-    """() int64: tokens that are not padding."""
+    """() int64: tokens that are not padding, of all ranks."""
     capacity: Tensor | None
     """() int64: rows an expert may take; None when dropless."""
     kept: Tensor | None
     """Ascending indices of the copies that are sent; None for all of them."""
     earlier_counts: Tensor | None
     """(E,) int64: copies of the optimizer step before this call; None where no loss asks for them."""
+    gathered: Gathered | None
+    """What the ranks told each other; None on one rank."""
+    by_rank: Tensor | None
+    """(P, E) int64: copies that each rank sends to each expert; None on one rank."""
 
 
 class Routed(NamedTuple):
@@ -42,6 +48,26 @@ class Routed(NamedTuple):
     """(): the sum of coefficient * loss, differentiable; None without auxiliary losses."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What the route stage knows about its tokens besides their activations."""
+
+    valid_T: Tensor | None = None
+    """(tokens,) bool, False for padding, which is neither routed nor counted; None for no padding."""
+    token_ids: Tensor | None = None
+    """(tokens,) int64, for routers that read them."""
+    num_sequences: int = 1
+    """The whole batch is this many sequences of equal length, for losses per sequence."""
+    earlier_counts: Tensor | None = None
+    """(num_experts,) copies since the last optimizer step, over all ranks, for losses over the global batch."""
+    noise: Tensor | None = None
+    """What the router's `draw` returned for these tokens; None to draw now."""
+    first_token: int = 0
+    """Where these tokens start in the whole batch, if they are a slice of it."""
+    sequence_length: int | None = None
+    """Of the whole batch; None if these tokens are the whole of it."""
+
+
 def route(
     router: AbstractRouter,
     x_TD: Tensor,
@@ -49,11 +75,9 @@ def route(
     top_k: int,
     capacity: AbstractCapacity,
     losses: Sequence[AbstractLoss] = (),
-    valid_T: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    num_sequences: int = 1,
-    earlier_counts: Tensor | None = None,
+    batch: Batch = Batch(),
     replay: RoutingRecord | None = None,
+    peers: AbstractPeers | None = None,
 ) -> Routed:
     """Score, choose, admit, weigh; in float32 (float64 for float64 inputs) whatever the autocast state.
 
@@ -63,35 +87,31 @@ def route(
         top_k: experts per token.
         capacity: rows per expert.
         losses: auxiliary losses to evaluate.
-        valid_T: (tokens,) bool, False for padding, which is neither routed nor counted.
-        token_ids: (tokens,) int64, for routers that read them.
-        num_sequences: the tokens are this many sequences of equal length, for losses per sequence.
-        earlier_counts: (num_experts,) copies since the last optimizer step, for losses over the global batch.
-        replay: a record of the same call; nothing is drawn, chosen or admitted anew.
+        batch: padding, ids, sequences.
+        replay: a record of the same call; nothing is drawn, chosen, exchanged or admitted anew.
+        peers: the ranks that route the call's other tokens; None for none.
     """
     with torch.autocast(device_type=x_TD.device.type, enabled=False):
-        x = _router_input(x_TD, valid_T)
-        noise = router.draw(len(x), x.device) if replay is None else replay.noise
-        scores = router.scores(x, noise, token_ids)
-        record = _decide(router, scores, noise, top_k, capacity, valid_T, earlier_counts) if replay is None else replay
-        weight_N = router.weigh(scores, record.choice, top_k)
-        loss, values = _evaluate(losses, scores, record, weight_N, valid_T, num_sequences)
-    choice, kept = record.choice, record.kept
-    expert = choice.expert if kept is None else choice.expert[kept]
-    routing = Routing(
-        token=choice.token if kept is None else choice.token[kept],
-        expert=expert,
-        weight=weight_N if kept is None else weight_N[kept],
-        num_tokens=len(x),
-        num_experts=router.num_experts,
-        counts=record.requested if kept is None else count(expert, None, router.num_experts),
-        requested=record.requested,
-        num_valid=record.num_valid,
-        capacity=record.capacity,
-        rows_per_token=choice.per_token if kept is None else None,
-        losses=values,
-    )
-    return Routed(routing, record, loss)
+        x = _router_input(x_TD, batch.valid_T)
+        noise = batch.noise if replay is None else replay.noise
+        if replay is None and noise is None:
+            noise = router.draw(len(x), x.device)
+        scores = router.scores(x, noise, batch.token_ids)
+        choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
+        weight_N = router.weigh(scores, choice, top_k)
+        alive_N = _alive(choice, batch.valid_T)
+        earlier = batch.earlier_counts if replay is None else replay.earlier_counts
+        sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
+        record = replay
+        if record is None:
+            record = _decide(
+                choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
+            )
+            record = record._replace(noise=noise, earlier_counts=None if earlier is None else earlier.clone())
+        if sums is not None and peers is not None and record.gathered is not None:
+            sums = record.gathered.statistics(sums, peers, record.earlier_counts)
+        loss, values = _evaluate(losses, sums)
+    return Routed(_routing(record, weight_N, len(x), router.num_experts, values), record, loss)
 
 
 def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
@@ -107,28 +127,83 @@ def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
 
 
 def _decide(
-    router: AbstractRouter,
-    scores: Scores,
-    noise: Tensor | None,
+    choice: Choice,
+    weight_N: Tensor,
+    alive_N: Tensor | None,
     top_k: int,
     capacity: AbstractCapacity,
-    valid_T: Tensor | None,
-    earlier_counts: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    batch: Batch,
+    sums: RouterStatistics | None,
+    peers: AbstractPeers | None,
 ) -> RoutingRecord:
-    """Choose experts and admit copies; nothing here is differentiable. For the arguments see `route`."""
-    choice = router.choose(scores, top_k, valid_T, noise)
-    alive_N = _alive(choice, valid_T)
-    requested = count(choice.expert, alive_N, router.num_experts)
-    num_tokens = len(scores.logits)
-    num_valid = torch.full((), num_tokens, device=scores.logits.device) if valid_T is None else valid_T.sum()
-    rows = capacity.rows(requested, num_valid, top_k)
+    """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
+    valid = batch.valid_T
+    num_valid = torch.full((), num_tokens, device=weight_N.device) if valid is None else valid.sum()
+    gathered = before_KE = None
+    if peers is None:
+        requested = count(choice.expert, alive_N, num_experts)
+        rows = capacity.rows(requested, num_valid, top_k)
+    else:
+        choices = top_k if capacity.spans_mesh else 1
+        slot = choice.slot if choices > 1 else torch.zeros_like(choice.slot)
+        counts_KE = count(slot * num_experts + choice.expert, alive_N, choices * num_experts).view(choices, -1)
+        gathered = Gathered.exchange(peers, counts_KE, num_valid, num_tokens, sums)
+        requested = gathered.counts.sum((0, 1))
+        if capacity.spans_mesh:
+            rows = capacity.rows(requested, gathered.valid.sum(), top_k)
+            before_KE = places_before(gathered.counts)[peers.place]
+        else:
+            limited = torch.full_like(num_valid, num_tokens) if capacity.is_padded else num_valid
+            rows = capacity.rows(counts_KE.sum(0), limited, top_k)
+        num_valid = gathered.valid.sum()
     best_T = None
     if capacity.admits_by_score and rows is not None:
-        with torch.no_grad():
-            best_T = _best_weight(router.weigh(scores, choice, top_k), choice, num_tokens)
-    kept = admit(choice, alive_N, rows, best_T, router.num_experts)
-    earlier = None if earlier_counts is None else earlier_counts.clone()
-    return RoutingRecord(noise, choice, requested, num_valid, rows, kept, earlier)
+        best_T = _best_weight(weight_N, choice, num_tokens)
+    kept = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
+    return RoutingRecord(
+        None, choice, requested, num_valid, rows, kept, None, gathered, _by_rank(gathered, capacity, top_k)
+    )
+
+
+def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) -> Tensor | None:
+    """Return the copies that each rank sends to each expert, (P, E) int64; None on one rank."""
+    if gathered is None:
+        return None
+    counts_PKE = gathered.counts
+    if capacity.spans_mesh:
+        rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
+        return kept_copies(counts_PKE, rows)
+    limited = gathered.tokens if capacity.is_padded else gathered.valid
+    of_ranks = [capacity.rows(counts_E, tokens, top_k) for counts_E, tokens in zip(counts_PKE.sum(1), limited)]
+    limits = [rows for rows in of_ranks if rows is not None]
+    return kept_copies(counts_PKE, torch.stack(limits) if limits else None)
+
+
+def _routing(
+    record: RoutingRecord, weight_N: Tensor, num_tokens: int, num_experts: int, losses: dict[str, Tensor]
+) -> Routing:
+    """Return the rows that this rank sends."""
+    choice, kept = record.choice, record.kept
+    expert = choice.expert if kept is None else choice.expert[kept]
+    if record.by_rank is not None:
+        counts = record.by_rank.sum(0)
+    else:
+        counts = record.requested if kept is None else count(expert, None, num_experts)
+    return Routing(
+        token=choice.token if kept is None else choice.token[kept],
+        expert=expert,
+        weight=weight_N if kept is None else weight_N[kept],
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        counts=counts,
+        requested=record.requested,
+        num_valid=record.num_valid,
+        capacity=record.capacity,
+        rows_per_token=choice.per_token if kept is None else None,
+        losses=losses,
+    )
 
 
 def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
@@ -145,28 +220,37 @@ def _best_weight(weight_N: Tensor, choice: Choice, num_tokens: int) -> Tensor:
     return zeros.scatter_reduce(0, choice.token, weight_N, "amax")
 
 
-def _evaluate(
+def _sums(
     losses: Sequence[AbstractLoss],
     scores: Scores,
-    record: RoutingRecord,
+    choice: Choice,
     weight_N: Tensor,
-    valid_T: Tensor | None,
-    num_sequences: int,
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return the weighted sum of the losses and each one's detached value."""
+    alive_N: Tensor | None,
+    batch: Batch,
+    earlier_counts: Tensor | None,
+) -> RouterStatistics | None:
+    """Return what the losses read, of this rank's tokens; None without losses."""
     if not losses:
-        return None, {}
-    sequences = num_sequences if any(loss.needs_sequences for loss in losses) else 1
-    statistics = RouterStatistics.of(
+        return None
+    by_sequence = any(loss.needs_sequences for loss in losses)
+    return RouterStatistics.of(
         scores,
-        record.choice,
+        choice,
         weight_N,
-        _alive(record.choice, valid_T),
-        valid_T,
-        num_sequences=sequences,
-        earlier_counts_E=record.earlier_counts,
+        alive_N,
+        batch.valid_T,
+        num_sequences=batch.num_sequences if by_sequence else 1,
+        earlier_counts_E=earlier_counts,
         with_importance=any(loss.needs_importance for loss in losses),
+        first_token=batch.first_token if by_sequence else 0,
+        sequence_length=batch.sequence_length if by_sequence else None,
     )
-    values = [loss.value(statistics) for loss in losses]
+
+
+def _evaluate(losses: Sequence[AbstractLoss], sums: RouterStatistics | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return the weighted sum of the losses and each one's detached value."""
+    if sums is None:
+        return None, {}
+    values = [loss.value(sums) for loss in losses]
     total = torch.stack([loss.coefficient * value for loss, value in zip(losses, values)]).sum()
     return total, {loss.name: value.detach() for loss, value in zip(losses, values)}

@@ -68,6 +68,9 @@ class Routing:
     """() int64: the tokens that are not padding."""
     capacity: Tensor | None
     """() int64: rows an expert may take, None when dropless."""
+    padded_capacity: int | None = None
+    """Rows that every rank sends each expert where the capacity is padded: the capacity rounded up to what the plan
+    divides by; None elsewhere."""
     rows_per_token: int | None
     """K when every token has exactly K rows, in token order; None otherwise."""
     losses: dict[str, Tensor]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from moesaic.comm.loopback import Loopback
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer
-from moesaic.runtime.interpret import Environment, Steps
+from moesaic.runtime.call import Environment
+from moesaic.runtime.interpret import Steps
 
 
 def drive(steps: Steps, wire: AbstractWire) -> Environment:

@@ -7,50 +7,31 @@ puts in between overlaps. The same generator runs on loopback, on Gloo and on NC
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moesaic.comm.wire import Ticket, Transfer
-from moesaic.program.sizes import Message, Sizes
-from moesaic.program.task import Op, Program, Slot, Task
+from moesaic.program.shapes import Move
+from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
+from moesaic.runtime.call import Call, Environment, Value, rows
+from moesaic.runtime.compute import compute, placed, take, wire_lane
+from moesaic.runtime.parcels import Parcels, pack, start_hop, unpack
 
-Environment = dict[str, Tensor]
 Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
-
-ExpertFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rows, gates (R,), ends) -> rows: the rank's experts."""
-ExpertGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(cotangent of the output, rows, gates (R, 1)) -> cotangents of rows and of gates (R,)."""
-
-
-@dataclass
-class Call:
-    """What one rank brings to one run of a program."""
-
-    rank: int
-    sizes: Sizes
-    experts: ExpertFunction | None = None
-    """For a forward program."""
-    expert_gradient: ExpertGradient | None = None
-    """For a backward program."""
-    first_tag: int = 0
-    """Tags of this run's movements start here; runs in flight at once need ranges apart."""
 
 
 @dataclass
 class _Arriving:
-    """A slot whose rows are under way."""
+    """A slot that is under way."""
 
     ticket: Ticket
-    out: Tensor
-    parts: list[tuple[Message, Tensor]] = field(default_factory=list)
-    """What becomes which rows, in ascending order of the source rank."""
+    settle: Callable[[], Value | Parcels]
+    """Makes the slot's value of what arrived."""
 
 
-def interpret(program: Program, values: Mapping[str, Tensor], call: Call) -> Steps:
+def interpret(program: Program, values: Mapping[str, Value], call: Call) -> Steps:
     """Run a program for one rank.
 
     Args:
@@ -66,112 +47,76 @@ def interpret(program: Program, values: Mapping[str, Tensor], call: Call) -> Ste
     """
     slots = {slot.name: slot for slot in program.slots}
     environment: Environment = dict(values)
+    parcels: dict[str, Parcels] = {}
     arriving: dict[str, _Arriving] = {}
+
+    def settle(name: str) -> Generator[Transfer | Ticket, Ticket | None, None]:
+        arrived = arriving.pop(name)
+        if arrived.ticket.transfer.sends or arrived.ticket.transfer.receives:
+            yield arrived.ticket
+        value = arrived.settle()
+        if isinstance(value, Parcels):
+            parcels[name] = value
+        else:
+            environment[name] = value
+
     for number, task in enumerate(program.tasks):
         for name in task.reads:
             if name in arriving:
-                yield arriving[name].ticket
-                environment[name] = _settled(arriving.pop(name))
-        if task.op is not Op.MOVE:
-            environment.update(_compute(task, slots, environment, call))
-            continue
-        moved = _start_move(task, slots, environment, call, call.first_tag + number)
-        if moved.ticket.transfer.sends or moved.ticket.transfer.receives:
-            ticket = yield moved.ticket.transfer
-            assert ticket is not None
-            moved.ticket = ticket
+                yield from settle(name)
+        if task.op in (Op.MOVE, Op.HOP):
+            tag = call.first_tag + number
+            moved = _start_move(task, slots, environment, call, tag) if task.op is Op.MOVE else None
+            moved = moved or _start_hop(task, slots, [parcels[name] for name in task.reads], call, tag)
+            if moved.ticket.transfer.sends or moved.ticket.transfer.receives:
+                ticket = yield moved.ticket.transfer
+                assert ticket is not None
+                moved.ticket = ticket
             arriving[task.writes[0]] = moved
+        elif task.op is Op.PACK:
+            parcels[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
+        elif task.op is Op.UNPACK:
+            held = [parcels[name] for name in task.reads]
+            environment[task.writes[0]] = unpack(task, slots, held, call)
         else:
-            environment[task.writes[0]] = _settled(moved)
-    for name, moved in arriving.items():
-        yield moved.ticket
-        environment[name] = _settled(moved)
+            environment.update(compute(task, slots, environment, call))
+    for name in list(arriving):
+        yield from settle(name)
     return environment
+
+
+def _start_hop(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call: Call, tag: int) -> _Arriving:
+    hopping = start_hop(task, slots, held, call, tag)
+    return _Arriving(Ticket(hopping.transfer), hopping.settle)
 
 
 def _start_move(task: Task, slots: Mapping[str, Slot], environment: Environment, call: Call, tag: int) -> _Arriving:
     """Gather what goes out, make buffers for what comes in, keep what stays."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
-    value, sizes, rank = environment[source.name], call.sizes, call.rank
-    reduce = reduces(source, target)
-    move = (source.layout, target.layout, task.group, reduce)
-    sends: dict[int, Tensor] = {}
-    for peer in sizes.grid.group(rank, task.group):
-        if peer != rank:
-            for message in sizes.messages_to(peer, *move):
-                if message.source == rank:
-                    sends[peer] = _take(value, message.send_rows)
-    parts: list[tuple[Message, Tensor]] = []
-    receives: dict[int, Tensor] = {}
-    for message in sizes.messages_to(rank, *move):
-        if message.source == rank:
-            parts.append((message, _take(value, message.send_rows)))
-        else:
-            receives[message.source] = value.new_empty(len(message.send_rows), value.shape[1])
-            parts.append((message, receives[message.source]))
-    dtype = torch.promote_types(value.dtype, torch.float32) if reduce else value.dtype
-    out = torch.zeros(sizes.num_rows(target.layout, rank), value.shape[1], dtype=dtype, device=value.device)
-    return _Arriving(Ticket(Transfer(rank, tag, sends, receives)), out, parts)
+    value, experts = _as_rows(environment[source.name], source, target, call)
+    sizes, rank = call.sizes, call.rank
+    move = Move(source.layout, target.layout, task.group, reduces(source, target))
+    outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+    leaving = dict(zip(outgoing.peers, take(value, outgoing.rows).split(outgoing.counts)))
+    arrived = value.new_empty(len(incoming.rows), value.shape[1])
+    buffers = dict(zip(incoming.peers, arrived.split(incoming.counts)))
+    if rank in buffers:
+        buffers.pop(rank).copy_(leaving.pop(rank))
+    sends = {peer: part for peer, part in leaving.items() if len(part)}
+    receives = {peer: buffer for peer, buffer in buffers.items() if len(buffer)}
+
+    def settle() -> Value:
+        out = placed(arrived, incoming.rows, sizes.num_rows(target.layout, rank), move.reduce)
+        return out if experts is None else call.experts.unpack(out, experts)
+
+    return _Arriving(Ticket(Transfer(rank, tag, sends, receives, wire_lane(task))), settle)
 
 
-def _settled(moved: _Arriving) -> Tensor:
-    """Put what arrived in place; rows that several ranks sent are summed in the order of the ranks."""
-    dtype = moved.parts[0][1].dtype if moved.parts else moved.out.dtype
-    for message, part in moved.parts:
-        moved.out.index_add_(0, _index(message.receive_rows, part), part.to(moved.out.dtype))
-    return moved.out.to(dtype)
-
-
-def _compute(task: Task, slots: Mapping[str, Slot], environment: Environment, call: Call) -> Environment:
-    """Run a task that needs no other rank; returns what it writes."""
-    reads = [environment[name] for name in task.reads]
-    target = slots[task.writes[0]]
-    if task.op is Op.PERMUTE:
-        tokens, index = reads
-        return {target.name: tokens.index_select(0, _places(task.reads[0], task.reads[1], slots, index, call))}
-    if task.op is Op.COMBINE:
-        rows, index = reads
-        accumulate = torch.promote_types(rows.dtype, torch.float32)
-        out = torch.zeros(
-            call.sizes.num_rows(target.layout, call.rank), rows.shape[1], dtype=accumulate, device=rows.device
-        )
-        places = _places(target.name, task.reads[1], slots, index, call)
-        return {target.name: out.index_add_(0, places, rows.to(accumulate)).to(rows.dtype)}
-    if task.op is Op.SCALE:
-        size = len(call.sizes.grid.group(call.rank, task.group))
-        return {target.name: reads[0] * float(size) ** task.power if task.power else reads[0]}
-    if task.op is Op.TAKE:
-        whole = slots[task.reads[0]].layout
-        return {
-            name: _take(reads[0], call.sizes.chunk_rows(slots[name].layout, whole, call.rank)) for name in task.writes
-        }
-    if task.op is Op.JOIN:
-        joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
-        for name, part in zip(task.reads, reads):
-            joined[_index(call.sizes.chunk_rows(slots[name].layout, target.layout, call.rank), part)] = part
-        return {target.name: joined}
-    if task.op is Op.ADD:
-        return {target.name: torch.stack(reads).sum(0)}
-    if task.op is Op.EXPERT:
-        assert call.experts is not None
-        counts = call.sizes.rows_per_expert(target.layout, call.rank)
-        ends = torch.from_numpy(counts.cumsum()).to(torch.int32).to(reads[0].device)
-        return {target.name: call.experts(reads[0], reads[1].squeeze(1), ends)}
-    assert task.op is Op.EXPERT_GRAD, f"{task.op.value} is not something to run"
-    assert call.expert_gradient is not None
-    rows, gates = call.expert_gradient(*reads)
-    return {task.writes[0]: rows, task.writes[1]: gates.unsqueeze(1)}
-
-
-def _places(tokens: str, index: str, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Tensor:
-    """Return each copy's token as a row of the tokens' slot."""
-    bases = call.sizes.token_bases(slots[tokens].layout, slots[index].layout, call.rank)
-    return value.squeeze(1) + _index(bases, value)
-
-
-def _take(value: Tensor, rows: object) -> Tensor:
-    return value.index_select(0, _index(rows, value))
-
-
-def _index(rows: object, like: Tensor) -> Tensor:
-    return torch.as_tensor(rows, device=like.device)
+def _as_rows(value: Value, source: Slot, target: Slot, call: Call) -> tuple[Tensor, int | None]:
+    """Return what travels, and of how many experts it will be parameters (None for what is not)."""
+    if source.kind is not Kind.WEIGHT:
+        return rows(value), None
+    assert not isinstance(value, Tensor)
+    if source.layout.flow == "bias":
+        return value[0], None
+    return call.experts.pack(value), call.sizes.num_held(target.layout, call.rank)

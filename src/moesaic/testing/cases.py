@@ -1,128 +1,214 @@
-"""Random cases of a layer over several ranks, and what the plain layer makes of them."""
+"""Random cases: a mesh, a plan, a layer and its tokens, all drawn from one number, which is what reproduces the case."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from moesaic.experts import GatedExperts
-from moesaic.program.build import SCHEDULES
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+
+T = TypeVar("T")
+Precision = Literal["float64", "float32", "autocast"]
+"""autocast: float32 under bfloat16 autocast."""
+
+TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.06}
+"""Of errors relative to the largest expected value."""
+CODEC_TOLERANCES = {"none": 0.0, "bf16": 0.06, "fp16": 0.01, "int8": 0.15, "fp8": 0.6, "zfp": 0.15}
+"""Where a coded plan is compared with the plain layer rather than with one that has the codec inserted."""
+
+OF_WHOLE_BATCH = ("expert_choice", "base")
+"""Routers that look at several tokens at once: they are comparable where one rank sees all tokens."""
+AT_RANDOM = ("noisy", "gshard")
+TOP_1 = ("switch", "base")
+TOP_2_UP = ("softmax", "sigmoid", "group_limited", "noisy")
+ROUTERS = (*TOP_2_UP, "softmax", "sigmoid", "cosine", "hash", *AT_RANDOM, *OF_WHOLE_BATCH, "switch")
+EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
+CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One random case; it prints as what reproduces it."""
+    """One case. `draw_case(seed)` gives it again."""
 
-    schedule: str
+    seed: int
+    """Of weights, tokens, and the order in which ranks advance."""
     grid: Grid
-    num_chunks: int
+    plan: Plan
     num_experts: int
     top_k: int
-    max_tokens: int
-    """Each data-parallel group has 0 to so many tokens."""
-    seed: int
-    """Of weights, tokens, routing and the order in which ranks advance."""
+    router: str
+    experts: str
+    """swiglu, gelu (with biases) or modules."""
+    shared: bool
+    """Add a shared expert."""
+    apply_weight: Literal["after", "before"]
+    capacity: AbstractCapacity
+    losses: tuple[AbstractLoss, ...]
+    sequences: int
+    """In each group's micro-batch."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens per sequence, by micro-batch, then by data-parallel group."""
+    padding: bool
+    """Mask tokens out."""
+    skew: float
+    """How far all tokens lean the same way: large values leave experts empty."""
+    recompute: bool
+    """Run under activation checkpointing."""
+    evaluate: bool
+    """Run forward-only, under inference mode, between the first two micro-batches, or at the end."""
+    precision: Precision
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
+        by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
+        plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
+        plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
+        return self.plan.is_lossless or (by_rows and plain)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error relative to the largest expected value that passes."""
+        if self.is_exact:
+            return TOLERANCES[self.precision]
+        lossy = sum(CODEC_TOLERANCES[codec] for codec in (self.plan.codec, self.plan.backward_codec))
+        return TOLERANCES[self.precision] + lossy
+
+    def lies_on(self, micro: int, group: int) -> tuple[int, int]:
+        """Return the shape of a group's batch without dim: (sequences, length)."""
+        return self.sequences, self.lengths[micro][group]
 
 
 @dataclass
-class Workload:
-    """The tokens, routing and cotangents of each data-parallel group, and the whole experts."""
+class Refusals:
+    """What was drawn and then refused as illegal, counted by the first word of the reason."""
 
-    x: list[Tensor]
-    """(tokens, dim) float64 per group."""
-    experts_of: list[Tensor]
-    """(tokens, top_k) int64 per group."""
-    gates: list[Tensor]
-    """(tokens, top_k) float64 per group."""
-    dy: list[Tensor]
-    """(tokens, dim) float64 per group: cotangents of the output."""
-    whole: GatedExperts
-    """All experts, unsharded."""
+    count: int = 0
 
 
-def draw_case(rng: random.Random, seed: int) -> Case:
-    """Draw a case on at most 8 ranks; TED only where its groups coincide."""
+def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None = None) -> Case:
+    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which.
+
+    Args:
+        seed: the same seed gives the same case, on any machine.
+        refusals: counts the plans that were refused.
+        world: ranks; None to draw them too.
+    """
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 2, 4, 4, 4, 8, 8])
+    size = size if world is None else world
     while True:
-        world = rng.choice([1, 2, 4, 8])
-        tp = rng.choice([size for size in (1, 2, 4) if world % size == 0])
-        pairs = [(ep, etp) for ep in (1, 2, 4, 8) for etp in (1, 2, 4) if world % (ep * etp) == 0]
-        ep, etp = rng.choice(pairs)
-        grid = Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=rng.choice(["etp", "ep"]))
-        schedule = rng.choice(list(SCHEDULES))
-        if schedule == "ted" and not grid.shares_tp_and_etp:
+        grid, plan = _draw_grid(rng, size), draw_plan(rng)
+        try:
+            compile_plan(plan, grid)
+        except InputError:
+            if refusals is not None:
+                refusals.count += 1
             continue
-        num_experts = ep * rng.choice([1, 2, 3])
-        return Case(
-            schedule=schedule,
-            grid=grid,
-            num_chunks=rng.choice([1, 1, 2, 3]),
-            num_experts=num_experts,
-            top_k=rng.randint(1, num_experts),
-            max_tokens=rng.choice([0, 1, 3, 9]),
-            seed=seed,
-        )
+        return _draw_rest(rng, seed, grid, plan)
 
 
-def draw_workload(case: Case) -> Workload:
-    """Draw weights, tokens, skewed routing and cotangents from the case's seed: the same in every process."""
-    generator = torch.Generator().manual_seed(case.seed)
-    dim, hidden, groups = 4, 3 * case.grid.etp, case.grid.dp
-    lengths = torch.randint(0, case.max_tokens + 1, (groups,), generator=generator).tolist()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    whole = GatedExperts(dim, hidden, case.num_experts).double()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(normal(*parameter.shape))
-    skew = torch.rand(case.num_experts, generator=generator).pow(3) + 1e-3
-    return Workload(
-        x=[normal(n, dim) for n in lengths],
-        experts_of=[
-            torch.multinomial(skew.expand(n, -1), case.top_k, generator=generator)
-            if n
-            else torch.zeros(0, case.top_k).long()
-            for n in lengths
-        ],
-        gates=[torch.rand(n, case.top_k, generator=generator, dtype=torch.float64) for n in lengths],
-        dy=[normal(n, dim) for n in lengths],
-        whole=whole,
+def draw_plan(rng: random.Random) -> Plan:
+    """Draw every field of a plan, whether or not they go together."""
+    codec = rng.choice(CODECS) if rng.random() < 0.15 else "none"
+    backward_codec = rng.choice(CODECS) if codec != "none" and rng.random() < 0.3 else "none"
+    return Plan(
+        schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),  # type: ignore[arg-type]
+        fuse=rng.random() < 0.2,
+        gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
+        chunks=rng.choice([1, 1, 2, 3]),
+        peer_groups=rng.choice([1, 1, 1, 2, 4]),
+        overlap_gather=rng.random() < 0.2,
+        all_to_all=_mostly(rng, "linear", ["hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]),  # type: ignore[arg-type]
+        codec=codec,  # type: ignore[arg-type]
+        backward_codec=backward_codec,  # type: ignore[arg-type]
+        order=_mostly(rng, "early", ["fifo", "optsche", "exact"]),  # type: ignore[arg-type]
     )
 
 
-@dataclass
-class Expected:
-    """What the plain layer gives, per group; expert gradients over all groups."""
-
-    y: list[Tensor]
-    dx: list[Tensor]
-    dgates: list[Tensor]
-    dexperts: list[Tensor]
+def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
+    return usual if rng.random() < 0.4 else rng.choice(others)
 
 
-def expect(work: Workload) -> Expected:
-    """Run the plain layer on every group: a loop over experts."""
-    x = [value.requires_grad_() for value in work.x]
-    gates = [value.requires_grad_() for value in work.gates]
-    outputs = []
-    for tokens, chosen, weights in zip(x, work.experts_of, gates):
-        y = torch.zeros_like(tokens)
-        for e in range(work.whole.num_experts):
-            hidden = F.silu(tokens @ work.whole.w1[e].T) * (tokens @ work.whole.w3[e].T)
-            y = y + (weights * (chosen == e)).sum(1, keepdim=True) * (hidden @ work.whole.w2[e].T)
-        outputs.append(y)
-    leaves = [*x, *gates, *work.whole.parameters()]
-    grads = torch.autograd.grad(outputs, leaves, work.dy)
-    groups = len(x)
-    return Expected(
-        y=[y.detach() for y in outputs],
-        dx=list(grads[:groups]),
-        dgates=list(grads[groups : 2 * groups]),
-        dexperts=list(grads[2 * groups :]),
+def _draw_grid(rng: random.Random, world: int) -> Grid:
+    divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
+    pairs = [(ep, etp) for ep in divisors for etp in divisors if etp <= 4 and world % (ep * etp) == 0]
+    ep, etp = rng.choice(pairs)
+    return Grid(
+        world=world,
+        tp=rng.choice([size for size in divisors if size <= 4]),
+        ep=ep,
+        etp=etp,
+        innermost=rng.choice(["etp", "etp", "ep"]),
+        ranks_per_node=rng.choice([None, *divisors]),
     )
+
+
+def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
+    one_sees_all = grid.dp == 1 and (plan.schedule != "s1" or grid.tp == 1)
+    router = rng.choice([name for name in ROUTERS if one_sees_all or name not in OF_WHOLE_BATCH])
+    num_experts = max(grid.ep * rng.choice([1, 1, 2, 3]), 2 if router in TOP_2_UP or router == "gshard" else 1)
+    num_experts += num_experts % 2 if router == "group_limited" else 0
+    num_experts = -(-num_experts // grid.ep) * grid.ep
+    if router == "group_limited" and num_experts % 2:
+        num_experts *= 2
+    micro_batches = rng.choice([1, 1, 1, 2])
+    longest = rng.choice([1, 3, 5, 5])
+    lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
+    if rng.random() < 0.2:
+        lengths = tuple(tuple(longest for _ in of_groups) for of_groups in lengths)
+    return Case(
+        seed=seed,
+        grid=grid,
+        plan=plan,
+        num_experts=num_experts,
+        top_k=_draw_top_k(rng, router, num_experts),
+        router=router,
+        experts=rng.choice([name for name in EXPERTS if name != "modules" or grid.etp == 1]),
+        shared=rng.random() < 0.2,
+        apply_weight=rng.choice(["after", "after", "before"]),
+        capacity=_draw_capacity(rng),
+        losses=_draw_losses(rng),
+        sequences=rng.choice([1, 2]),
+        lengths=lengths,
+        padding=rng.random() < 0.3,
+        skew=rng.choice([0.0, 1.0, 4.0]),
+        recompute=rng.random() < 0.2,
+        evaluate=rng.random() < 0.2,
+        precision="float64" if not plan.is_lossless else rng.choice([*["float64"] * 10, "float32", "autocast"]),  # type: ignore[arg-type]
+    )
+
+
+def _draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
+    if router in TOP_1:
+        return 1
+    if router == "gshard":
+        return 2
+    if router == "group_limited":
+        return rng.randint(2, num_experts // 2) if num_experts >= 4 else num_experts
+    least = 2 if router in TOP_2_UP and num_experts > 1 else 1
+    return rng.choice([least, rng.randint(least, min(num_experts, 4)), num_experts])
+
+
+def _draw_capacity(rng: random.Random) -> AbstractCapacity:
+    if rng.random() < 0.4:
+        return Dropless()
+    scope, order = rng.choice(["mesh", "mesh", "rank"]), rng.choice(["position", "position", "score"])
+    factor = rng.choice([0.3, 0.7, 1.0, 1.5])
+    kind = rng.choice(["fixed", "fixed", "fitted", "at_most"])
+    if kind == "fixed":
+        return Capacity.fixed(factor, order=order, scope=scope)  # type: ignore[arg-type]
+    at_most = factor if kind == "at_most" else None
+    return Capacity.fitted(at_most=at_most, order=order, scope=scope)  # type: ignore[arg-type]
+
+
+def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
+    level = rng.choice(["micro_batch", "sequence", "global_batch"])
+    every: list[AbstractLoss] = [LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2)]  # type: ignore[arg-type]
+    return tuple(rng.sample(every, rng.choice([0, 1, 2, 3])))

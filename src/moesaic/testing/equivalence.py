@@ -1,195 +1,195 @@
-"""Every program computes what the plain layer computes: random meshes, schedules and workloads against a float64 reference.
+"""Every plan computes what the plain layer computes: one case on all its ranks, compared with what it must give.
 
-A case runs all ranks on loopback, forward and backward, and compares the output, the gradients of input and routing
-weights, and every expert's gradient with a loop over experts on the whole batch.
+A case runs forward and backward, once or over several micro-batches, then averages gradients and finishes the step, as
+training does. Compared are outputs, auxiliary losses, counts, gradients of the input, the router, every expert and the
+shared expert, the router's state after the step, a forward-only pass, and whether ranks agree that must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from moesaic.comm.loopback import Loopback
-from moesaic.experts import GatedExperts
-from moesaic.program.build import SCHEDULES
-from moesaic.program.order.early import early
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.sizes import Sizes
-from moesaic.program.task import Program
-from moesaic.program.transpose import saved, transpose
-from moesaic.program.validate import validate
-from moesaic.runtime.drive import drive_all
-from moesaic.runtime.interpret import Call, Environment, interpret
-from moesaic.testing.cases import Case, Expected, Workload, draw_workload, expect
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.seat import AbstractMesh, Seat
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, compile_plan
+from moesaic.routing.losses import set_loss_scale
+from moesaic.routing.routing import Routing
+from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.tape import checkpoint
+from moesaic.testing.cases import Case
+from moesaic.testing.expected import Expected, expect, shard_of
+from moesaic.testing.workload import Batch, Workload, draw_workload
 
-
-@dataclass(frozen=True)
-class Errors:
-    """Largest absolute differences from the reference."""
-
-    output: float
-    input_gradient: float
-    gate_gradient: float
-    expert_gradient: float
-
-    @property
-    def worst(self) -> float:
-        """The largest of them."""
-        return max(self.output, self.input_gradient, self.gate_gradient, self.expert_gradient)
+Errors = dict[str, float]
+"""Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
+Change = Callable[[Compiled], Compiled]
+"""A bug to plant into what runs."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A case, ready to run on any wire."""
+@dataclass
+class RankResult:
+    """What one rank of a case has at the end."""
 
-    forward: Program
-    backward: Program
-    ranks: list[RankPart]
-    sizes: Sizes
-    work: Workload
-    expected: Expected
-
-    @classmethod
-    def of(cls, case: Case, change: Callable[[Program], Program] = lambda program: program) -> Prepared:
-        """Build programs, sizes and every rank's part; `change` is applied to both programs, to plant bugs."""
-        work = draw_workload(case)
-        plain = split_capacity(SCHEDULES[case.schedule](), case.num_chunks)
-        forward, backward = early(change(plain)), early(change(transpose(plain)))
-        for program in (forward, backward):
-            validate(program)
-        ranks = [RankPart(rank, case, work) for rank in range(case.grid.world)]
-        copies, tokens = np.stack([rank.copies for rank in ranks]), np.array([rank.num_tokens for rank in ranks])
-        return cls(forward, backward, ranks, Sizes(case.grid, copies, tokens, case.num_chunks), work, expect(work))
-
-    def call(self, rank: RankPart, first_tag: int = 0) -> Call:
-        """Return a rank's call."""
-        return Call(rank.rank, self.sizes, rank.experts, rank.gradient, first_tag)
-
-    def cotangents(self, rank: RankPart, values: Environment) -> Environment:
-        """Return what a rank's backward program reads, from the values of its forward program."""
-        return {"y'": self.work.dy[rank.group]} | {name: values[name] for name in saved(self.forward)}
-
-    def errors(self, rank: RankPart, forward: Environment, backward: Environment) -> Errors:
-        """Compare a rank's values with the reference; expert gradients apart."""
-        gates = rank.by_token(backward["gates'"]) - self.expected.dgates[rank.group][rank.routed]
-        return Errors(
-            output=_largest(forward["y"] - self.expected.y[rank.group]),
-            input_gradient=_largest(backward["x'"] - self.expected.dx[rank.group]),
-            gate_gradient=_largest(gates),
-            expert_gradient=0.0,
-        )
-
-    def expert_error(self, whole: list[Tensor]) -> float:
-        """Compare the sum of all shards' gradients with the reference."""
-        return max(_largest(a - b) for a, b in zip(whole, self.expected.dexperts))
+    outputs: list[Tensor] = field(default_factory=list)
+    input_gradients: list[Tensor] = field(default_factory=list)
+    losses: list[dict[str, Tensor]] = field(default_factory=list)
+    requested: list[list[int]] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    evaluated: Tensor | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    norm: float | None = None
+    """Of all gradients; None where nothing computed it."""
 
 
-def run_case(case: Case, change: Callable[[Program], Program] = lambda program: program) -> Errors:
-    """Run a case on loopback and compare it with the reference.
+def run_case(case: Case, change: Change | None = None) -> Errors:
+    """Run a case on loopback and compare it.
 
     Args:
         case: what to run.
-        change: applied to the forward and the backward program before they run, to plant bugs.
+        change: applied to the compiled plan before it runs, to plant bugs.
     """
-    run = Prepared.of(case, change)
-    first = _on_loopback(run, run.forward, [rank.inputs for rank in run.ranks], case.seed)
-    cotangents = [run.cotangents(rank, values) for rank, values in zip(run.ranks, first)]
-    second = _on_loopback(run, run.backward, cotangents, case.seed + 1)
-    whole = [torch.zeros_like(parameter) for parameter in run.work.whole.parameters()]
-    for rank in run.ranks:
-        rank.add_gradients(whole)
-    found = [run.errors(*parts) for parts in zip(run.ranks, first, second)]
-    return Errors(
-        output=max(errors.output for errors in found),
-        input_gradient=max(errors.input_gradient for errors in found),
-        gate_gradient=max(errors.gate_gradient for errors in found),
-        expert_gradient=run.expert_error(whole),
-    )
+    work = draw_workload(case)
+    expected = expect(case, work)
+    compiled = compile_case(case, change)
+
+    def rank(wire: AbstractWire) -> RankResult:
+        return run_rank(case, work, compiled, Seat(case.grid, wire))
+
+    return compare(case, work, expected, run_ranks(case.grid.world, rank, seed=case.seed))
 
 
-class RankPart:
-    """What one rank of a case holds: its part of the routing, its shard of the experts."""
-
-    def __init__(self, rank: int, case: Case, work: Workload) -> None:
-        grid = case.grid
-        self.rank, self.group, place = rank, grid.coordinate(rank, "dp"), grid.coordinate(rank, "tp")
-        tokens = len(work.x[self.group])
-        share = slice(tokens * place // grid.tp, tokens * (place + 1) // grid.tp)
-        self.num_tokens = tokens if case.schedule == "baseline" else share.stop - share.start
-        self.routed = share if case.schedule == "s1" else slice(0, tokens)
-        expert = work.experts_of[self.group][self.routed].reshape(-1)
-        self._order = expert.argsort(stable=True)
-        token = torch.arange(len(expert)) // case.top_k
-        self._top_k = case.top_k
-        self.copies = np.bincount(expert.numpy(), minlength=case.num_experts)
-        if case.schedule not in ("s1", "baseline"):
-            self.copies = self.copies * (place + 1) // grid.tp - self.copies * place // grid.tp
-        self.inputs = {
-            "x": work.x[self.group].detach(),
-            "gates": work.gates[self.group][self.routed].reshape(-1)[self._order].unsqueeze(1).detach(),
-            "index": token[self._order].unsqueeze(1),
-        }
-        each, width = case.num_experts // grid.ep, work.whole.w1.shape[1] // grid.etp
-        ep, etp = grid.coordinate(rank, "ep"), grid.coordinate(rank, "etp")
-        self._experts, self._hidden = slice(ep * each, (ep + 1) * each), slice(etp * width, (etp + 1) * width)
-        self._shard = GatedExperts(work.whole.dim, width, each).double()
-        with torch.no_grad():
-            for mine, full in zip(self._parts(self._shard), self._parts(work.whole)):
-                mine.copy_(self._cut(mine, full))
-        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def experts(self, rows: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
-        """Run the shard, keeping its graph."""
-        with torch.enable_grad():
-            leaves = rows.detach().requires_grad_(), gates.detach().requires_grad_()
-            out = self._shard(*leaves, ends)
-        self._pending.append((*leaves, out))
-        return out.detach()
-
-    def gradient(self, dy: Tensor, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cotangents of rows and gates; sum those of the weights."""
-        match = next(i for i, (kept, _, _) in enumerate(self._pending) if kept.data_ptr() == rows.data_ptr())
-        leaf, gate, out = self._pending.pop(match)
-        parts = self._parts(self._shard)
-        grads = torch.autograd.grad(out, [leaf, gate, *parts], dy)
-        for parameter, grad in zip(parts, grads[2:]):
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        return grads[0], grads[1]
-
-    def add_gradients(self, whole: list[Tensor]) -> None:
-        """Add the shard's gradients to those of the whole experts."""
-        for mine, full in zip(self._parts(self._shard), whole):
-            if mine.grad is not None:
-                self._cut(mine, full).add_(mine.grad)
-
-    def by_token(self, gates: Tensor) -> Tensor:
-        """Return gate gradients as (tokens, top_k), from the order in which copies travel."""
-        out = torch.zeros(len(self._order), dtype=gates.dtype)
-        out[self._order] = gates.squeeze(1)
-        return out.view(-1, self._top_k)
-
-    @staticmethod
-    def _parts(experts: GatedExperts) -> list[Tensor]:
-        return list(experts.parameters())
-
-    def _cut(self, mine: Tensor, full: Tensor) -> Tensor:
-        narrowed = full[self._experts]
-        if mine.shape[1] != full.shape[1]:
-            return narrowed[:, self._hidden]
-        return narrowed if mine.shape[2] == full.shape[2] else narrowed[:, :, self._hidden]
+def compile_case(case: Case, change: Change | None = None) -> Compiled:
+    """Compile a case's plan, once for all ranks."""
+    compiled = compile_plan(case.plan, case.grid, bias=case.experts == "gelu")
+    return compiled if change is None else change(compiled)
 
 
-def _on_loopback(run: Prepared, program: Program, values: list[Environment], seed: int) -> list[Environment]:
-    wire = Loopback()
-    steps = [interpret(program, value, run.call(rank)) for rank, value in zip(run.ranks, values)]
-    results = drive_all(steps, wire, seed)
-    assert wire.is_empty, "messages that nobody received"
-    return results
+def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh) -> RankResult:
+    """Run one rank's part of a case: a step of training. All ranks call it together."""
+    layer, result = work.fresh_layer(), RankResult()
+    layer.parallelize(mesh, compiled)
+    group = case.grid.coordinate(mesh.rank, "dp")
+    for micro, share in enumerate(work.shares):
+        set_loss_scale(layer, share)
+        _forward_backward(case, layer, work.batches[micro][group], share, result)
+        if case.evaluate and micro == 0:
+            result.evaluated = _evaluate(case, layer, work.batches[micro][group])
+    average_gradients(layer, mesh)
+    layer.finish_step()
+    result.gradients = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
+    result.buffers = dict(layer.router.named_buffers())
+    return result
 
 
-def _largest(difference: Tensor) -> float:
-    return float(difference.abs().max()) if difference.numel() else 0.0
+def compare(case: Case, work: Workload, expected: Expected, results: list[RankResult]) -> Errors:
+    """Return the largest error of each quantity over all ranks."""
+    errors: Errors = {}
+    for rank, result in enumerate(results):
+        for quantity, error in _errors_of(case, work, expected, rank, result):
+            errors[quantity] = max(errors.get(quantity, 0.0), error)
+    for rank, result in enumerate(results):
+        first = results[case.grid.group(rank, ("tp",))[0]]
+        errors["tensor group agrees"] = max(errors.get("tensor group agrees", 0.0), _difference(first, result))
+    return errors
+
+
+def failures(case: Case, errors: Errors) -> Errors:
+    """Return the errors that are too large; NaN is."""
+    return {quantity: error for quantity, error in errors.items() if not error <= case.tolerance}
+
+
+def relative(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Return the largest difference over the largest expected value (over 1 if that is less); None stands for zeros."""
+    if actual is None or expected is None:
+        present = next((value for value in (actual, expected) if value is not None), None)
+        return 0.0 if present is None or not present.numel() else float(present.abs().max())
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not actual.numel():
+        return 0.0
+    error = float((actual.double() - expected.double()).abs().max())
+    return error / max(float(expected.abs().max()), 1.0) if error == error else float("inf")
+
+
+def _forward_backward(case: Case, layer: MoE, batch: Batch, share: float, result: RankResult) -> None:
+    x = batch.x.detach().clone().requires_grad_()
+    torch.manual_seed(batch.seed)
+    options = {"mask": batch.mask, "token_ids": batch.ids, "return_routing": True}
+    with _precision(case):
+        found = checkpoint(layer, x, **options) if case.recompute else layer(x, **options)
+        y, routing = found
+        assert isinstance(routing, Routing)
+    ((y * batch.dy).sum() * share).backward()
+    assert x.grad is not None
+    result.outputs.append(y.detach())
+    result.input_gradients.append(x.grad)
+    result.losses.append(routing.losses)
+    result.requested.append(routing.requested.tolist())
+    result.sent.append(routing.counts.tolist())
+
+
+def _evaluate(case: Case, layer: MoE, batch: Batch) -> Tensor:
+    layer.eval()
+    with torch.inference_mode(), _precision(case):
+        y: Tensor = layer(batch.x, mask=batch.mask, token_ids=batch.ids)
+    layer.train()
+    return y.clone()
+
+
+def _precision(case: Case) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if case.precision == "autocast" else nullcontext()
+
+
+def _local(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _errors_of(
+    case: Case, work: Workload, expected: Expected, rank: int, result: RankResult
+) -> Iterator[tuple[str, float]]:
+    """Yield every quantity of one rank with its error."""
+    group = case.grid.coordinate(rank, "dp")
+    for micro in range(len(work.shares)):
+        yield "output", relative(result.outputs[micro], expected.outputs[micro][group])
+        yield "input gradient", relative(result.input_gradients[micro], expected.input_gradients[micro][group])
+        yield "counts", float(result.requested[micro] != expected.requested[micro])
+        yield "counts", float(result.sent[micro] != expected.sent[micro])
+        for name, value in expected.losses[micro].items():
+            yield "auxiliary loss", relative(result.losses[micro].get(name), value)
+    if expected.evaluated is not None:
+        yield "evaluation", relative(result.evaluated, expected.evaluated[group])
+    for name, buffer in expected.buffers.items():
+        yield "router state", relative(result.buffers[name], buffer)
+    if result.norm is not None:
+        yield "gradient norm", abs(result.norm - expected.norm) / max(expected.norm, 1.0)
+    for name, whole in expected.gradients.items():
+        kind, own = name.split(".")[0], name.split(".")[-1]
+        if kind == "experts" and case.experts == "modules":
+            if name in result.gradients:
+                yield "expert gradient", relative(result.gradients[name], whole)
+        elif kind == "experts":
+            dim = work.layer.experts.shard_dim(own)
+            mine = None if whole is None else shard_of(whole, case.grid, rank, dim)
+            yield "expert gradient", relative(result.gradients[name], mine)
+        else:
+            yield f"{kind} gradient", relative(result.gradients[name], whole)
+
+
+def _difference(first: RankResult, other: RankResult) -> float:
+    """Return the largest difference between ranks of a tensor group, which must have the same bits."""
+    pairs = [*zip(first.outputs, other.outputs), *zip(first.input_gradients, other.input_gradients)]
+    pairs += [
+        (first.gradients[name], value)
+        for name, value in other.gradients.items()
+        if value is not None and not name.startswith("experts")
+    ]
+    return max((float(not torch.equal(a, b)) for a, b in pairs if a is not None), default=0.0)

@@ -143,13 +143,13 @@ def reference_choice(
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
-    """Return one expert's output for one row, (dim,), unweighted."""
+    """Return one expert's output for one row, (dim,), or for several, (rows, dim), unweighted."""
     if isinstance(experts, ModuleExperts):
-        return cast(Tensor, experts.experts[expert](row.unsqueeze(0)).squeeze(0))
+        return cast(Tensor, experts.experts[expert](row.view(-1, experts.dim)).view(row.shape))
     assert isinstance(experts, (GatedExperts, PlainExperts)), f"no reference for {type(experts).__name__}"
 
     def linear(weight: nn.Parameter, bias: nn.Parameter | None, inputs: Tensor) -> Tensor:
-        return weight[expert] @ inputs + (0 if bias is None else bias[expert])
+        return inputs @ weight[expert].T + (0 if bias is None else bias[expert])
 
     hidden = linear(experts.w1, experts.b1, row)
     if isinstance(experts, GatedExperts):

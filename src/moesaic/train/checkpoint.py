@@ -1,6 +1,7 @@
-"""Checkpoints: safetensors and JSON, written aside and renamed, so that a folder that has its name is whole.
+"""Checkpoints: tensors and JSON, written aside and renamed, so that a folder that has its name is whole.
 
-    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json
+    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json     by one process
+    checkpoints/step-00000250/  shards/*                                  state.json     by several ranks
 
 `state.json` holds a checksum of each tensor file; loading takes the newest checkpoint whose checksums hold.
 """
@@ -8,11 +9,11 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.train.configfile import override
+from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, write_shards
+from moesaic.train.durable import checksum, flush
+from moesaic.train.ranks import Ranks
 
-FORMAT = 1
-"""Version of the layout; a reader refuses newer ones."""
+FORMAT = 2
+"""Version of the layout; a reader refuses newer ones. Up to 1, queries, keys and values were one flat matrix."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,13 @@ class Checkpoint:
     vocab_size: int
     """Its vocabulary."""
     model: dict[str, Tensor]
-    """Parameters and persistent buffers by name."""
+    """Parameters and persistent buffers by name; empty if only the description was loaded."""
     optimizer: dict[str, Tensor]
-    """`<parameter>.<state>` to tensor."""
+    """`<parameter>.<state>` to tensor; empty likewise."""
     extra: dict[str, Any]
     """What the loop stored beside them."""
+    folder: Path
+    """Where it lies."""
 
 
 def save_checkpoint(
@@ -58,6 +65,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
     keep_last: int,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` atomically, then delete all but the newest `keep_last` checkpoints up to it.
 
@@ -70,44 +78,64 @@ def save_checkpoint(
         model_config: its architecture.
         vocab_size: its vocabulary.
         optimizer: its state is saved by parameter name.
-        extra: JSON data to hand back on loading.
+        extra: JSON data to hand back on loading; the first rank's is kept.
         keep_last: checkpoints to keep.
+        ranks: that share the model and all call this; None for one process.
 
     Raises:
         InputError: if the disk is full or the folder cannot be written; earlier checkpoints stay.
     """
+    ranks = ranks or Ranks()
     target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        aside.mkdir()
-        tensors = {
-            "model.safetensors": {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-            "optimizer.safetensors": optimizer_tensors(model, optimizer),
-        }
-        state["sha256"] = {name: _write(aside / name, part) for name, part in tensors.items()}
-        (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        for path in (aside / "state.json", aside):  # what the name promises must be on the disk before the name is
-            _flush(path)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        _flush(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        reason = "the disk is full: free space" if full else f"{error}: check the folder"
-        raise InputError(
-            f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
-        ) from error
-    upto = [path for path in list_checkpoints(folder) if path.name <= target.name]
-    for path in list_checkpoints(folder):
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
+    with _refusing(target, aside, ranks):
+        if ranks.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            aside.mkdir()
+    with _refusing(target, aside, ranks):
+        state["sha256"] = _write_whole(aside, tensors) if ranks.mesh is None else write_shards(aside, tensors, ranks)
+    with _refusing(target, aside, ranks):
+        if ranks.is_first:
+            _publish(aside, target, state, keep_last)
+    return target
+
+
+def _publish(aside: Path, target: Path, state: dict[str, Any], keep_last: int) -> None:
+    """Write the description of a checkpoint whose tensors are there, rename its folder, delete old checkpoints."""
+    (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+    for path in (aside / "state.json", aside):  # what the name promises must be on the disk before the name is
+        flush(path)
+    if (aside / SHARDS).exists():
+        flush(aside / SHARDS)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(aside, target)
+    flush(target.parent)
+    upto = [path for path in list_checkpoints(target.parent) if path.name <= target.name]
+    for path in list_checkpoints(target.parent):
         if path not in upto[-keep_last:]:
             shutil.rmtree(path, ignore_errors=True)
-    return target
+
+
+@contextmanager
+def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
+    """A part of saving: if a rank cannot write, nothing half-written stays and every rank says so."""
+    with ranks.together():
+        try:
+            yield
+        except (OSError, SafetensorError, CheckpointException) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+            text = " ".join(str(error).split())
+            reason = "the disk is full: free space" if full else f"{text:.300}: check the folder"
+            raise InputError(
+                f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
+            ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -115,12 +143,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
-    """Load the newest whole checkpoint.
+def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: bool = True) -> Checkpoint:
+    """Load the newest whole checkpoint, written by however many ranks.
 
     Args:
         folder: the run's `checkpoints` folder.
         warn: is given one line for each damaged checkpoint that is passed over.
+        with_tensors: also load its whole tensors; the checksums are compared in any case.
 
     Raises:
         InputError: if there is none, or none is whole.
@@ -131,7 +160,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
     damages: list[str] = []
     for path in reversed(candidates):
         try:
-            loaded = _read(path)
+            loaded = _read(path, with_tensors)
         except _DamagedError as damage:
             damages.append(f"{path.name}: {damage}")
             continue
@@ -144,11 +173,32 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
-    """Copy a checkpoint's parameters into a model.
+    """Copy a checkpoint's parameters into a whole model.
 
     Raises:
         InputError: if the checkpoint is of another `architecture`; names the fields that differ.
     """
+    require_architecture(checkpoint, config, vocab_size)
+    try:
+        model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:  # the fields agree, but another version built the saved model
+        raise _does_not_fit(checkpoint, error) from error
+
+
+def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+    """Read this rank's part of a checkpoint, of which the description was loaded, into a sharded model and its optimizer.
+
+    Raises:
+        InputError: if it does not fit; the architecture is to be compared before (`require_architecture`).
+    """
+    try:
+        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists())
+    except (ValueError, RuntimeError, CheckpointException) as error:
+        raise _does_not_fit(checkpoint, error) from error
+
+
+def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
+    """Raise InputError, naming the fields that differ, if a checkpoint is of another `architecture`."""
     wanted, saved = architecture(config), architecture(checkpoint.model_config)
     # A field that only one of the two has depends on one in which they differ, which is named.
     different = [
@@ -161,14 +211,14 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, voc
             f"the checkpoint of step {checkpoint.step} is of another architecture, {'; '.join(different)} "
             "(configured and saved): configure the saved one, or choose another run folder"
         )
-    try:
-        model.load_state_dict(checkpoint.model)
-    except RuntimeError as error:  # the fields agree, but another version built the saved model
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
-            "use the version that wrote it, or choose another run folder"
-        ) from error
+
+
+def _does_not_fit(checkpoint: Checkpoint, error: BaseException) -> InputError:
+    reason = " ".join(str(error).split())
+    return InputError(
+        f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
+        "use the version that wrote it, or choose another run folder"
+    )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -218,49 +268,36 @@ class _DamagedError(Exception):
     """A checkpoint that is not whole."""
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors, flush them to the disk, return the file's checksum."""
-    save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-    _flush(path)
-    return _checksum(path)
+def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write `model.*` and `optimizer.*` tensors into a file each, flush them, return the files' checksums."""
+    checksums = {}
+    for part in ("model", "optimizer"):
+        path = folder / f"{part}.safetensors"
+        own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}, path)
+        flush(path)
+        checksums[path.name] = checksum(path)
+    return checksums
 
 
-def _flush(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk; Windows knows no flushing of folders."""
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> Checkpoint:
+def _read(path: Path, with_tensors: bool) -> Checkpoint:
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if state["format"] > FORMAT:
             raise InputError(
                 f"checkpoint {path} has format {state['format']}, this Moesaic reads up to {FORMAT}: upgrade it"
             )
-        for name, checksum in state["sha256"].items():
-            if _checksum(path / name) != checksum:
+        for name, expected in state["sha256"].items():
+            if checksum(path / name) != expected:
                 raise _DamagedError(f"{name} does not match its checksum")
         return Checkpoint(
             step=state["step"],
             model_config=override(ModelConfig(), state["model_config"], source=str(path / "state.json")),
             vocab_size=state["vocab_size"],
-            model=load_file(path / "model.safetensors"),
-            optimizer=load_file(path / "optimizer.safetensors"),
+            model=_whole(path, "model", state["format"]) if with_tensors else {},
+            optimizer=_whole(path, "optimizer", state["format"]) if with_tensors else {},
             extra=state["extra"],
+            folder=path,
         )
     except FileNotFoundError as error:
         raise _DamagedError(f"{Path(error.filename).name} is missing") from error
@@ -268,3 +305,15 @@ def _read(path: Path) -> Checkpoint:
         if isinstance(error, InputError):
             raise
         raise _DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _whole(path: Path, part: str, version: int) -> dict[str, Tensor]:
+    """Return the whole tensors of a part of a checkpoint, as this version shapes them."""
+    if (path / SHARDS).exists():
+        return read_whole(path, f"{part}.")
+    tensors: dict[str, Tensor] = load_file(path / f"{part}.safetensors")
+    if version == 1:
+        for name, tensor in tensors.items():
+            if ".attention.qkv.weight" in name and tensor.dim() == 2:
+                tensors[name] = tensor.unflatten(0, (3, -1))
+    return tensors

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,43 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the ranks that torchrun started share the model; data parallelism takes the ranks that are left over."""
+
+    tp: int = 1
+    """Tensor parallelism: so many ranks hold the same tokens and each a part of attention and of dense layers; must divide
+    model.num_heads."""
+    ep: int = 1
+    """Expert parallelism: the experts of a layer are split over so many ranks."""
+    etp: int = 1
+    """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
+    pp: int = 1
+    """Pipeline parallelism: reserved, must be 1."""
+    cp: int = 1
+    """Context parallelism: reserved, must be 1."""
+    innermost: Literal["etp", "ep"] = "etp"
+    """Which of etp and ep has consecutive ranks, which usually share a node."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks that share a node; None takes what torchrun says (LOCAL_WORLD_SIZE)."""
+    sequence_parallel: bool = False
+    """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "etp", "pp", "cp", "ranks_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"mesh.{name}={value}: must be at least 1")
+        for name in ("pp", "cp"):
+            if getattr(self, name) > 1:
+                raise InputError(f"mesh.{name}={getattr(self, name)}: it is reserved for later: set it to 1")
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest world that the mesh fits."""
+        return math.lcm(self.tp, self.ep * self.etp)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -77,15 +116,16 @@ class TrainConfig:
     steps: int = 500
     """Optimizer steps."""
     batch_size: int = 16
-    """Sequences per micro-batch."""
+    """Sequences per micro-batch, over all ranks."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     seed: int = 0
     """Of initialisation, data order and routing noise."""
     device: str = "auto"
-    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Autocast of the forward pass. auto: bfloat16 where a matmul of it is measured at least 1.5 times as fast."""
+    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1. Of several ranks each takes a GPU of its own."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Autocast of the forward pass. auto: bfloat16 where a matmul of it is measured at least 1.5 times as fast. float64: the
+    parameters too, for comparing runs."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     log_every: int = 10
@@ -108,6 +148,10 @@ class TrainConfig:
     """The data."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    mesh: MeshConfig = MeshConfig()
+    """How the ranks share the model."""
+    plan: Plan = field(default_factory=Plan)
+    """How the MoE layers run on the mesh; one process has no use for it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):
@@ -119,6 +163,25 @@ class TrainConfig:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
+        if self.model.num_heads % self.mesh.tp:
+            raise InputError(
+                f"mesh.tp={self.mesh.tp} does not divide model.num_heads={self.model.num_heads}: "
+                "choose a tp that divides the heads"
+            )
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        model, mesh = self.model, self.mesh
+        sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
+        wanted = [("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts)] if any(sparse) else []
+        wanted += [("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden)] if any(sparse) else []
+        if not all(sparse):
+            wanted.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
+        if mesh.sequence_parallel:
+            wanted.append(("mesh.tp", mesh.tp, "model.seq_len (for mesh.sequence_parallel)", model.seq_len))
+        for axis, ranks, name, size in wanted:
+            if size % ranks:
+                raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
 
     @property
     def tokens_per_step(self) -> int:

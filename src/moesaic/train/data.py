@@ -182,15 +182,28 @@ class Batches:
         seq_len: tokens per sequence.
         batch_size: sequences per micro-batch.
         seed: of the order.
+        part: (index, count): of each micro-batch only the index-th of count equal parts is given.
         name: of the data, for messages.
 
     Raises:
-        InputError: if the data is shorter than one sequence and its target.
+        InputError: if the data is shorter than one sequence and its target, or a micro-batch does not split.
     """
 
     def __init__(
-        self, tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, name: str = "training data"
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        part: tuple[int, int] = (0, 1),
+        name: str = "training data",
     ) -> None:
+        if batch_size % part[1]:
+            raise InputError(
+                f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
+                f"choose a multiple of {part[1]}"
+            )
+        self.part = part
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.num_windows = (len(tokens) - 1) // seq_len
         if self.num_windows < 1:
@@ -202,9 +215,10 @@ class Batches:
         self._order = np.empty(0, dtype=np.int64)
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return micro-batch `index`: tokens and targets, (batch_size, seq_len) int64 each."""
-        first = index * self.batch_size
-        windows = [self._window(place) for place in range(first, first + self.batch_size)]
+        """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts, seq_len) int64 each."""
+        size = self.batch_size // self.part[1]
+        first = index * self.batch_size + self.part[0] * size
+        windows = [self._window(place) for place in range(first, first + size)]
         return as_batch(self.tokens, windows, self.seq_len)
 
     def _window(self, place: int) -> int:
@@ -228,8 +242,8 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
 
 def as_batch(tokens: np.ndarray, windows: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
     """Return windows of the data as tokens and next tokens, (len(windows), seq_len) int64 each."""
-    rows = np.stack([tokens[w * seq_len : (w + 1) * seq_len + 1] for w in windows]).astype(np.int64)
-    batch = torch.from_numpy(rows)
+    rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
+    batch = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, np.int64)).view(-1, seq_len + 1)
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
@@ -25,9 +25,10 @@ from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
 from moesaic.train.clock import Clock
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
-from moesaic.train.evaluate import evaluate
+from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
-from moesaic.train.metrics import Metrics
+from moesaic.train.metrics import Metrics, NoMetrics
+from moesaic.train.norm import clip, gradient_norm, largest_parameter
 from moesaic.train.progress import TrainingProgress, status
 from moesaic.train.state import RunState, open_run, rng_state
 
@@ -49,11 +50,11 @@ class TrainResult:
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
-    """Train a model as configured.
+    """Train a model as configured; where a process group is initialised, together with its other ranks.
 
     Args:
         config: the configuration.
-        console: where progress goes; None for standard output.
+        console: where the first rank's progress goes; None for standard output.
 
     Raises:
         InputError: for bad input; nothing half-written stays behind.
@@ -62,7 +63,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """
     console = console or Console()
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    return Trainer(run, console).run()
+    return Trainer(run, console if run.ranks.is_first else Console(quiet=True)).run()
 
 
 class Trainer:
@@ -76,9 +77,10 @@ class Trainer:
     def __init__(self, run: RunState, console: Console) -> None:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
-        probe_windows = run.eval_windows[: self.config.probe_sequences]
+        self.ranks = run.ranks
+        probe_windows = share(run.eval_windows[: self.config.probe_sequences], self.ranks.dp_index, self.ranks.dp)
         self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len)[0]
-        self.peak = matmul_flops_per_second(run.device, run.dtype)
+        self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
 
@@ -86,7 +88,8 @@ class Trainer:
         """Train to the last step, or until a signal; returns how it ended."""
         state, config = self.state, self.config
         handle = balance_on_step(state.optimizer, self.model)
-        metrics = Metrics(state.folder, start_step=state.step, tensorboard=config.tensorboard)
+        with self.ranks.together():
+            metrics = self._open_metrics()
         val_loss = None
         try:
             with (
@@ -94,7 +97,8 @@ class Trainer:
                 TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
             ):
                 progress.say(self._describe())
-                while state.step < config.steps and not stop:
+                stopped_by = self.ranks.agree_to_stop(stop)
+                while state.step < config.steps and not stopped_by:
                     values = self._step()
                     if _due(state.step, config.log_every, config.steps):
                         values |= self._interval()
@@ -105,9 +109,10 @@ class Trainer:
                         val_loss = self._evaluate(metrics, progress)
                     if _due(state.step, config.save_every, config.steps):
                         self._save()
-                if state.step < config.steps:
+                    stopped_by = self.ranks.agree_to_stop(stop)
+                if state.step < config.steps and stopped_by:
                     self._save()
-                    progress.say(self._how_to_go_on(stop[0]))
+                    progress.say(self._how_to_go_on(stopped_by))
                 elif val_loss is None:  # taken up again after its last step
                     val_loss = self._evaluate(metrics, progress)
         finally:
@@ -122,7 +127,8 @@ class Trainer:
         saves = _due(state.step + 1, config.save_every, config.steps)
         with self.clock.training():
             loss, auxiliary = self._accumulate()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm or math.inf)
+            norm = gradient_norm(self.model.parameters(), self.ranks)
+            clip(self.model.parameters(), norm, config.optimizer.clip_norm)
             if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
                 self._require_finite(loss, norm)
             rate = learning_rate(state.step, config.steps, config.optimizer)
@@ -135,7 +141,7 @@ class Trainer:
             state.step += 1
         if not logs:
             return {}
-        moved = [churn(a, b) for a, b in zip(before, self._probe_sets())]
+        moved = [self._churn(a, b) for a, b in zip(before, self._probe_sets())]
         means = {name: float(value) for name, value in auxiliary.items()}
         return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **means}
 
@@ -143,9 +149,11 @@ class Trainer:
         """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses."""
         count, state = self.config.accumulation, self.state
         self.model.train()
-        loss = torch.zeros((), device=state.device)
+        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
         auxiliary: dict[str, Tensor] = {}
         set_loss_scale(self.model, 1 / count)
+        if self.ranks.dp > 1:  # routing noise: alike in a tp group, of its own in each dp group, a function of the step
+            torch.manual_seed(hash((self.config.seed, state.step, self.ranks.dp_index)))
         for micro in range(count):
             tokens, targets = state.batches.get(state.step * count + micro)
             with autocast(state.device, state.dtype):
@@ -156,7 +164,7 @@ class Trainer:
             for name, value in _mean_losses(output.routings).items():
                 auxiliary[name] = auxiliary.get(name, 0.0) + value / count
             self.meter.add(output.routings)
-        return loss, auxiliary
+        return self.ranks.mean(loss), auxiliary
 
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the last call."""
@@ -183,12 +191,13 @@ class Trainer:
             "lower --optimizer.lr, or raise --optimizer.warmup-steps"
         )
 
-    def _evaluate(self, metrics: Metrics, progress: TrainingProgress) -> float:
+    def _evaluate(self, metrics: Metrics | NoMetrics, progress: TrainingProgress) -> float:
         """Measure and write down the validation loss; returns nats per byte."""
         state = self.state
         found = evaluate(
-            self.model, state.corpus, state.eval_windows, batch_size=self.config.batch_size, dtype=state.dtype
-        )
+            self.model, state.corpus, state.eval_windows,
+            batch_size=self.config.batch_size, dtype=state.dtype, ranks=self.ranks,
+        )  # fmt: skip
         if not math.isfinite(found.per_byte):
             raise self._not_finite("validation loss", state.step, str(found.per_token))
         if not metrics.has("eval", state.step):
@@ -212,10 +221,21 @@ class Trainer:
         self.model.train()
         return [expert_sets(routing) for routing in output.routings]
 
+    def _churn(self, before: Tensor, after: Tensor) -> float:
+        """Return the share of the probe's tokens, over all dp groups, whose experts changed."""
+        changed = torch.tensor([churn(before, after) * len(before), len(before)], dtype=torch.float64)
+        moved, tokens = self.ranks.total(changed).tolist()
+        return moved / max(tokens, 1)
+
+    def _open_metrics(self) -> Metrics | NoMetrics:
+        if not self.ranks.is_first:
+            return NoMetrics()
+        return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
+
     def _save(self) -> None:
         state = self.state
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
-        largest = float(nn.utils.get_total_norm(list(self.model.parameters()), math.inf))
+        largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
             raise self._not_finite("largest parameter", state.step, str(largest))
         save_checkpoint(
@@ -233,13 +253,15 @@ class Trainer:
                 "has_text": state.corpus.tokenizer is not None,
             },
             keep_last=self.config.keep_last,
+            ranks=self.ranks,
         )
 
     def _how_to_go_on(self, signal_name: str) -> str:
         kept = shlex.quote(str(self.state.folder / "config.json"))
+        command = "moesaic" if self.ranks.mesh is None else f"torchrun --nproc-per-node {self.ranks.world} -m moesaic"
         return (
             f"stopped by {signal_name} after step {self.state.step}, saved; go on with "
-            f"moesaic train --config {kept} --existing resume"
+            f"{command} train --config {kept} --existing resume"
         )
 
     def _describe(self) -> str:
@@ -247,8 +269,15 @@ class Trainer:
         return (
             f"{self.state.folder.name}: {model.num_parameters() / 1e6:.2f} M parameters, "
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
-            f"{self.config.precision} on {self.state.device}, matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+            f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
+            f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
         )
+
+    def _ranks_in_words(self) -> str:
+        if self.ranks.mesh is None:
+            return ""
+        grid = self.ranks.mesh.grid
+        return f" x {grid.world} ranks (dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import torch
 
@@ -55,20 +56,29 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, *, size: i
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """Return the autocast dtype that a config asks for; "auto" measures on a CPU and asks the driver on a GPU."""
+    """Return the dtype of the forward pass that a config asks for; "auto" measures on a CPU and asks the driver on a GPU."""
     if name == "float32":
         return torch.float32
     if name == "bfloat16":
         return torch.bfloat16
+    if name == "float64":
+        return torch.float64
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     gain = matmul_flops_per_second(device, torch.bfloat16) / matmul_flops_per_second(device, torch.float32)
     return torch.bfloat16 if gain >= BFLOAT16_PAYS_FROM else torch.float32
 
 
+def precision_name(dtype: torch.dtype) -> Literal["float32", "bfloat16", "float64"]:
+    """Return how a configuration writes a dtype of the forward pass."""
+    if dtype == torch.float64:
+        return "float64"
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Return the context of a forward pass in `dtype`; float32 turns it off."""
-    on = dtype != torch.float32
+    """Return the context of a forward pass in `dtype`; float32 and float64 turn it off."""
+    on = dtype not in (torch.float32, torch.float64)
     return torch.autocast(device.type, dtype if on else torch.bfloat16, enabled=on)
 
 

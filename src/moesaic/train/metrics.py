@@ -64,6 +64,20 @@ class Metrics:
             self._writer.close()
 
 
+class NoMetrics:
+    """What ranks other than the first write: nothing."""
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Drop a line."""
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether nothing need be written."""
+        return True
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics, in order; a last line that was cut short is left out.
 

@@ -11,15 +11,26 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, load_into, load_optimizer
+from moesaic.train.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_into,
+    load_optimizer,
+    load_sharded,
+    require_architecture,
+)
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.configfile import as_json, differing_fields, override, read_table
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_corpus
-from moesaic.train.machine import pick_device, pick_precision
+from moesaic.train.machine import pick_device, pick_precision, precision_name
+from moesaic.train.parallel import parallelize
+from moesaic.train.ranks import Ranks
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -37,7 +48,7 @@ class RunState:
     """Of the validation data."""
     device: torch.device
     dtype: torch.dtype
-    """Of the forward pass's autocast; float32 for none."""
+    """Of the forward pass's autocast; float32 for none. With float64 the parameters have it too."""
     model: GPT
     optimizer: torch.optim.Optimizer
     step: int
@@ -46,62 +57,132 @@ class RunState:
     """Of the training tokens."""
     seconds: float
     """Spent in training steps by earlier processes."""
+    ranks: Ranks
+    """That share the model."""
 
 
 def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
     """Build a run, or take it up again where `config.existing` says so.
 
-    Nothing in an existing folder is touched before the configuration, the data and the checkpoint have proven good.
+    Nothing in an existing folder is touched before the configuration, the data and the checkpoint have proven good, on
+    every rank.
 
     Args:
         config: the configuration.
         say: is given a line for people now and then.
 
     Raises:
-        InputError: for a folder that holds a run already, bad data; and on resuming for another architecture,
-            precision or training data.
+        InputError: for a folder that holds a run already, bad data, a mesh that does not fit; and on resuming for another
+            architecture, precision or training data. What one rank refuses, all refuse.
     """
-    folder = Path(config.out)
-    occupied = (folder / "config.json").exists()
-    if occupied and config.existing == "refuse":
-        raise InputError(f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
-    resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
-    saved = load_checkpoint(folder / "checkpoints", say) if resuming else None
-    if saved is not None:
-        _require_same_precision(config, saved)
-    dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
-    config = replace(config, precision="bfloat16" if dtype == torch.bfloat16 else "float32")
-    corpus = load_corpus(config.data, folder / "tokenizer.json" if saved else None)
-    batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed)
-    corpus_hash = fingerprint(corpus.train)
-    eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
-    seed_everything(config.seed)
-    model = GPT(config.model, corpus.vocab_size).to(device)
-    optimizer = make_optimizer(model, config.optimizer, device)
-    if saved is not None:
-        load_into(model, saved, config.model, corpus.vocab_size)
-        _require_same_data(corpus_hash, saved)
-        _warn_of_changes(config, folder, say)
-        load_optimizer(model, optimizer, saved.optimizer)
-        restore_rng(saved, device)
-    _write_folder(folder, config, corpus.tokenizer, is_new=saved is None)
+    ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
+    folder = Path(config.out)
+    saved, dtype = ranks.first_says(_look_up(config, device, ranks, say))
+    config = replace(config, precision=precision_name(dtype))
+    with ranks.together():
+        corpus = load_corpus(config.data, folder / "tokenizer.json" if saved else None)
+        part = (ranks.dp_index, ranks.dp)
+        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part)
+        corpus_hash = fingerprint(corpus.train)
+        eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
+    ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
+    with ranks.together():
+        model, optimizer = _build(config, corpus.vocab_size, device, dtype, ranks)
+        if saved is not None:
+            _load(saved, config, corpus.vocab_size, model, optimizer, ranks)
+            _require_same_data(corpus_hash, saved)
+            if ranks.is_first:
+                _warn_of_changes(config, folder, say)
+            restore_rng(saved, device)
+    with ranks.together():
+        if ranks.is_first:
+            _write_folder(folder, config, corpus.tokenizer, is_new=saved is None)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
     return RunState(
-        config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, corpus_hash, seconds
+        config,
+        folder,
+        corpus,
+        batches,
+        eval_windows,
+        device,
+        dtype,
+        model,
+        optimizer,
+        step,
+        corpus_hash,
+        seconds,
+        ranks,
     )
 
 
+def _look_up(
+    config: TrainConfig, device: torch.device, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[Checkpoint | None, torch.dtype] | None:
+    """On the first rank, which decides for all: return the checkpoint to go on from, if any, and the forward pass's dtype."""
+    found = None
+    with ranks.together():
+        if ranks.is_first:
+            folder = Path(config.out)
+            occupied = (folder / "config.json").exists()
+            if occupied and config.existing == "refuse":
+                raise InputError(
+                    f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out"
+                )
+            resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
+            saved = None
+            if resuming:
+                # Several ranks read their own parts later.
+                saved = load_checkpoint(folder / "checkpoints", say, with_tensors=ranks.mesh is None)
+                _require_same_precision(config, saved)
+            dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
+            found = saved, dtype
+    return found
+
+
+def _build(
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, ranks: Ranks
+) -> tuple[GPT, torch.optim.AdamW]:
+    """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
+    seed_everything(config.seed)
+    model = GPT(config.model, vocab_size).to(device)
+    if dtype == torch.float64:
+        model.double()
+    if ranks.mesh is not None:
+        parallelize(model, ranks.mesh, config.plan, sequence_parallel=config.mesh.sequence_parallel)
+    return model, make_optimizer(model, config.optimizer, device)
+
+
+def _load(
+    saved: Checkpoint, config: TrainConfig, vocab_size: int, model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> None:
+    if ranks.mesh is None:
+        load_into(model, saved, config.model, vocab_size)
+        load_optimizer(model, optimizer, saved.optimizer)
+    else:
+        require_architecture(saved, config.model, vocab_size)
+        load_sharded(model, optimizer, saved)
+
+
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only; routers, norms and biases have none."""
+    """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
+
+    Its kernels take the parameters of a group together, so those on different meshes get groups of their own.
+    """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
-    decayed = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in routers]
-    others = [p for p in model.parameters() if p.dim() < 2 or id(p) in routers]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, fused=True)
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for parameter in model.parameters():
+            if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((decays, mesh), []).append(parameter)
+    described = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), parameters in groups.items()
+    ]
+    return torch.optim.AdamW(described, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def seed_everything(seed: int) -> None:

@@ -1,6 +1,7 @@
 """The schedules: where tensor parallelism pauses around the layer. One a file; each is a function that returns a program.
 
-Every schedule reads `x`, the tokens, and `gates`, the routing weights, and writes `y`. Parm's papers call tp MP and etp ESP.
+Every schedule reads `x`, the tokens, `gates`, the routing weights, and `w`, the experts' weights (with `bias` also `b`,
+what the shards of an expert hold in common), and writes `y`. Parm's papers call tp MP and etp ESP.
 """
 
 from __future__ import annotations
@@ -14,6 +15,6 @@ from moesaic.program.build.s3 import s3
 from moesaic.program.build.ted import ted
 from moesaic.program.task import Program
 
-SCHEDULES: dict[str, Callable[[], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}
+SCHEDULES: dict[str, Callable[[bool], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}
 
 __all__ = ["SCHEDULES", "baseline", "s1", "s2", "s3", "ted"]

@@ -10,9 +10,9 @@ from moesaic.program.build.builder import Builder, States, declare
 from moesaic.program.task import Layout, Program, Stage, State
 
 
-def baseline() -> Program:
+def baseline(bias: bool = False) -> Program:
     """Return the program; every rank is the origin of all its tokens, those of its tensor group included."""
-    build = Builder("baseline")
+    build = Builder("baseline", bias)
     tokens, copies = Layout(flow="tokens"), Layout()
     x, gates, index = declare(build, tokens, copies, {"tp": State.IDENTICAL})
     xv = build.vary(x, "x_own", "tp")
@@ -23,7 +23,7 @@ def baseline() -> Program:
     gg = build.move(gv, "gates_wide", wide, ("etp",), shards, Stage.DISPATCH)
     ig = build.move(index, "index_wide", wide, ("etp",), shards, Stage.DISPATCH)
     rows = build.permute(xg, ig, "rows", wide)
-    at_experts = Layout(spread=("ep", "etp"), local_experts=True)
+    at_experts = Layout(spread=("ep", "etp"), experts="rank")
     h = build.move(rows, "h", at_experts, ("ep",), {}, Stage.DISPATCH)
     g = build.move(gg, "g", at_experts, ("ep",), {}, Stage.DISPATCH)
     out = build.expert(h, g, "out")

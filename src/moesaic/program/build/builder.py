@@ -13,10 +13,12 @@ class Builder:
 
     Args:
         name: of the program.
+        bias: the experts also have parameters that their shards hold in common.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bias: bool = False) -> None:
         self.name = name
+        self._bias = bias
         self._slots: dict[str, Slot] = {}
         self._tasks: list[Task] = []
         self._inputs: list[str] = []
@@ -26,18 +28,27 @@ class Builder:
         self._inputs.append(name)
         return self._slot(name, kind, layout, states)
 
-    def permute(self, tokens: str, index: str, name: str, layout: Layout) -> str:
-        """Copy tokens to rows."""
-        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, self._states(tokens), Stage.DISPATCH)
+    def permute(self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
+        """Copy tokens to rows; `states` where ranks that hold the same tokens take rows of their own."""
+        given = self._states(tokens) if states is None else states
+        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, given, Stage.DISPATCH)
 
-    def combine(self, rows: str, index: str, name: str, layout: Layout) -> str:
-        """Sum rows to tokens."""
-        return self._task(Op.COMBINE, (rows, index), name, Kind.TOKENS, layout, self._states(rows), Stage.COMBINE)
+    def combine(self, rows: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
+        """Sum rows to tokens; `states` where ranks sum rows of their own into the same tokens."""
+        kind, given = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS, self._states(rows)
+        given = given if states is None else states
+        return self._task(Op.COMBINE, (rows, index), name, kind, layout, given, Stage.COMBINE)
 
     def expert(self, rows: str, gates: str, name: str) -> str:
         """Run the experts: rows and gates, replicated over etp, to partial sums over etp."""
+        weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
+        if self._bias:
+            held = self.input("b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL})
+            of_shards = Layout(flow="bias", experts="rank")
+            weights.append(self.move(held, "b_shards", of_shards, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH))
         states = self._states(rows) | {"etp": State.PARTIAL}
-        return self._task(Op.EXPERT, (rows, gates), name, Kind.ROWS, self._slots[rows].layout, states, Stage.EXPERT)
+        reads, layout = (rows, gates, *weights), self._slots[rows].layout
+        return self._task(Op.EXPERT, reads, name, Kind.ROWS, layout, states, Stage.EXPERT)
 
     def move(
         self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage
@@ -81,7 +92,7 @@ class Builder:
         dual_power: int = 0,
     ) -> str:
         self._slot(name, kind, layout, states)
-        lane = Lane.COMPUTE if op is not Op.MOVE else Lane.INTER if "ep" in group else Lane.INTRA
+        lane = Lane.COMPUTE if op is not Op.MOVE else Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
         self._tasks.append(
             Task(
                 name=name,
@@ -120,7 +131,7 @@ def declare(
 
 def deliver(build: Builder, rows: str, gates: str) -> str:
     """Send rows and gates to all shards of their experts, and run them: S -> R over etp, then P."""
-    layout = Layout(spread=("ep", "etp"), local_experts=True)
+    layout = Layout(spread=("ep", "etp"), experts="rank")
     h = build.move(rows, "h", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
     g = build.move(gates, "g", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
     return build.expert(h, g, "out")

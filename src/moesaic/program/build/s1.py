@@ -6,9 +6,9 @@ from moesaic.program.build.builder import Builder, collect, declare, deliver
 from moesaic.program.task import Layout, Program, Stage, State
 
 
-def s1() -> Program:
+def s1(bias: bool = False) -> Program:
     """Return the program; gates and index belong to the rank's slice, x and y to all tokens of the tensor group."""
-    build = Builder("s1")
+    build = Builder("s1", bias)
     own, whole, copies = Layout(flow="tokens"), Layout(flow="tokens", whole_tp=True), Layout()
     x, gates, index = declare(build, whole, copies, {"tp": State.IDENTICAL}, gate_states={})
     mine = build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)

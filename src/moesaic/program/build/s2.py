@@ -6,9 +6,9 @@ from moesaic.program.build.builder import Builder, collect, declare, deliver
 from moesaic.program.task import Layout, Program, Stage, State
 
 
-def s2() -> Program:
+def s2(bias: bool = False) -> Program:
     """Return the program; gates and index belong to all copies of the tensor group."""
-    build = Builder("s2")
+    build = Builder("s2", bias)
     whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)

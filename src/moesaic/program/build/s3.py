@@ -10,15 +10,15 @@ from moesaic.program.build.builder import Builder, declare
 from moesaic.program.task import Layout, Program, Stage, State
 
 
-def s3() -> Program:
+def s3(bias: bool = False) -> Program:
     """Return the program; gates and index belong to all copies of the tensor group."""
-    build = Builder("s3")
+    build = Builder("s3", bias)
     whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
     mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
     gates_mine = build.move(gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
-    half, at_experts = Layout(spread=("ep",), local_experts=True), Layout(spread=("ep", "etp"), local_experts=True)
+    half, at_experts = Layout(spread=("ep",), experts="rank"), Layout(spread=("ep", "etp"), experts="rank")
     arrived = build.move(mine, "arrived", half, ("ep",), {}, Stage.DISPATCH)
     gates_arrived = build.move(gates_mine, "gates_arrived", half, ("ep",), {}, Stage.DISPATCH)
     h = build.move(arrived, "h", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)

@@ -10,13 +10,13 @@ from moesaic.program.build.builder import Builder, States, declare
 from moesaic.program.task import Layout, Program, Stage, State
 
 
-def ted() -> Program:
+def ted(bias: bool = False) -> Program:
     """Return the program; it needs tp = etp over the same ranks, so that identical tokens are identical over etp."""
-    build = Builder("ted")
+    build = Builder("ted", bias)
     tokens, copies = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True)
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
-    at_experts = Layout(spread=("ep",), whole_tp=True, local_experts=True)
+    at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
     h = build.move(rows, "h_same", at_experts, ("ep",), {}, Stage.DISPATCH)
     g = build.move(gates, "g_same", at_experts, ("ep",), {}, Stage.DISPATCH)
     shards: States = {"etp": State.REPLICATED}

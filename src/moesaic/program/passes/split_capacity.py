@@ -6,10 +6,15 @@ expert) run is cut into contiguous parts, nothing is padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.errors import InputError
-from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
+from moesaic.program.passes.parts import Part, split_stretch
+from moesaic.program.task import Layout, Op, Program
+
+_BETWEEN = {"tp", "ep", "node"}
+"""Axes of the movements of copies and visits that a stretch may begin and end with."""
 
 
 def split_capacity(program: Program, num_chunks: int) -> Program:
@@ -28,54 +33,31 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
         raise InputError("split_capacity: the program is chunked already: choose the number of chunks in one pass")
     if num_chunks == 1:
         return program
-    over_ep = [i for i, task in enumerate(program.tasks) if task.op is Op.MOVE and "ep" in task.group]
-    first, last = over_ep[0], over_ep[-1]
-    region = program.tasks[first : last + 1]
-    made = {name for task in region for name in task.writes}
-    entering = list(dict.fromkeys(name for task in region for name in task.reads if name not in made))
-    leaving = program.tasks[last].writes[0]
-    chunks = range(num_chunks)
-    slots = [slot for slot in program.slots if slot.name not in made - {leaving}]
-    slots += [_chunk_slot(program.slot(name), c) for name in (*entering, *sorted(made)) for c in chunks]
-    takes = tuple(
-        Task(
-            name=f"take-{name}",
-            op=Op.TAKE,
-            reads=(name,),
-            writes=tuple(_name(name, c) for c in chunks),
-            stage=Stage.DISPATCH,
-        )
-        for name in entering
-    )
-    pieces = tuple(_chunk_task(task, c) for c in chunks for task in region)
-    join = Task(
-        name=f"join-{leaving}",
-        op=Op.JOIN,
-        reads=tuple(_name(leaving, c) for c in chunks),
-        writes=(leaving,),
-        stage=Stage.COMBINE,
-    )
-    return replace(
-        program,
-        name=f"{program.name}, {num_chunks} chunks",
-        slots=tuple(slots),
-        tasks=(*program.tasks[:first], *takes, *pieces, join, *program.tasks[last + 1 :]),
-    )
+    parts = [Part(f".{chunk}", _chunk(chunk)) for chunk in range(num_chunks)]
+    whole = split_stretch(program, to_experts_and_back(program), parts)
+    return replace(whole, name=f"{program.name}, {num_chunks} chunks")
 
 
-def _chunk_slot(slot: Slot, chunk: int) -> Slot:
-    assert slot.kind in (Kind.ROWS, Kind.LANE), f"{slot.name}: {slot.kind.value} cannot be cut into chunks"
-    return replace(slot, name=_name(slot.name, chunk), layout=replace(slot.layout, chunk=chunk))
+def to_experts_and_back(program: Program) -> list[str]:
+    """Return the names of the tasks from the first movement of copies or visits between ranks to the last one.
+
+    A gather of tokens over etp and the copying that follows it stay outside. Where no token travels to an expert (the
+    weights come to the tokens), it is the experts alone.
+    """
+    moved = [
+        number
+        for number, task in enumerate(program.tasks)
+        if task.op is Op.MOVE
+        and _BETWEEN.intersection(task.group)
+        and program.slot(task.reads[0]).layout.flow in ("copies", "visits")
+    ]
+    if not any({"ep", "node"}.intersection(program.tasks[number].group) for number in moved):
+        moved = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
+    return [task.name for task in program.tasks[moved[0] : moved[-1] + 1]]
 
 
-def _chunk_task(task: Task, chunk: int) -> Task:
-    return replace(
-        task,
-        name=_name(task.name, chunk),
-        reads=tuple(_name(name, chunk) for name in task.reads),
-        writes=tuple(_name(name, chunk) for name in task.writes),
-    )
+def _chunk(chunk: int) -> Callable[[Layout], Layout]:
+    def cut(layout: Layout) -> Layout:
+        return replace(layout, chunk=chunk)
 
-
-def _name(name: str, chunk: int) -> str:
-    return f"{name}.{chunk}"
+    return cut

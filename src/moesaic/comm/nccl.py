@@ -1,0 +1,80 @@
+"""NCCL by grouped point-to-point messages: a communicator and a CUDA stream per lane.
+
+NCCL ignores tags: between two ranks, messages of one communicator match in the order of issue, and the batches of one
+communicator run one after another. So every rank must issue the transfers of a lane in the same total order, which
+programs do: the task list is one order over all groups. Two lanes need two communicators, because operations of one may
+not run on two streams at a time; ranks must issue the lanes in one order between them as well, or the two may wait for each
+other's share of a device. `run_ranks(..., in_order=True)` of the loopback runs under these rules.
+
+No call here makes the host wait for the device, unless TORCH_NCCL_BLOCKING_WAIT is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+
+from moesaic.comm.wire import AbstractWire, Lane, Ticket, Transfer, as_bytes
+
+
+class Nccl(AbstractWire):
+    """Sends between the devices of NCCL groups.
+
+    Args:
+        groups: a process group of the whole world for each lane, each with a communicator of its own that exists
+            already: the first operation of a communicator takes all ranks, and a transfer may not (see `create`).
+        device: this process's CUDA device.
+    """
+
+    def __init__(self, groups: Mapping[Lane, dist.ProcessGroup], device: torch.device) -> None:
+        some = next(iter(groups.values()))
+        super().__init__(some.rank(), some.size(), device)
+        self._groups = dict(groups)
+        self._streams = {lane: torch.cuda.Stream(device) for lane in groups}
+
+    @classmethod
+    def create(cls, device: torch.device) -> Nccl:
+        """Make a group per lane over the whole world, and its communicator; all ranks call this together.
+
+        Args:
+            device: this process's CUDA device, which must be the current one.
+        """
+        groups: dict[Lane, dist.ProcessGroup] = {}
+        for lane in get_args(Lane):
+            group = dist.new_group(backend="nccl")
+            assert isinstance(group, dist.ProcessGroup)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            groups[lane] = group
+        return cls(groups, device)
+
+    def issue(self, transfer: Transfer) -> Ticket:
+        """Enqueue all messages as one batch on the lane's stream, behind what the caller's stream holds so far.
+
+        Messages without bytes are not sent; both sides know that. The buffers may be freed at any time after `wait`:
+        the allocator learns that the lane's stream uses them.
+        """
+        ticket = Ticket(transfer)
+        receives = {peer: buffer for peer, buffer in transfer.receives.items() if buffer.numel()}
+        sends = {peer: tensor for peer, tensor in transfer.sends.items() if tensor.numel()}
+        if not receives and not sends:
+            return ticket
+        group, stream = self._groups[transfer.lane], self._streams[transfer.lane]
+        batch = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives.items()]
+        batch += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends.items()]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()  # the lane's stream waits for NCCL's own; the host does not
+            ticket.works.append(stream.record_event())
+        for tensor in (*receives.values(), *sends.values()):
+            tensor.record_stream(stream)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make the caller's current stream wait for the batch; the host goes on."""
+        for event in ticket.works:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        ticket.works.clear()

@@ -1,0 +1,120 @@
+"""Configurations as files: TOML or JSON in, JSON out. Every refusal names the field and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from moesaic.errors import InputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML or JSON file into a dict, by its suffix.
+
+    Raises:
+        InputError: if it is missing, of another suffix, or does not parse.
+    """
+    if path.suffix not in (".toml", ".json"):
+        raise InputError(f"config {path}: unknown kind of file, use .toml or .json")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"config {path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config {path}: cannot be read ({error})") from error
+    try:
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise InputError(f"config {path}: does not parse ({error})") from error
+    if not isinstance(table, dict):
+        raise InputError(f"config {path}: must hold a table of fields, holds a {type(table).__name__}")
+    return table
+
+
+def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "") -> T:
+    """Return `config` with the fields of `table` replaced, nested tables included.
+
+    Args:
+        config: a dataclass instance.
+        table: field names to values, as TOML or JSON gives them.
+        source: where the table comes from, for messages.
+        prefix: the path of `config` inside the whole, with a trailing dot.
+
+    Raises:
+        InputError: for an unknown field or a value of the wrong type.
+    """
+    assert is_dataclass(config)
+    assert not isinstance(config, type)
+    hints = get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in hints:
+            names = [field.name for field in fields(config)]
+            raise InputError(f"{source}: unknown field {prefix}{name}{suggestion(name, names)}")
+        current = getattr(config, name)
+        if is_dataclass(current):
+            if not isinstance(value, dict):
+                raise InputError(f"{source}: {prefix}{name} must be a table, got {value!r}")
+            changes[name] = override(current, value, source=source, prefix=f"{prefix}{name}.")
+        else:
+            changes[name] = _convert(value, hints[name], f"{source}: {prefix}{name}")
+    return replace(config, **changes)
+
+
+def as_json(config: Any) -> str:
+    """Return a configuration as indented JSON; `override` reads it back."""
+    return json.dumps(asdict(config), indent=2) + "\n"
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """Return ': did you mean X?' for the nearest known word, or the list of all if none is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else f": choose one of {', '.join(known)}"
+
+
+def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
+    """Return the paths of fields in which two configurations of one class differ, with both values."""
+    found: list[str] = []
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if is_dataclass(a):
+            found += differing_fields(a, b, f"{prefix}{field.name}.")
+        elif a != b:
+            found.append(f"{prefix}{field.name} ({a!r} and {b!r})")
+    return found
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """Check a TOML or JSON value against a field's type; lists become tuples, whole numbers floats where due."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{where} must be a list, got {value!r}")
+        return tuple(_convert(item, arguments[0], where) for item in value)
+    if origin is not None and (origin is Union or type(None) in arguments):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(value, next(a for a in arguments if a is not type(None)), where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise InputError(f"{where} must be {_NAMES.get(hint, hint)}, got {value!r}")
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -1,0 +1,1 @@
+"""What the tasks of a program cost on a machine. No torch."""

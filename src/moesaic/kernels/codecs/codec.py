@@ -1,0 +1,145 @@
+"""What a codec is: rows in, one message of bytes out, and a promise of how far the decoded rows may be off.
+
+Both ends derive a message's length from the shape and the dtype alone, so nothing but the message travels: scales are
+part of it. A codec is a pure function of its rows, never differentiated, and knows neither ranks nor programs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of rows that every codec takes."""
+
+
+class Field(NamedTuple):
+    """One part of a message: a tensor, laid down in row-major order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """How long the part is."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class AbstractCodec(ABC):
+    """Turns rows into bytes and back.
+
+    A leaf says how a message is laid out and fills and reads the parts. Rows that hold an infinity or a NaN never come
+    back finite: a codec without a shared scale keeps each such value; one with a shared scale gives back NaN for all
+    values under that scale (`docs/codecs.md`).
+    """
+
+    name: ClassVar[str]
+    """As in `CODECS`."""
+    is_lossless: ClassVar[bool] = False
+    """Whether decoded rows equal the rows bit for bit, whatever they are."""
+    rows_per_block: ClassVar[int] = 1
+    """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+
+    def num_bytes(self, num_rows: int, dim: int, dtype: torch.dtype) -> int:
+        """Return the length of the message of (num_rows, dim) rows in `dtype`, in bytes; 0 for no rows."""
+        if num_rows == 0 or dim == 0:
+            return 0
+        return sum(field.num_bytes for field in self.layout(num_rows, dim, dtype))
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Encode rows into one message.
+
+        Args:
+            rows: (R, D) in a dtype of `FLOATS`, on any device, in any memory layout; R may be 0.
+
+        Returns:
+            (num_bytes,) uint8, contiguous, on the device of `rows`. Without a codec it shares the memory of `rows`.
+
+        Raises:
+            InputError: the codec does not take this dtype.
+        """
+        rows = rows.detach()
+        self._check(rows)
+        num_rows, dim = rows.shape
+        message = torch.empty(self.num_bytes(num_rows, dim, rows.dtype), dtype=torch.uint8, device=rows.device)
+        if message.numel():
+            self._write(rows, split(message, self.layout(num_rows, dim, rows.dtype)))
+        return message
+
+    def decode(self, message: Tensor, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Decode the message of `encode`.
+
+        Args:
+            message: (num_bytes,) uint8; may be a slice of a larger buffer, at any offset.
+            num_rows: R of the encoded rows.
+            dim: D of the encoded rows.
+            dtype: that of the encoded rows.
+
+        Returns:
+            (R, D) in `dtype`; without a codec a view of the message where it is aligned. Sum decoded rows in float32.
+        """
+        expected = self.num_bytes(num_rows, dim, dtype)
+        assert message.shape == (expected,), f"{self.name}: {expected} bytes expected, got {tuple(message.shape)}"
+        if expected == 0:
+            return torch.empty(num_rows, dim, dtype=dtype, device=message.device)
+        return self._read(split(message, self.layout(num_rows, dim, dtype)), num_rows, dim, dtype)
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        """Return the largest `|decode(encode(rows)) - rows|` that the codec promises for these rows.
+
+        Returns:
+            (R, D) float64; infinite for values that decode to NaN because of a neighbour, or that are not finite.
+        """
+        rows = rows.detach()
+        self._check(rows)
+        if rows.numel() == 0:
+            return torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+        return self._bound(rows).nan_to_num(nan=math.inf, posinf=math.inf)
+
+    def check_available(self) -> None:  # noqa: B027 (most codecs need nothing)
+        """Raise InputError, in one line, if a package that the codec needs is not installed."""
+
+    @abstractmethod
+    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        """Return the parts of a message, those of wide elements first, so that each is aligned."""
+
+    @abstractmethod
+    def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Fill every byte of the fields from (R, D) rows, neither R nor D being 0."""
+
+    @abstractmethod
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Return (R, D) rows in `dtype` from the fields."""
+
+    @abstractmethod
+    def _bound(self, rows: Tensor) -> Tensor:
+        """Return `error_bound` of rows, neither R nor D being 0; NaN is taken for infinity."""
+
+    def _check(self, rows: Tensor) -> None:
+        assert rows.dim() == 2, f"{self.name}: (rows, dim) expected, got {tuple(rows.shape)}"
+        if rows.dtype not in FLOATS and not self.is_lossless:
+            takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise InputError(f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none for them")
+
+
+def split(message: Tensor, layout: tuple[Field, ...]) -> list[Tensor]:
+    """Return a message's parts as tensors of their own shape and dtype: views where the address allows it, else copies.
+
+    Args:
+        message: (num_bytes,) uint8; a fresh one is aligned, so that its parts are views.
+        layout: of the message.
+    """
+    parts, start = [], 0
+    for field in layout:
+        part = message[start : start + field.num_bytes]
+        if part.storage_offset() % field.dtype.itemsize or part.data_ptr() % field.dtype.itemsize:
+            part = part.clone()
+        parts.append(part.view(field.dtype).view(field.shape))
+        start += field.num_bytes
+    return parts

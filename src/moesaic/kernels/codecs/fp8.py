@@ -1,0 +1,64 @@
+"""float8 e4m3 with a scale per 128 values of a row: the tiles of DeepSeek-V3 (its section 3.3.2), for the wire only."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.int8 import scales
+from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
+
+WIDTH = 128
+"""Values of a row under one scale; the last block of a row may be narrower."""
+LARGEST = 448.0
+"""The largest e4m3 number; the format has no infinity, and a cast of more gives NaN, hence the clamp."""
+
+
+@final
+class Fp8(AbstractCodec):
+    """Each block is scaled so that its largest magnitude is 448, then cast to e4m3, to nearest.
+
+    A value loses at most 1/16 of itself, or 2**-10 of the scale where e4m3 is subnormal: values below 2**-6 / 448, 3.5e-5
+    of the block's largest. Scales are float32 (float64 for float64 rows), never below the smallest normal number. A block
+    with an infinity or a NaN decodes to NaN throughout; the row's other blocks do not notice.
+    """
+
+    name: ClassVar[str] = "fp8"
+
+    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        scale = Field((num_rows, -(-dim // WIDTH)), compute_dtype(dtype))
+        return scale, Field((num_rows, dim), torch.float8_e4m3fn)
+
+    def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        scale, eighths = fields
+        values = rows.to(scale.dtype)
+        scale.copy_(scales(block_max(values), LARGEST))
+        scaled = values / per_value(scale, rows.shape[1])
+        eighths.copy_(scaled.clamp_(-LARGEST, LARGEST).nan_to_num_(0.0))
+
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        scale, eighths = fields
+        return saturate(eighths.to(scale.dtype) * per_value(scale, dim), dtype)
+
+    def _bound(self, rows: Tensor) -> Tensor:
+        values = rows.to(compute_dtype(rows.dtype))
+        scale = per_value(scales(block_max(values), LARGEST), rows.shape[1]).double()
+        # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value in float32.
+        step = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-18)
+        return with_cast(rows, step)
+
+
+def block_max(values: Tensor) -> Tensor:
+    """Return the largest magnitude of each block of `WIDTH` values: (R, D) -> (R, ceil(D / WIDTH))."""
+    rows, dim = values.shape
+    padded = F.pad(values, (0, -dim % WIDTH))
+    return padded.view(rows, -1, WIDTH).abs().amax(2)
+
+
+def per_value(scale: Tensor, dim: int) -> Tensor:
+    """Return each value's scale: (R, ceil(D / WIDTH)) -> (R, D)."""
+    return scale.repeat_interleave(WIDTH, dim=1)[:, :dim]

@@ -1,0 +1,81 @@
+"""Layers that tensor parallelism splits: each rank computes with the part of the weight, or of the positions, that it has.
+
+They compute on plain tensors; the sums and copies around them belong to whoever splits them. (DTensor arithmetic would do
+both, slower on a CPU, and its view rules never return for an empty batch in torch 2.13.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+class StackedLinear(nn.Module):
+    """`count` linear maps without bias, computed in one product.
+
+    Queries, keys and values in one flat matrix would be cut across by tensor parallelism; stacked, its second dimension
+    splits into heads.
+
+    Args:
+        count: how many maps.
+        in_features: width of the input.
+        out_features: width of each map's output.
+    """
+
+    def __init__(self, count: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(in_features)  # as nn.Linear starts
+        self.weight = nn.Parameter(torch.empty(count, out_features, in_features).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., count, out_features), of which a rank computes the part that its shard has."""
+        weight = local_part(self.weight)
+        return F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+
+
+class RowLinear(nn.Linear):
+    """`nn.Linear` without bias. Where the weight is split over its inputs, the result is a part of a sum.
+
+    Args:
+        in_features: width of the input.
+        out_features: width of the output.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, local_part(self.weight))
+
+
+class Norm(nn.RMSNorm):
+    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions of their own: the weight's gradient is then summed.
+
+    Args:
+        dim: width of the residual stream.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.positions_over: DeviceMesh | None = None
+        """Over which ranks positions are split, by sequence parallelism; None for not at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.positions_over is None else use_differently(self.weight, self.positions_over)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return `x`, which the ranks of a mesh have alike and use differently: its gradient is the sum of theirs."""
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, differentiable; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

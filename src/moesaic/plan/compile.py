@@ -1,0 +1,122 @@
+"""From a plan to the two programs that run: build, passes, transpose, lowering, order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from moesaic.cost.coded import ROWS_PER_BLOCK
+from moesaic.errors import InputError
+from moesaic.plan.plan import Plan
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.order import ORDERS
+from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
+from moesaic.program.passes.gather_weights import gather_weights
+from moesaic.program.passes.halve_reduce import halve_reduce
+from moesaic.program.passes.multicast import multicast
+from moesaic.program.passes.overlap_gather import overlap_gather
+from moesaic.program.passes.route_links import compress, route_links
+from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.shapes import Shapes
+from moesaic.program.task import Program
+from moesaic.program.text import to_text
+from moesaic.program.transpose import transpose
+from moesaic.program.validate import validate
+
+Seconds = Mapping[str, float]
+"""Task to duration."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan on a mesh."""
+
+    plan: Plan
+    grid: Grid
+    """The mesh, etp factored as the plan wants it."""
+    logical: Program
+    """The forward program before lowering, from which the backward one is derived."""
+    forward: Program
+    backward: Program
+
+    @property
+    def is_multicast(self) -> bool:
+        """Whether the program reads visits."""
+        return self.plan.all_to_all == "multicast"
+
+    @property
+    def capacity_multiple(self) -> int:
+        """What a padded capacity is rounded up to, so that its rows split evenly over tp, shards and chunks."""
+        blocks = max(ROWS_PER_BLOCK.get(codec, 1) for codec in (self.plan.codec, self.plan.backward_codec))
+        chunks = self.plan.chunks
+        return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that two ranks share if and only if they run the same programs on the same mesh."""
+        text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def shapes(self, num_experts: int) -> Shapes:
+        """Return the pieces of every slot for a number of experts, made once."""
+        if num_experts not in self._shapes:
+            self._shapes[num_experts] = Shapes(self.grid, num_experts, self.plan.chunks)
+        return self._shapes[num_experts]
+
+    @cached_property
+    def _shapes(self) -> dict[int, Shapes]:
+        return {}
+
+
+def compile_plan(
+    plan: Plan, grid: Grid, *, bias: bool = False, seconds: tuple[Seconds, Seconds] | None = None
+) -> Compiled:
+    """Compile a plan for a mesh.
+
+    Args:
+        plan: the choices.
+        grid: the mesh.
+        bias: the experts also have parameters that their shards hold in common.
+        seconds: durations of the tasks of the forward and the backward program, for orders that read them; the same on
+            all ranks.
+
+    Raises:
+        InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
+    """
+    logical, grid = _logical(plan, grid, bias)
+    programs = []
+    for program, codec, durations in (
+        (logical, plan.codec, seconds and seconds[0]),
+        (transpose(logical), plan.backward_codec, seconds and seconds[1]),
+    ):
+        is_forward = program is logical
+        program = halve_reduce(program)
+        if plan.overlap_gather:
+            program = overlap_gather(program, grid, required=is_forward)
+        if plan.all_to_all != "multicast":
+            program = route_links(program, plan.all_to_all, grid)
+        program = ORDERS[plan.order](compress(program, codec, grid), durations)
+        validate(program)
+        programs.append(program)
+    return Compiled(plan, grid, logical, *programs)
+
+
+def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
+    """Return the forward program after the passes that change what is sent, and its grid."""
+    if plan.schedule == "ted" and not grid.shares_tp_and_etp:
+        raise InputError(
+            f"plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
+            f"{grid.innermost} innermost: choose equal ones with etp innermost, or the schedule s3"
+        )
+    is_multicast = plan.all_to_all == "multicast"
+    program = multicast(plan.schedule, grid, bias=bias) if is_multicast else SCHEDULES[plan.schedule](bias)
+    if plan.fuse:
+        program = fuse_ep_etp(program)
+    if plan.gather_weights is not None:
+        program, grid = gather_weights(program, plan.gather_weights, grid)
+    return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid

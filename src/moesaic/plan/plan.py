@@ -1,0 +1,55 @@
+"""`Plan`: every choice that changes how a layer runs on a mesh; none but lossy codecs changes what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moesaic.errors import InputError
+
+AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast"]
+Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
+Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
+Order = Literal["early", "fifo", "optsche", "exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an MoE layer runs on a mesh."""
+
+    schedule: Schedule = "s1"
+    """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed's), s1 before the gate, s2
+    after it, s3 as s2 with the expert shards gathering on the links between them."""
+    fuse: bool = False
+    """One movement over ep and etp in place of two or three (baseline, s3)."""
+    gather_weights: int | None = None
+    """Tutel's r: how many shards of an expert a token visits; the rest of etp gathers weights instead. 0: all weights come
+    to the tokens. None: etp, no weight moves."""
+    chunks: int = 1
+    """Parts that each run of copies is cut into, so that one travels while another is computed."""
+    peer_groups: int = 1
+    """Groups of neighbours in ep that exchange one after the other (FasterMoE's smart schedule)."""
+    overlap_gather: bool = False
+    """Gather over tp phase by phase behind the all-to-all (Parm's SAA; s2 and s3)."""
+    all_to_all: AllToAll = "linear"
+    """How rows cross ep. linear; hier1d through one rank per node; hier2d inside nodes, then between; pipelined both at
+    once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node."""
+    codec: Codec = "none"
+    """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
+    backward_codec: Codec = "none"
+    """Of gradients that cross ep."""
+    order: Order = "optsche"
+    """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
+    after chunk; exact: searched, never worse than these by the durations it is given."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "peer_groups"):
+            if getattr(self, name) < 1:
+                raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
+        if self.gather_weights is not None and self.gather_weights < 0:
+            raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
+        return self.codec == self.backward_codec == "none"

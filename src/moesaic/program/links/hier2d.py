@@ -1,0 +1,23 @@
+"""2DH: inside the node to the rank with the target's place, then between nodes among ranks of equal place.
+
+Tutel (Hwang et al., MLSys 2023), section 4.3; its algorithm 2 prints a wrong index where nodes and ranks per node differ.
+With m ranks per node, messages between nodes are m times larger and m times fewer than in the plain all-to-all.
+"""
+
+from __future__ import annotations
+
+from moesaic.program.links.link import AbstractLink, Hop, Leg, Places, legs_of
+from moesaic.program.task import Lane
+
+
+class Hier2D(AbstractLink):
+    """An exchange inside the nodes, then one between them."""
+
+    needs_even_nodes = True
+
+    def hops(self, places: Places) -> tuple[Hop, ...]:
+        return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0))
+
+    def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
+        mate = places.rank(places.node(source), places.local(target))
+        return legs_of((0, source, mate), (1, mate, target))

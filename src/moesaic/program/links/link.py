@@ -1,0 +1,97 @@
+"""The interface of an all-to-all algorithm: over which ranks, in which hops, a parcel goes from its source to its target."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from moesaic.errors import InputError
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Lane
+
+PACKED = -1
+"""The number of the step before the first hop."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A step in which parcels move: one message per pair of ranks, whatever the number of parcels in it."""
+
+    lane: Lane
+    """intra or inter."""
+    reads: tuple[int, ...] = (PACKED,)
+    """Earlier hops that parcels come from; hops that do not read each other run at the same time."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A parcel's move in one hop."""
+
+    hop: int
+    source: int
+    target: int
+
+
+class AbstractLink(ABC):
+    """An all-to-all within a group of ranks. A leaf is stateless: everything follows from the group and its nodes."""
+
+    needs_even_nodes = False
+    """True if every node must hold equally many ranks of the group."""
+
+    @abstractmethod
+    def hops(self, places: Places) -> tuple[Hop, ...]:
+        """Return the hops, in an order in which they may be issued."""
+
+    @abstractmethod
+    def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
+        """Return the legs of a parcel between two different ranks, in order; legs that stay where they are left out."""
+
+
+class Places:
+    """Where the ranks of a group stand: on which node, and which one of the group's ranks there.
+
+    Args:
+        grid: the mesh.
+        ranks: of the group, ascending.
+    """
+
+    def __init__(self, grid: Grid, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        numbers = sorted({grid.node_of(rank) for rank in ranks})
+        self.nodes = [[rank for rank in ranks if grid.node_of(rank) == number] for number in numbers]
+        """Ranks of the group by node."""
+        self._at = {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every node holds equally many ranks of the group."""
+        return len({len(node) for node in self.nodes}) == 1
+
+    def node(self, rank: int) -> int:
+        """Return a rank's node, counted within the group."""
+        return self._at[rank][0]
+
+    def local(self, rank: int) -> int:
+        """Return a rank's place among the group's ranks on its node."""
+        return self._at[rank][1]
+
+    def rank(self, node: int, local: int) -> int:
+        """Return the rank at a place."""
+        return self.nodes[node][local]
+
+
+def check_link(link: AbstractLink, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
+    """Raise InputError if an algorithm cannot run within the groups over some axes."""
+    if not link.needs_even_nodes:
+        return
+    for rank in range(grid.world):
+        if not Places(grid, grid.group(rank, group)).is_even:
+            raise InputError(
+                f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
+                f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
+            )
+
+
+def legs_of(*stops: tuple[int, int, int]) -> tuple[Leg, ...]:
+    """Return legs from (hop, source, target) triples, those that stay in place left out."""
+    return tuple(Leg(*stop) for stop in stops if stop[1] != stop[2])

@@ -1,0 +1,47 @@
+"""What orders share: who waits for whom, and a legal order by priority."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from moesaic.program.task import Program, Task
+
+
+def predecessors(program: Program) -> list[tuple[int, ...]]:
+    """Return for each task the places of the tasks that write what it reads, ascending."""
+    writer = {name: number for number, task in enumerate(program.tasks) for name in task.writes}
+    return [tuple(sorted({writer[name] for name in task.reads if name in writer})) for task in program.tasks]
+
+
+def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return for each task the places of the tasks that wait for it, ascending.
+
+    Args:
+        before: as `predecessors` returns it.
+    """
+    after: list[list[int]] = [[] for _ in before]
+    for number, waits in enumerate(before):
+        for other in waits:
+            after[other].append(number)
+    return [tuple(numbers) for numbers in after]
+
+
+def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
+    """Return the tasks so that of those that may come next the one of lowest rank does; ties as in the program."""
+    before = predecessors(program)
+    after = successors(before)
+    missing = [len(waits) for waits in before]
+    ready = [(rank(task), number) for number, task in enumerate(program.tasks) if not missing[number]]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        ordered.append(program.tasks[number])
+        for other in after[number]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (rank(program.tasks[other]), other))
+    assert len(ordered) == len(program.tasks), f"{program.name}: some tasks wait for each other"
+    return tuple(ordered)

@@ -1,0 +1,43 @@
+"""All-reduce as reduce-scatter and all-gather: 2 (n - 1) / n of the rows per rank, where sending all to all takes n - 1.
+
+It comes after the transpose: the transpose of an all-reduce whose result is used alike is free, that of its halves is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.program.task import Kind, Layout, Op, Program, Task
+from moesaic.program.validate import reduces
+
+
+def halve_reduce(program: Program) -> Program:
+    """Return the program with every all-reduce of rows or tokens done in two movements.
+
+    Each rank sums the runs of one origin per group, its own, and passes the sums on.
+    """
+    slots = list(program.slots)
+    tasks: list[Task] = []
+    for task in program.tasks:
+        source, target = (program.slot(name) for name in (task.reads[0], task.writes[0]))
+        share = _share(source.layout, task) if task.op is Op.MOVE and source.kind is not Kind.WEIGHT else None
+        if share is None or source.layout != target.layout or not reduces(source, target):
+            tasks.append(task)
+            continue
+        name = f"{target.name}/sums"
+        state = tuple((axis, value) for axis, value in target.state if axis not in task.group)
+        slots.append(replace(target, name=name, layout=share, state=state))
+        tasks.append(replace(task, name=name, writes=(name,)))
+        tasks.append(replace(task, reads=(name,)))
+    return replace(program, slots=tuple(slots), tasks=tuple(tasks))
+
+
+def _share(layout: Layout, task: Task) -> Layout | None:
+    """Return the layout with the origins of the group's ranks told apart, None where they are not in it."""
+    if len(task.group) != 1:
+        return None
+    axis = task.group[0]
+    if axis in layout.spread:
+        return replace(layout, spread=tuple(other for other in layout.spread if other != axis))
+    return replace(layout, whole_tp=False) if layout.whole_tp and axis in ("tp", "etp") else None
+

@@ -1,0 +1,58 @@
+"""SAA: the gather over the tensor group runs phase by phase behind the all-to-all that precedes it.
+
+Parm (INFOCOM 2024), section IV-C. The phases go over ep, the shards of an expert are summed inside each: what arrives from
+one rank of ep is passed on in the tensor group while the next arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+from moesaic.program.passes.parts import Part, split_stretch
+from moesaic.program.passes.split_peers import steps
+from moesaic.program.task import Kind, Op, Program, State, Task
+
+
+def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Program:
+    """Return the program with every all-to-all that a gather over tp follows done in ep phases, gather included.
+
+    Args:
+        program: forward or backward.
+        grid: the mesh.
+        required: raise where there is no such pair; else return the program as it is.
+
+    Raises:
+        InputError: if the program has no such pair, or goes by groups of peers already.
+    """
+    if any(slot.layout.step is not None for slot in program.slots):
+        raise InputError(
+            "overlap_gather clashes with split_peers, which gathers group by group already: choose "
+            "plan.overlap_gather=false or plan.peer_groups=1"
+        )
+    pairs = _pairs(program)
+    if not pairs and required:
+        raise InputError(
+            f"overlap_gather: {program.name} has no all-to-all that a gather over tp follows: choose schedule s2 or s3"
+        )
+    if grid.ep == 1 or grid.tp == 1 or not pairs:
+        return program
+    parts = [Part(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
+    for first, second in pairs:
+        program = split_stretch(program, [first.name, second.name], parts)
+    return replace(program, name=f"{program.name}, overlapped gather")
+
+
+def _pairs(program: Program) -> list[tuple[Task, Task]]:
+    """Return every movement of rows over ep with the gather over tp that alone reads it."""
+    found = []
+    for first in program.tasks:
+        if first.op is not Op.MOVE or "ep" not in first.group or program.slot(first.writes[0]).kind is not Kind.ROWS:
+            continue
+        readers = [task for task in program.tasks if first.writes[0] in task.reads]
+        if len(readers) == 1 and readers[0].op is Op.MOVE and readers[0].group == ("tp",):
+            target = program.slot(readers[0].writes[0])
+            if target.on("tp") is State.IDENTICAL:
+                found.append((first, readers[0]))
+    return found

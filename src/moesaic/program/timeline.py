@@ -1,0 +1,194 @@
+"""When each task of a program runs, given how long each takes: the program's order laid out on its lanes.
+
+One rule decides it (`place`); the exact search orders tasks by the same rule. Nothing is guessed here: contention between
+lanes, launch costs and the sizes behind the durations are the cost model's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.program.task import Lane, Program, Slot, Stage, Task
+
+LANES: tuple[Lane, ...] = (Lane.COMPUTE, Lane.INTRA, Lane.INTER, Lane.HOST)
+"""In the order in which pictures show them."""
+MOVING = (Lane.INTRA, Lane.INTER)
+"""Lanes of communication."""
+
+Free = tuple[float, float, float, float]
+"""When each resource is free again: the issuing thread, the compute stream, the links inside a node, between nodes."""
+IDLE: Free = (0.0, 0.0, 0.0, 0.0)
+THREAD = 0
+"""The place of the issuing thread in `Free`."""
+_RESOURCE = {Lane.HOST: THREAD, Lane.COMPUTE: 1, Lane.INTRA: 2, Lane.INTER: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task's time, in seconds from the start of the program."""
+
+    task: str
+    lane: Lane
+    chunk: int | None
+    """The one chunk that the task works on, if it is one."""
+    stage: Stage
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program laid out in time."""
+
+    program: str
+    """Its name."""
+    spans: tuple[Span, ...]
+    """In the order of issue."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last task has ended."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def on(self, lane: Lane) -> tuple[Span, ...]:
+        """Return the spans of a lane, in order."""
+        return tuple(span for span in self.spans if span.lane is lane)
+
+    @property
+    def busy(self) -> dict[Lane, float]:
+        """The share of the makespan during which each lane works; lanes without a task are left out."""
+        total = self.makespan or 1.0
+        found = {lane: self.on(lane) for lane in LANES}
+        return {lane: _length(spans) / total for lane, spans in found.items() if spans}
+
+    @property
+    def communication(self) -> float:
+        """Seconds of communication, the lanes added up."""
+        return sum(_length(self.on(lane)) for lane in MOVING)
+
+    @property
+    def overlap(self) -> float:
+        """The share of communication time during which the compute lane works; 1 if nothing takes time to move."""
+        total = self.communication
+        if total == 0:
+            return 1.0
+        computing = self.on(Lane.COMPUTE)
+        moving = [span for lane in MOVING for span in self.on(lane)]
+        hidden = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in moving for b in computing)
+        return hidden / total
+
+
+def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False) -> Timeline:
+    """Lay out a program as its executor runs it: tasks are issued in list order by one thread.
+
+    A lane runs its tasks one after the other, in list order. A task starts when its lane is free and all tasks that write
+    what it reads have ended.
+
+    Args:
+        program: in the order to be laid out.
+        seconds: duration of each task by name; further names are ignored.
+        host_runs_compute: True as on CPU (Gloo): the issuing thread computes, and waits for what a task reads, movements
+            included, before it goes on in the list. False as on CUDA: streams wait, and the thread runs ahead of them
+            all, held up by tasks of the host lane only.
+
+    Raises:
+        InputError: if a task has no duration, or one that is no length of time.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    ends: dict[str, float] = dict.fromkeys(program.inputs, 0.0)
+    free, spans = IDLE, []
+    for task, length in zip(program.tasks, durations(program, seconds)):
+        ready = max((ends[name] for name in task.reads), default=0.0)
+        free, start = place(free, task.lane, length, ready, host_runs_compute)
+        end = start + length
+        ends.update(dict.fromkeys(task.writes, end))
+        spans.append(Span(task.name, task.lane, chunk_of(task, slots), task.stage, start, end))
+    return Timeline(program.name, tuple(spans))
+
+
+def place(free: Free, lane: Lane, seconds: float, ready: float, host_runs_compute: bool) -> tuple[Free, float]:
+    """Issue one task; returns when the resources are free after it, and when it starts.
+
+    Args:
+        free: as the tasks before it in the list left it.
+        lane: of the task.
+        seconds: its duration.
+        ready: when all that it reads is there.
+        host_runs_compute: see `lay_out`.
+    """
+    at = resource(lane, host_runs_compute)
+    issued = max(free[THREAD], ready) if host_runs_compute or lane is Lane.HOST else free[THREAD]
+    start = max(issued, ready, free[at])
+    after = [issued, *free[1:]]
+    after[at] = start + seconds
+    return (after[0], after[1], after[2], after[3]), start
+
+
+def resource(lane: Lane, host_runs_compute: bool) -> int:
+    """Return the place in `Free` of what a lane's tasks occupy."""
+    return THREAD if host_runs_compute and lane is Lane.COMPUTE else _RESOURCE[lane]
+
+
+def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
+    """Return the duration of each task, in the order of the program.
+
+    Raises:
+        InputError: if one is missing, negative or not finite.
+    """
+    found = []
+    for task in program.tasks:
+        length = seconds.get(task.name)
+        if length is None:
+            raise InputError(
+                f"durations of {program.name}: task {task.name} has none: give the seconds of every task of the program"
+            )
+        if not (length >= 0 and math.isfinite(length)):
+            raise InputError(
+                f"durations of {program.name}: task {task.name} takes {length} s: give a finite number of at least 0"
+            )
+        found.append(float(length))
+    return found
+
+
+def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:
+    """Return the one chunk that a task reads or writes; None if it works on none, or on several."""
+    chunks = {slots[name].layout.chunk for name in (*task.reads, *task.writes)} - {None}
+    return chunks.pop() if len(chunks) == 1 else None
+
+
+def to_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return the timeline as a Chrome trace, to be written as JSON: one row per lane, times in microseconds.
+
+    chrome://tracing and ui.perfetto.dev open it.
+    """
+    events: list[dict[str, Any]] = [_name("process_name", 0, timeline.program)]
+    for row, lane in enumerate(LANES):
+        if timeline.on(lane):
+            events.append(_name("thread_name", row, lane.value))
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
+    for span in timeline.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.task,
+                "cat": span.stage.value,
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "pid": 0,
+                "tid": LANES.index(span.lane),
+                "args": {"stage": span.stage.value, "chunk": span.chunk},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(what: str, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": row, "args": {"name": name}}
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(span.end - span.start for span in spans)

@@ -1,0 +1,50 @@
+"""What one rank brings to one run of a program, and the values that the run has: no wire, no interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moesaic.experts.experts import AbstractExperts, Weights
+from moesaic.program.sizes import Sizes
+
+Value = Tensor | Weights
+"""Of a slot: rows, or parameters of experts."""
+Environment = dict[str, Value]
+"""Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+
+
+@dataclass
+class Call:
+    """What one rank brings to one run of a program."""
+
+    rank: int
+    sizes: Sizes
+    experts: AbstractExperts
+    """Computes; the weights come through the program."""
+    first_tag: int = 0
+    """Tags of this run's movements start here; runs in flight at once need ranges apart."""
+    weight_first: bool = False
+    """Multiply by the routing weight before the expert rather than after it."""
+    has_empty_rows: bool = False
+    """Some rows have no token: their index is negative."""
+
+
+def kept(task_name: str) -> str:
+    """Return where an expert task's activations stand in the environment; a gradient task has the same place."""
+    return f"{task_name.removesuffix(_COTANGENT)}*"
+
+
+def rows(value: Value) -> Tensor:
+    """Return a slot's value as rows.
+
+    Raises:
+        TypeError: if it holds parameters.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError("a task reads rows where the slot holds parameters")
+    return value
+
+
+_COTANGENT = "'"

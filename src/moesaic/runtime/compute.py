@@ -1,0 +1,143 @@
+"""The tasks that need no other rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.wire import Lane as WireLane
+from moesaic.experts.experts import Weights
+from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
+from moesaic.runtime.call import Call, Environment, Value, kept, rows
+
+Slots = Mapping[str, Slot]
+
+
+def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> Environment:
+    """Run a task that needs no other rank; returns what it writes."""
+    reads = [environment[name] for name in task.reads]
+    if task.op is Op.EXPERT:
+        return _expert(task, slots, reads, call)
+    if task.op is Op.EXPERT_GRAD:
+        return _expert_grad(task, slots, reads, environment, call)
+    if task.op is Op.ADD:
+        return {task.writes[0]: _sum(reads)}
+    return dict(zip(task.writes, _rows_task(task, slots, list(map(rows, reads)), call)))
+
+
+def wire_lane(task: Task) -> WireLane:
+    """Return the lane of the wire that a movement takes."""
+    return "intra" if task.lane is Lane.INTRA else "inter"
+
+
+def take(value: Tensor, places: object) -> Tensor:
+    """Return rows by their numpy places."""
+    return value.index_select(0, index_like(places, value))
+
+
+def placed(arrived: Tensor, places: object, num_rows: int, reduce: bool) -> Tensor:
+    """Return rows put in their numpy places, which are all filled; with `reduce` rows of one place are summed in order.
+
+    16-bit rows are summed in float32.
+    """
+    index = index_like(places, arrived)
+    if not reduce:
+        return torch.empty_like(arrived).index_copy_(0, index, arrived)
+    dtype = torch.promote_types(arrived.dtype, torch.float32)
+    out = torch.zeros(num_rows, arrived.shape[1], dtype=dtype, device=arrived.device)
+    return out.index_add_(0, index, arrived.to(dtype)).to(arrived.dtype)
+
+
+def index_like(places: object, like: Tensor) -> Tensor:
+    """Return numpy places as a tensor where `like` is."""
+    return torch.as_tensor(places, device=like.device)
+
+
+def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
+    target = slots[task.writes[0]]
+    num_rows = call.sizes.num_rows(target.layout, call.rank)
+    if task.op is Op.PERMUTE:
+        places, is_full = _places(task.reads[0], task.reads[1], slots, reads[1], call)
+        taken = reads[0].index_select(0, places)
+        return [taken if is_full is None else taken * is_full.to(taken.dtype)]
+    if task.op is Op.COMBINE:
+        accumulate = torch.promote_types(reads[0].dtype, torch.float32)
+        out = torch.zeros(num_rows, reads[0].shape[1], dtype=accumulate, device=reads[0].device)
+        places, is_full = _places(target.name, task.reads[1], slots, reads[1], call)
+        values = reads[0] if is_full is None else reads[0] * is_full.to(reads[0].dtype)
+        return [out.index_add_(0, places, values.to(accumulate)).to(reads[0].dtype)]
+    if task.op is Op.SCALE:
+        size = len(call.sizes.grid.group(call.rank, task.group))
+        return [reads[0] * float(size) ** task.power if task.power else reads[0]]
+    if task.op is Op.TAKE:
+        whole = slots[task.reads[0]].layout
+        return [take(reads[0], call.sizes.part_rows(slots[name].layout, whole, call.rank)) for name in task.writes]
+    assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
+    joined = reads[0].new_empty(num_rows, reads[0].shape[1])
+    for name, part in zip(task.reads, reads):
+        joined[index_like(call.sizes.part_rows(slots[name].layout, target.layout, call.rank), part)] = part
+    return [joined]
+
+
+def _sum(values: list[Value]) -> Value:
+    """Add rows, or parameters one by one."""
+    if isinstance(values[0], Tensor):
+        return torch.stack(list(map(rows, values))).sum(0)
+    return tuple(torch.stack(parameters).sum(0) for parameters in zip(*values))
+
+
+def _places(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return each copy's token as a row of the tokens' slot, and (rows, 1) bool which rows have one; None for all."""
+    bases = index_like(call.sizes.token_bases(slots[tokens].layout, slots[index].layout, call.rank), value)
+    if not call.has_empty_rows:
+        return value.squeeze(1) + bases, None
+    return value.squeeze(1).clamp_min(0) + bases, value >= 0
+
+
+def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
+    tokens, gates = rows(reads[0]), rows(reads[1]).squeeze(1)
+    sharded, common = _weights(reads[2:])
+    ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
+    if call.weight_first:
+        tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
+    gate = None if call.weight_first else gates
+    out, activations = call.experts.run(sharded, common, tokens, gate, ends, shards)
+    return {task.writes[0]: out, kept(task.name): activations}
+
+
+def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call) -> Environment:
+    dy, tokens, gates = rows(reads[0]), rows(reads[1]), rows(reads[2]).squeeze(1)
+    sharded, common = _weights(reads[3:])
+    ends, shards = _ends(slots[task.reads[1]], tokens, call), _shards(slots[task.reads[1]], call)
+    activations = environment[kept(task.name)]
+    assert not isinstance(activations, Tensor)
+    seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
+    gate = None if call.weight_first else gates
+    d_rows, d_gates, *d_weights = call.experts.gradients(
+        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards
+    )
+    if d_gates is None:
+        d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
+        d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
+    written: list[Value] = [d_rows, d_gates.unsqueeze(1), *d_weights]
+    return dict(zip(task.writes, written))
+
+
+def _weights(values: list[Value]) -> tuple[Weights, Weights]:
+    """Return split and common parameters from the slots that an expert task reads."""
+    found = [value if not isinstance(value, Tensor) else (value,) for value in values]
+    return found[0], found[1] if len(found) > 1 else ()
+
+
+def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
+    counts = call.sizes.rows_per_expert(slot.layout, call.rank)
+    return torch.from_numpy(counts.cumsum()).to(device=tokens.device, dtype=torch.int32)
+
+
+def _shards(slot: Slot, call: Call) -> int:
+    """Return how many shards of an expert see a slot's rows."""
+    assert slot.kind is Kind.ROWS
+    return math.prod(call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED)

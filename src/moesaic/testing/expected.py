@@ -1,0 +1,272 @@
+"""What a case must give: the plain layer on all groups' tokens together, dense and in float64, with no mesh in it.
+
+    total = sum over micro-batches of share * (mean over groups of sum(y * dy) + auxiliary loss over all tokens)
+
+Choices come from the router itself, asked about the whole batch (its own tests check it); admission, experts, combine and
+losses are computed here, over a dense (tokens, experts) table of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.layer import MoE
+from moesaic.program.grid import Grid
+from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.routing import Scores
+from moesaic.testing.cases import AT_RANDOM, Case
+from moesaic.testing.coded import Travel, coded_output
+from moesaic.testing.reference import in_float64, reference_expert, reference_limit
+from moesaic.testing.workload import Batch, Workload
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The right values; float64."""
+
+    outputs: list[list[Tensor]]
+    """By micro-batch, then by group: y."""
+    input_gradients: list[list[Tensor]]
+    """Likewise: what a rank's own backward pass gives, dp times the gradient of the total."""
+    gradients: dict[str, Tensor | None]
+    """By the name of a parameter of the whole layer."""
+    losses: list[dict[str, Tensor]]
+    """By micro-batch: every auxiliary loss over all groups' tokens, before its coefficient."""
+    requested: list[list[int]]
+    """By micro-batch: copies per expert before capacity."""
+    sent: list[list[int]]
+    """By micro-batch: copies per expert after it."""
+    evaluated: list[Tensor] | None
+    """By group: y of the last micro-batch's tokens in evaluation."""
+    buffers: dict[str, Tensor]
+    """The router's buffers after `finish_step`."""
+    norm: float
+    """Of all gradients together."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass over all groups' tokens."""
+
+    y_TD: Tensor
+    loss: Tensor
+    losses: dict[str, Tensor]
+    requested: list[int]
+    sent: list[int]
+
+
+def expect(case: Case, work: Workload) -> Expected:
+    """Compute what a case must give."""
+    twin = in_float64(work.layer)
+    leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
+    total, passes, evaluated = torch.zeros((), dtype=torch.float64), [], None
+    for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
+        done = dense_pass(case, twin, xs, batches)
+        passes.append(done)
+        cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
+        total = total + share * ((done.y_TD * cotangents).sum() / case.grid.dp + done.loss)
+        twin.step_counts += torch.tensor(done.requested)
+        if case.evaluate and micro == 0:
+            evaluated = _evaluate(case, twin, xs, batches)
+    flat = [x for xs in leaves for x in xs]
+    wanted = [*flat, *twin.parameters()]
+    found = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), wanted, allow_unused=True)
+    gradients = dict(zip((name for name, _ in twin.named_parameters()), found[len(flat) :]))
+    dx = iter(found)
+    twin.finish_step()
+    return Expected(
+        outputs=[_by_group(done.y_TD.detach(), batches) for done, batches in zip(passes, work.batches)],
+        input_gradients=[[case.grid.dp * next(dx) for _ in xs] for xs in leaves],
+        gradients=gradients,
+        losses=[{name: value.detach() for name, value in done.losses.items()} for done in passes],
+        requested=[done.requested for done in passes],
+        sent=[done.sent for done in passes],
+        evaluated=evaluated,
+        buffers=dict(twin.router.named_buffers()),
+        norm=float(sum(g.square().sum() for g in gradients.values() if g is not None) ** 0.5),
+    )
+
+
+def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Batch]) -> Pass:
+    """Run the layer on all groups' tokens.
+
+    Args:
+        case: the case.
+        twin: the layer in float64, in training or evaluation.
+        xs: (sequences, length, dim) float64 per group.
+        batches: what else belongs to them.
+    """
+    x_TD = torch.cat([x.flatten(0, 1) for x in xs])
+    ids = torch.cat([batch.ids.flatten() for batch in batches])
+    valid = torch.ones(len(x_TD), dtype=torch.bool)
+    if case.padding:
+        valid = torch.cat([batch.mask.flatten() for batch in batches if batch.mask is not None])
+    noise = _noise(case, twin, batches)
+    scores = twin.router.scores(x_TD.masked_fill(~valid.unsqueeze(1), 0.0), noise, ids)
+    choice = twin.router.choose(scores, case.top_k, valid if case.padding else None, noise)
+    weight_N = twin.router.weigh(scores, choice, case.top_k)
+    alive = valid[choice.token] if choice.sent is None else valid[choice.token] & choice.sent
+    weight_TE = torch.zeros_like(scores.probs)
+    copies = list(zip(choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weight_N.tolist()))
+    chosen = [n for n, is_alive in enumerate(alive.tolist()) if is_alive]
+    admitted = _admit(case, copies, chosen, _slices(case, batches), valid)
+    pairs = choice.token[admitted], choice.expert[admitted]
+    weight_TE = weight_TE.index_put(pairs, weight_N[admitted].to(weight_TE.dtype))
+    is_sent_TE = torch.zeros(weight_TE.shape, dtype=torch.bool).index_put(pairs, torch.tensor(True))
+    if case.plan.is_lossless or not case.is_exact:
+        y_TD = plain_output(twin, x_TD, weight_TE, is_sent_TE)
+    else:
+        order = [(int(choice.token[n]), int(choice.expert[n])) for n in admitted]
+        y_TD = coded_output(twin, x_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]))
+    if twin.shared is not None:
+        y_TD = y_TD + reference_expert(twin.shared, 0, x_TD)
+    taken = torch.tensor(chosen, dtype=torch.int64)
+    copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
+    copies_TE[choice.token[taken], choice.expert[taken]] = 1.0
+    all_weights = torch.zeros_like(weight_TE).index_put(
+        (choice.token[taken], choice.expert[taken]), weight_N[taken].to(weight_TE.dtype)
+    )
+    losses = {
+        loss.name: dense_loss(loss, scores, copies_TE, all_weights, valid, _sequence_of(batches), twin.step_counts)
+        for loss in twin.losses
+    }
+    loss = sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=torch.zeros((), dtype=torch.float64))
+    return Pass(y_TD, loss, losses, copies_TE.sum(0).long().tolist(), is_sent_TE.sum(0).tolist())
+
+
+def plain_output(twin: MoE, x_TD: Tensor, weight_TE: Tensor, is_sent_TE: Tensor) -> Tensor:
+    """Return the sum over experts of every token's weighted result, (tokens, dim)."""
+    y_TD = torch.zeros_like(x_TD)
+    for e in range(twin.num_experts):
+        weight = weight_TE[:, e : e + 1]
+        if twin.apply_weight == "before":
+            out = reference_expert(twin.experts, e, weight * x_TD) * is_sent_TE[:, e : e + 1]
+        else:
+            out = weight * reference_expert(twin.experts, e, x_TD)
+        y_TD = y_TD + out
+    return y_TD
+
+
+def dense_loss(
+    loss: AbstractLoss,
+    scores: Scores,
+    copies_TE: Tensor,
+    weight_TE: Tensor,
+    valid_T: Tensor,
+    sequence_T: Tensor,
+    earlier_E: Tensor,
+) -> Tensor:
+    """Return one auxiliary loss over all tokens, () float64, differentiable; 0 without valid tokens.
+
+    Args:
+        loss: which one.
+        scores: of all tokens.
+        copies_TE: (tokens, experts) 1 where a copy was chosen, before capacity.
+        weight_TE: (tokens, experts) its routing weight.
+        valid_T: (tokens,) bool.
+        sequence_T: (tokens,) the number of each token's sequence.
+        earlier_E: (experts,) copies of the step before this pass.
+    """
+    num_valid = int(valid_T.sum())
+    if not num_valid:
+        return 0 * scores.logits.sum()
+    if isinstance(loss, ZLoss):
+        return scores.logits[valid_T].exp().sum(1).log().square().mean()
+    if isinstance(loss, Importance):
+        importance = weight_TE.sum(0)
+        mean = importance.mean()
+        return (importance - mean).square().mean() / mean**2 if float(mean.detach()) else 0 * mean
+    assert isinstance(loss, LoadBalance), f"no reference for {type(loss).__name__}"
+    if loss.level != "sequence":
+        load = copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0)
+        return copies_TE.shape[1] * (load / load.sum().clamp_min(1) * scores.probs[valid_T].mean(0)).sum()
+    total = 0 * scores.logits.sum()
+    for sequence in set(sequence_T[valid_T].tolist()):
+        inside = (sequence_T == sequence) & valid_T
+        load = copies_TE[inside].sum(0)
+        value = copies_TE.shape[1] * (load / load.sum().clamp_min(1) * scores.probs[inside].mean(0)).sum()
+        total = total + value * int(inside.sum()) / num_valid
+    return total
+
+
+def _admit(
+    case: Case, copies: list[tuple[int, int, int, float]], alive: list[int], domains: list[range], valid: Tensor
+) -> list[int]:
+    """Return which copies have room, ascending; a capacity per rank is one per domain of tokens."""
+    spans = case.capacity.spans_mesh
+    kept: list[int] = []
+    for domain in [range(len(valid))] if spans else domains:
+        inside = [n for n in alive if copies[n][0] in domain]
+        requested = [sum(copies[n][1] == e for n in inside) for e in range(case.num_experts)]
+        limit = reference_limit(case.capacity, requested, int(valid[domain.start : domain.stop].sum()), case.top_k)
+        best: dict[int, float] = {}
+        for token, _, _, weight in (copies[n] for n in inside):
+            best[token] = max(best.get(token, 0.0), weight)
+        by_score = case.capacity.admits_by_score
+        load = [0] * case.num_experts
+        for n in sorted(inside, key=lambda n: (copies[n][2], -best[copies[n][0]] if by_score else 0.0, copies[n][0])):
+            if limit is None or load[copies[n][1]] < limit:
+                load[copies[n][1]] += 1
+                kept.append(n)
+    return sorted(kept)
+
+
+def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
+    """Return the tokens that each routing rank has: groups, or under s1 their slices over tp."""
+    parts = case.grid.tp if case.plan.schedule == "s1" else 1
+    domains, start = [], 0
+    for batch in batches:
+        count = batch.x.shape[:2].numel()
+        domains += [range(start + count * i // parts, start + count * (i + 1) // parts) for i in range(parts)]
+        start += count
+    return domains
+
+
+def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
+    """Return what the ranks draw: each group from its seed, under tp from a seed that its first rank draws."""
+    if case.router not in AT_RANDOM or not twin.training:
+        return None
+    drawn = []
+    with torch.random.fork_rng(devices=[]):
+        for batch in batches:
+            torch.manual_seed(batch.seed)
+            if case.grid.tp > 1:
+                torch.manual_seed(int(torch.randint(2**62, (1,))))
+            drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
+    return torch.cat([noise for noise in drawn if noise is not None])
+
+
+def _sequence_of(batches: Sequence[Batch]) -> Tensor:
+    lengths = [batch.x.shape[1] for batch in batches for _ in range(batch.x.shape[0])]
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Batch]) -> list[Tensor]:
+    twin.eval()
+    with torch.no_grad():
+        y_TD = dense_pass(case, twin, xs, batches).y_TD
+    twin.train()
+    return _by_group(y_TD, batches)
+
+
+def _by_group(y_TD: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
+    sizes = [batch.x.shape[:2].numel() for batch in batches]
+    return [part.view(batch.x.shape) for part, batch in zip(y_TD.split(sizes), batches)]
+
+
+def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
+    """Return the part of a stacked parameter that a rank stores.
+
+    Args:
+        whole: (num_experts, ...).
+        grid: the mesh.
+        rank: whose part.
+        dim: the dimension that etp splits; None if it does not.
+    """
+    each = len(whole) // grid.ep
+    part = whole[grid.coordinate(rank, "ep") * each :][:each]
+    return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]

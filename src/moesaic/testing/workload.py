@@ -1,0 +1,117 @@
+"""What a case computes on: a layer, and every group's tokens, masks and cotangents. The same in every process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.experts import ModuleExperts, PlainExperts
+from moesaic.layer import MoE
+from moesaic.routing.gates import ROUTERS, CosineTopK, Hash, RouterFactory, group_limited
+from moesaic.testing.cases import TOP_1, Case
+
+DIM, HIDDEN, SHARED_HIDDEN = 4, 4, 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One group's tokens in one micro-batch."""
+
+    x: Tensor
+    """(sequences, length, dim)."""
+    dy: Tensor
+    """Like x: the cotangent of the output, before the micro-batch's share."""
+    mask: Tensor | None
+    """(sequences, length) bool."""
+    ids: Tensor
+    """(sequences, length) int64."""
+    seed: int
+    """Of the noise that the group's first rank draws."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case's layer and tokens."""
+
+    layer: MoE
+    """Whole, on no mesh; copy it before use."""
+    batches: list[list[Batch]]
+    """By micro-batch, then by group."""
+    shares: tuple[float, ...]
+    """What each micro-batch weighs in the step."""
+
+    def fresh_layer(self) -> MoE:
+        """Return a copy of the layer."""
+        return copy.deepcopy(self.layer)
+
+
+def draw_workload(case: Case) -> Workload:
+    """Draw a case's layer and tokens from its seed."""
+    dtype = torch.float64 if case.precision == "float64" else torch.float32
+    generator = torch.Generator().manual_seed(case.seed)
+    lean = torch.randn(DIM, generator=generator, dtype=torch.float64)
+    layer = _build_layer(case).to(dtype)
+
+    def batch(micro: int, group: int) -> Batch:
+        shape = case.lies_on(micro, group)
+        x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
+        mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
+        ids = torch.randint(0, 50, shape, generator=generator)
+        return Batch((x + case.skew * lean).to(dtype), dy.to(dtype), mask, ids, case.seed + 100 * micro + group)
+
+    micro_batches = range(len(case.lengths))
+    batches = [[batch(micro, group) for group in range(case.grid.dp)] for micro in micro_batches]
+    return Workload(layer, batches, (1.0,) if len(batches) == 1 else (0.25, 0.75))
+
+
+def _build_layer(case: Case) -> MoE:
+    """Build the layer; biases and selection biases away from zero, router scores far apart."""
+    experts = {
+        "swiglu": "swiglu",
+        "gelu": partial(PlainExperts, activation="gelu", bias=True),
+        "modules": lambda dim, hidden, count: ModuleExperts(partial(_own_expert, dim, hidden), dim, count),
+    }[case.experts]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        layer = MoE(
+            DIM,
+            HIDDEN,
+            case.num_experts,
+            case.top_k,
+            router=_router(case),
+            experts=experts,  # type: ignore[arg-type]
+            capacity=case.capacity,
+            losses=case.losses,
+            shared_hidden=SHARED_HIDDEN if case.shared else 0,
+            apply_weight=case.apply_weight,
+        )
+        with torch.no_grad():
+            for parameter in layer.router.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_()
+            for name, buffer in layer.router.named_buffers():
+                if name.endswith("bias"):
+                    buffer.uniform_(-0.2, 0.2)
+    return layer
+
+
+def _router(case: Case) -> RouterFactory:
+    if case.router == "cosine":
+        return partial(CosineTopK, projection=3, temperature=0.5)
+    if case.router == "hash":
+        return partial(Hash, buckets=16)
+    if case.router == "group_limited":
+        top_groups = 2 if case.top_k > case.num_experts // 2 else 1
+        return partial(group_limited, num_groups=2, top_groups=top_groups, bias_rate=0.1)
+    if case.router == "sigmoid":
+        return partial(ROUTERS["sigmoid"], bias_rate=0.1)
+    assert case.router not in TOP_1 or case.top_k == 1
+    return ROUTERS[case.router]
+
+
+def _own_expert(dim: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim))

@@ -1,0 +1,135 @@
+"""The tensors of a checkpoint where a model is sharded: written by all ranks, read by any number of them.
+
+Several ranks write `torch.distributed.checkpoint` files, each its own shards under global names and global places, so that
+any other mesh, and one process too, reads what it needs. A checkpoint of one process (safetensors) is read in slices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
+
+from moesaic.train.durable import checksum, flush
+from moesaic.train.ranks import Ranks
+
+SHARDS = "shards"
+"""The folder of a sharded checkpoint's files, inside the checkpoint."""
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
+    """Write every rank's shards into `folder / SHARDS` and flush them; all ranks call it.
+
+    Args:
+        folder: on a file system that all ranks share; exists.
+        tensors: by name, `model.<name>` and `optimizer.<name>.<state>`; DTensors, or plain ones that all ranks have alike.
+        ranks: that share the model.
+
+    Returns:
+        the checksum of each file that was written, by its path below `folder`; each rank reads some of them.
+
+    Raises:
+        OSError, CheckpointException: on all ranks, if one of them cannot write.
+    """
+    state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS)
+    files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
+    mine = files[ranks.rank :: ranks.world]
+    for path in mine:
+        flush(path)
+    found = {f"{SHARDS}/{path.name}": checksum(path) for path in mine}
+    return {name: value for part in ranks.gathered(found) for name, value in part.items()}
+
+
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the whole tensors of a sharded checkpoint whose names start with `prefix`, without it; in one process."""
+    wanted = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _listed(folder).items()}
+    wanted = {name: tensor for name, tensor in wanted.items() if name.startswith(prefix)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it remarks that this is one process
+        state_dict_loader.load(wanted, checkpoint_id=folder / SHARDS, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+    """Read this rank's part of a checkpoint into a sharded model and its optimizer; all ranks call it.
+
+    Args:
+        folder: the checkpoint.
+        model: sharded; its names are those of the whole model.
+        optimizer: of its parameters; its state is replaced.
+        sharded: whether the checkpoint is; if not, it holds whole tensors.
+
+    Raises:
+        ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
+    """
+    sizes = _listed(folder) if sharded else _listed_whole(folder)
+    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    saved = {name for name in sizes if name.startswith("model.")}
+    if saved != targets.keys():
+        odd = sorted(saved ^ targets.keys())
+        raise ValueError(f"{len(odd)} tensors are only in one of them, {odd[0]} for one")
+    targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
+    if sharded:
+        state_dict_loader.load(targets, checkpoint_id=folder / SHARDS)
+        return
+    for part in ("model", "optimizer"):
+        with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
+            for name, target in targets.items():
+                if name.startswith(f"{part}."):
+                    _fill(target, file, name.removeprefix(f"{part}."))
+
+
+def _listed(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return size and dtype of every tensor of a sharded checkpoint."""
+    entries = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
+
+
+def _listed_whole(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the sizes in a checkpoint of whole tensors; scalars there are float32."""
+    found = {}
+    for part in ("model", "optimizer"):
+        with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                size = torch.Size(file.get_slice(name).get_shape())
+                found[f"{part}.{name}"] = (size, torch.float32)
+    return found
+
+
+def _empty_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sizes: dict[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Give every parameter the optimizer state that is listed, sharded as the parameter is; returns it by name."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    optimizer.state.clear()
+    for place, (size, dtype) in sizes.items():
+        name, _, key = place.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters[name]
+        scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
+        state = torch.zeros_like(parameter.detach()) if size else scalar
+        optimizer.state[parameter][key] = found[place] = state
+    return found
+
+
+def _fill(target: Tensor, file: Any, name: str) -> None:
+    """Copy this rank's part of a tensor in a safetensors file; what is in the file may have another shape of as many."""
+    source = file.get_slice(name)
+    if tuple(source.get_shape()) != tuple(target.shape):
+        source = file.get_tensor(name).view(target.shape)
+    if not isinstance(target, DTensor):
+        target.copy_(source[...])
+        return
+    local = target.to_local()
+    if not local.numel():
+        return
+    (chunk,) = target.__create_chunk_list__()
+    assert tuple(chunk.sizes) == tuple(local.shape), f"{name} is not split into blocks"
+    local.copy_(source[tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))])

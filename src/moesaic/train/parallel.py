@@ -1,0 +1,202 @@
+"""Sharding a model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
+
+The model comes in whole and the same on every rank, drawn from the seed, so the weights do not depend on the mesh; each
+rank keeps its part. After a backward pass of each rank's mean loss every gradient is that of the mean over all tokens:
+
+    dense part   averaged over dp by FSDP2; complete on every rank of a tp group, or split like its parameter
+    experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+
+from moesaic.comm.mesh import Mesh
+from moesaic.layer import MoE
+from moesaic.models.gpt import GPT, Block, Dense
+from moesaic.models.short_conv import ShortConv
+from moesaic.models.split import Norm, local_part
+from moesaic.plan.plan import Plan
+
+DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
+"""Which dimension of the parameters of a dense layer is its inner width."""
+
+
+def parallelize(model: GPT, mesh: Mesh, plan: Plan, *, sequence_parallel: bool = False) -> None:
+    """Split a model over a mesh, in place.
+
+    Args:
+        model: whole, on its device, the same on all ranks.
+        mesh: of more than one rank.
+        plan: how the MoE layers run.
+        sequence_parallel: between the layers each rank of a tp group has its part of the positions.
+
+    Raises:
+        InputError: for a plan that the mesh or a layer does not allow.
+    """
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.parallelize(mesh, plan)
+    if mesh.grid.tp > 1:
+        split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
+    shard_over_data(model, mesh)
+
+
+def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
+    """Split attention by heads, dense layers by their inner width, the embedding by vocabulary; the rest is replicated.
+
+    Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. By position: its
+    sequence parallelism (Korthikanti et al. 2022, section 4.2.2), where norms and residuals see a part of the positions.
+    The short convolution and MoE layers, which want all positions, take and give them whole.
+
+    Args:
+        model: its `num_heads` and inner width divide by the mesh, and its positions if they are split.
+        tp: of one dimension.
+        by_position: split positions between the layers.
+    """
+    outside: Placement = Shard(1) if by_position else Replicate()
+    styles: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)}
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        styles[f"blocks.{index}.attention.qkv"] = SplitParameters({"weight": 1}, takes=outside, gives=None)
+        styles[f"blocks.{index}.attention.out"] = SplitParameters({"weight": 1}, takes=None, gives=outside)
+        if isinstance(block.ffn, Dense):
+            styles[f"blocks.{index}.ffn"] = SplitParameters(DENSE_SHARDS, takes=outside, gives=outside)
+    parallelize_module(model, tp, styles, src_data_rank=None)
+    if by_position:
+        for module in model.modules():
+            if isinstance(module, Norm):
+                module.positions_over = tp
+            if isinstance(module, MoE | ShortConv):
+                module.register_forward_pre_hook(partial(_gather_positions, tp))
+                module.register_forward_hook(partial(_split_positions, tp))
+        model.norm.register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
+
+
+class SplitParameters(ParallelStyle):
+    """A module that computes on plain tensors with its part of its parameters: `ColwiseParallel`, `RowwiseParallel` or both.
+
+    Args:
+        dims: parameter name (without the path) to the dimension that is split.
+        takes: how its input lies on the ranks, which all need whole; None for one that is split as the weight wants it.
+        gives: how the sum of the ranks' outputs shall lie on them; None for outputs that are no parts of a sum.
+    """
+
+    def __init__(self, dims: Mapping[str, int], *, takes: Placement | None, gives: Placement | None) -> None:
+        super().__init__()
+        self.dims, self.takes, self.gives = dims, takes, gives
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            assert self.takes is not None
+            return (move(inputs[0], mesh, self.takes, Replicate(), gradient=Partial()), *inputs[1:])
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            assert self.gives is not None
+            return move(output, mesh, Partial(), self.gives)
+
+        return distribute_module(
+            module,
+            device_mesh,
+            self._partition,
+            None if self.takes is None else enter,
+            None if self.gives is None else leave,
+        )
+
+    def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            place: Placement = Shard(self.dims[name])
+            split = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(split))
+
+
+def move(
+    x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
+) -> Tensor:
+    """Return what a rank has of a tensor after it is laid out anew; differentiable.
+
+    Args:
+        x: what this rank has of it, split evenly where it is split.
+        mesh: of one dimension.
+        source: how the tensor lies on the mesh.
+        target: how it shall lie.
+        gradient: how the result's gradient lies; None for as the result.
+    """
+    laid = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return laid.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def _gather_positions(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (move(inputs[0], mesh, Shard(1), Replicate()), *inputs[1:])
+
+
+def _split_positions(mesh: DeviceMesh, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (move(output[0], mesh, Replicate(), Shard(1)), *output[1:])
+    return move(output, mesh, Replicate(), Shard(1))
+
+
+def shard_over_data(model: GPT, mesh: Mesh) -> None:
+    """Apply FSDP2: a unit per block over dp, experts over edp; axes of one rank are left out."""
+    dp, edp = mesh.grid.dp, mesh.grid.edp
+    unsharded: set[nn.Parameter] = set()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if isinstance(block.ffn, MoE):
+            if edp > 1:
+                _shard(block.ffn.experts, mesh.sparse["edp"], divide_by=dp)
+            else:
+                unsharded |= set(block.ffn.experts.parameters())
+    if dp == 1:
+        return
+    for parameter in unsharded:
+        parameter.register_hook(lambda gradient: gradient / dp)
+    for block in model.blocks:
+        _shard(block, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
+    _shard(model, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, *, divide_by: int, leave_out: set[nn.Parameter] | None = None) -> None:
+    """Make a module a unit of FSDP2 whose gradients are summed over `mesh` and divided by `divide_by`."""
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter, mesh.size()))
+
+    # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
+    fully_shard(module, mesh=mesh, reshard_after_forward=True, shard_placement_fn=place, ignored_params=leave_out)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(divide_by)
+    module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+
+
+def shard_dim(parameter: Tensor, parts: int) -> int:
+    """Return the dimension to split over data parallel ranks.
+
+    One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
+    checkpoint understands. Else one with equal parts; else the first.
+
+    Args:
+        parameter: perhaps split over model axes already.
+        parts: how many.
+    """
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    split = {place.dim for place in placements if isinstance(place, Shard)}
+    sizes = local_part(parameter).shape
+    even = [dim for dim, size in enumerate(sizes) if size % parts == 0]
+    return next((dim for dim in even if dim not in split), even[0] if even else 0)

@@ -1,0 +1,159 @@
+"""The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is a world of one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.comm.mesh import DeviceType, Mesh, check_same, open_wire
+from moesaic.errors import InputError, TrainingError
+from moesaic.train.config import TrainConfig
+
+
+class Ranks:
+    """All processes of a run, seen from one of them.
+
+    Args:
+        mesh: how they share the model; None for a single process.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+        self.rank: int = 0 if mesh is None else mesh.rank
+        self.world: int = 1 if mesh is None else mesh.grid.world
+        self.dp: int = 1 if mesh is None else mesh.grid.dp
+        self.dp_index = 0 if mesh is None else mesh.grid.coordinate(mesh.rank, "dp")
+
+    @classmethod
+    def of(cls, config: TrainConfig, device_type: DeviceType) -> Ranks:
+        """Return the ranks of the process group that is initialised, all started with the same configuration.
+
+        Args:
+            config: its `mesh` must fit the ranks.
+            device_type: where parameters live, "cpu" or "cuda".
+
+        Raises:
+            InputError: on every rank: if the mesh does not fit the ranks, or they were started with different settings.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world == 1:
+            if config.mesh.least_ranks > 1:
+                raise InputError(
+                    f"mesh asks for {config.mesh.least_ranks} ranks, this is one process: start with "
+                    f"torchrun --nproc-per-node {config.mesh.least_ranks} -m moesaic train ..."
+                )
+            return cls()
+        return cls(_make_mesh(config, device_type))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes files and talks to people."""
+        return self.rank == 0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all ranks of a tensor, on whatever device; the tensor itself for one process."""
+        return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over all ranks."""
+        return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the data parallel groups of a tensor that the ranks of such a group have alike."""
+        return tensor if self.mesh is None else self.total(tensor) / self.world
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank; small picklable data."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def first_says(self, value: Any) -> Any:
+        """Return the first rank's value."""
+        return self.gathered(value if self.is_first else None)[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gathered(None)
+
+    def agree_to_stop(self, asked: list[str]) -> str | None:
+        """Return the name of a signal that any rank was sent, the same on all, or None.
+
+        Args:
+            asked: names of signals that this rank was sent.
+        """
+        if self.mesh is None:
+            return asked[0] if asked else None
+        number = torch.tensor(signal.Signals[asked[0]].value if asked else 0)  # on the CPU: no wait for a GPU
+        found = int(self.largest(number))
+        return signal.Signals(found).name if found else None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A stretch that every rank passes or none: what one of them refuses, all refuse.
+
+        Raises:
+            InputError, TrainingError: that of the lowest rank that raised one, on every rank.
+        """
+        refusal: InputError | TrainingError | None = None
+        try:
+            yield
+        except (InputError, TrainingError) as error:
+            refusal = error
+        if self.mesh is None:
+            if refusal is not None:
+                raise refusal
+            return
+        said = self.gathered(None if refusal is None else (type(refusal) is InputError, str(refusal)))
+        for found in said:
+            if found is not None:
+                is_input, text = found
+                raise (InputError if is_input else TrainingError)(text) from refusal
+
+    def require_same(self, what: str, value: object, advice: str) -> None:
+        """Raise InputError on every rank if they do not have the same value."""
+        values = self.gathered(value)
+        if any(other != values[0] for other in values):
+            odd = next(rank for rank, other in enumerate(values) if other != values[0])
+            raise InputError(f"{what} differs between rank 0 and rank {odd}: {advice}")
+
+    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        result = tensor.detach().clone()
+        dist.all_reduce(result, op=operation)
+        return result
+
+
+def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
+    check_same(open_wire(device_type), _flat(asdict(config)))
+    chosen = config.mesh
+    return Mesh.create(
+        tp=chosen.tp,
+        ep=chosen.ep,
+        etp=chosen.etp,
+        pp=chosen.pp,
+        cp=chosen.cp,
+        innermost=chosen.innermost,
+        ranks_per_node=chosen.ranks_per_node,
+        device_type=device_type,
+    )
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted paths to values as text; of the fields, `threads` may differ between machines."""
+    found: dict[str, str] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        elif prefix or name != "threads":
+            found[prefix + name] = json.dumps(value)
+    return found

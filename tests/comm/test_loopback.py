@@ -1,0 +1,293 @@
+"""The mailbox's strictness, and lock step: order, autograd, failures, generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moesaic.comm.loopback import Loopback, LoopbackWire, run_ranks
+from moesaic.comm.wire import AbstractWire, Transfer
+
+
+def exchange(wire: AbstractWire, tensor: Tensor) -> list[Tensor]:
+    """Give a tensor to every other rank; return what came, one's own included."""
+    out = [tensor if rank == wire.rank else torch.empty_like(tensor) for rank in range(wire.world)]
+    others = [rank for rank in range(wire.world) if rank != wire.rank]
+    receives = {rank: out[rank] for rank in others}
+    wire.wait(wire.issue(Transfer(wire.rank, wire.take_tags(1), dict.fromkeys(others, tensor), receives)))
+    return out
+
+
+class Total(torch.autograd.Function):
+    """Sums over ranks, both ways: waits inside the forward and inside the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: AbstractWire, tensor: Tensor) -> Tensor:
+        ctx.wire = wire
+        return torch.stack(exchange(wire, tensor.contiguous())).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, torch.stack(exchange(ctx.wire, gradient.contiguous())).sum(0)
+
+
+def test_ranks_exchange_and_return_in_order():
+    results = run_ranks(5, lambda wire: torch.cat(exchange(wire, torch.tensor([wire.rank]))).tolist())
+    assert results == [[0, 1, 2, 3, 4]] * 5
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_autograd_waits_inside_backward(world, seed):
+    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(wire.rank)
+        layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+        x = (torch.arange(12.0).view(3, 4) / 10 + wire.rank).double().requires_grad_()
+        y: Tensor = x
+        for layer in layers:
+            y = Total.apply(wire, torch.tanh(layer(y)))
+        (y.square().sum() * (wire.rank + 1)).backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    found = run_ranks(world, rank, seed=seed)
+    xs, stacks = [], []
+    for r in range(world):
+        torch.manual_seed(r)
+        stacks.append([nn.Linear(4, 4).double() for _ in range(3)])
+        xs.append((torch.arange(12.0).view(3, 4) / 10 + r).double().requires_grad_())
+    ys: list[Tensor] = list(xs)
+    for depth in range(3):
+        total = torch.stack([torch.tanh(stacks[r][depth](ys[r])) for r in range(world)]).sum(0)
+        ys = [total] * world
+    loss = sum(y.square().sum() * (r + 1) for r, y in enumerate(ys))
+    for (y, grad), expected, wanted in zip(found, ys, torch.autograd.grad(loss, xs)):
+        torch.testing.assert_close(y, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12)
+
+
+def interleaving(seed: int) -> list[int]:
+    order: list[int] = []
+
+    def rank(wire: AbstractWire) -> None:
+        for _ in range(6):
+            order.append(wire.rank)
+            exchange(wire, torch.ones(2))
+
+    run_ranks(4, rank, seed=seed)
+    return order
+
+
+def test_the_seed_decides_the_order():
+    orders = [interleaving(seed) for seed in range(6)]
+    assert orders == [interleaving(seed) for seed in range(6)]
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_one_rank_runs_at_a_time():
+    inside: list[int] = []
+
+    def rank(wire: AbstractWire) -> None:
+        for _ in range(20):
+            inside.append(wire.rank)
+            torch.randn(50, 50) @ torch.randn(50, 50)
+            assert inside == [wire.rank]
+            inside.pop()
+            exchange(wire, torch.ones(1))
+
+    run_ranks(8, rank)
+
+
+def test_buffers_hold_nan_until_waited_for_and_tickets_complete_in_any_order():
+    def rank(wire: AbstractWire) -> list[float]:
+        peer, tickets = 1 - wire.rank, []
+        first = wire.take_tags(5)
+        for tag in range(first, first + 5):
+            buffer = torch.zeros(1)
+            tickets.append((wire.issue(Transfer(wire.rank, tag, {peer: torch.ones(1) * tag}, {peer: buffer})), buffer))
+        assert all(buffer.isnan().all() for _, buffer in tickets)
+        order = [3, 0, 4, 1, 2] if wire.rank else [2, 4, 0, 3, 1]
+        for at in order:
+            wire.wait(tickets[at][0])
+            wire.wait(tickets[at][0])  # twice is once
+            assert not tickets[at][1].isnan().any()
+        return [float(buffer) for _, buffer in tickets]
+
+    assert run_ranks(2, rank, seed=3) == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn])
+def test_any_dtype_crosses(dtype):
+    def rank(wire: AbstractWire) -> bool:
+        return all(torch.equal(t.float(), torch.ones(3)) for t in exchange(wire, torch.ones(3).to(dtype)))
+
+    assert run_ranks(3, rank) == [True] * 3
+
+
+def test_ranks_that_wait_for_nobody_each_get_an_error():
+    caught: dict[int, str] = {}
+
+    def rank(wire: AbstractWire) -> None:
+        if wire.rank == 1:
+            return
+        try:
+            wire.wait(wire.issue(Transfer(wire.rank, 7, {}, {1: torch.empty(1)})))
+        except RuntimeError as error:
+            caught[wire.rank] = str(error)
+            raise
+
+    message = "ranks [0, 2] wait for messages that nobody sends: rank 0 for tag 7 with [1]; rank 2 for tag 7 with [1]"
+    with pytest.raises(RuntimeError) as error:
+        run_ranks(3, rank)
+    assert str(error.value) == message
+    assert caught == {0: message, 2: message}
+
+
+def test_ranks_that_send_before_they_receive_wait_for_ever():
+    """A real wire may hold a large message until its receiver has posted the buffer."""
+
+    def rank(wire: AbstractWire) -> None:
+        peer = 1 - wire.rank
+        wire.wait(wire.issue(Transfer(wire.rank, wire.rank, {peer: torch.ones(1)}, {})))
+        wire.wait(wire.issue(Transfer(wire.rank, peer, {}, {peer: torch.empty(1)})))
+
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_lowest_rank_that_raised_is_reported(seed):
+    unwound: list[int] = []
+
+    def rank(wire: AbstractWire) -> None:
+        exchange(wire, torch.ones(1))
+        if wire.rank in (2, 3):
+            raise ValueError(f"rank {wire.rank} is unwell")
+        try:
+            exchange(wire, torch.ones(1))
+        except Exception:
+            raise AssertionError("a rank that is stopped should not be able to go on") from None
+        finally:
+            unwound.append(wire.rank)
+
+    with pytest.raises(ValueError, match="rank 2 is unwell"):
+        run_ranks(5, rank, seed=seed)
+    assert sorted(unwound) == [0, 1, 4]
+
+
+def test_an_error_inside_backward_stops_all():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, wire: AbstractWire, tensor: Tensor) -> Tensor:
+            ctx.wire = wire
+            return tensor * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+            if ctx.wire.rank == 1:
+                raise KeyError("lost")
+            return None, exchange(ctx.wire, gradient.contiguous())[0]
+
+    with pytest.raises(KeyError, match="lost"):
+        run_ranks(3, lambda wire: Fails.apply(wire, torch.ones(2, requires_grad=True)).sum().backward())
+
+
+def test_what_is_left_over_is_an_error():
+    def sends_more(wire: AbstractWire) -> None:
+        if wire.rank == 0:
+            wire.issue(Transfer(0, 4, {1: torch.ones(1)}, {}))
+
+    with pytest.raises(RuntimeError, match="never waited for: tag 4 on rank 0; never received: tag 4 from rank 0 to"):
+        run_ranks(2, sends_more)
+
+
+def test_a_send_buffer_that_changes_too_early_is_an_error():
+    def rank(wire: AbstractWire) -> None:
+        peer, tensor = 1 - wire.rank, torch.ones(3)
+        ticket = wire.issue(Transfer(wire.rank, 0, {peer: tensor}, {peer: torch.empty(3)}))
+        if wire.rank == 1:
+            tensor.zero_()
+        wire.wait(ticket)
+
+    with pytest.raises(AssertionError, match="rank 1 changed what it sends to 0"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("wrong", [torch.empty(2), torch.empty(3, dtype=torch.float64)])
+def test_a_buffer_that_does_not_fit_is_an_error(wrong):
+    def rank(wire: AbstractWire) -> None:
+        buffer = wrong.clone() if wire.rank else torch.empty(3)
+        wire.wait(wire.issue(Transfer(wire.rank, 0, {1 - wire.rank: torch.ones(3)}, {1 - wire.rank: buffer})))
+
+    with pytest.raises(AssertionError, match="rank 1 expects"):
+        run_ranks(2, rank)
+
+
+def test_each_rank_has_its_own_default_generator_and_the_callers_is_kept():
+    def rank(wire: AbstractWire) -> list[float]:
+        first = float(torch.rand(()))
+        torch.manual_seed(wire.rank)
+        drawn = [first]
+        for _ in range(3):
+            exchange(wire, torch.ones(1))
+            drawn.append(float(torch.rand(())))
+        return drawn
+
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    found = run_ranks(4, rank, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    first = float(torch.rand(()))
+    for number, drawn in enumerate(found):
+        torch.manual_seed(number)
+        assert drawn == [first, *(float(torch.rand(())) for _ in range(3))]
+
+
+def test_modes_are_the_callers_and_then_each_ranks_own():
+    def rank(wire: AbstractWire) -> tuple[bool, bool, bool]:
+        with torch.set_grad_enabled(wire.rank == 1):
+            exchange(wire, torch.ones(1))
+            return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    assert run_ranks(2, rank) == [(False, False, False), (True, False, False)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_ranks(2, rank) == [(False, False, True), (True, False, True)]
+    with torch.no_grad():
+        assert run_ranks(2, lambda wire: torch.is_grad_enabled()) == [False, False]
+    with torch.inference_mode():
+        assert run_ranks(2, lambda wire: torch.is_inference_mode_enabled()) == [True, True]
+
+
+def test_a_rank_that_never_ends_is_named():
+    import threading
+
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match=r"rank 0 of 1 ran when 0\.2 seconds had passed"):
+        run_ranks(1, lambda wire: release.wait(10), timeout_seconds=0.2)
+    release.set()
+
+
+def test_bytes_are_counted_by_pair():
+    def rank(wire: AbstractWire) -> dict[tuple[int, int], int]:
+        assert isinstance(wire, LoopbackWire)
+        exchange(wire, torch.ones(wire.world, dtype=torch.float16))
+        exchange(wire, torch.ones(1))
+        return wire.mailbox.bytes_sent
+
+    assert run_ranks(3, rank)[0] == {(a, b): 10 for a in range(3) for b in range(3) if a != b}
+
+
+def test_the_mailbox_alone_tells_who_is_missing():
+    mail, buffer = Loopback(), torch.zeros(2, dtype=torch.int32)
+    receive = mail.issue(Transfer(0, 1, {}, {2: buffer}))
+    assert (mail.missing(receive), buffer.tolist()) == ([2], [2**31 - 1] * 2)
+    send = mail.issue(Transfer(2, 1, {0: torch.tensor([5, 6], dtype=torch.int32)}, {}))
+    assert mail.is_ready(receive)
+    assert mail.is_ready(send)
+    assert not mail.is_empty
+    mail.wait(receive)
+    mail.wait(send)
+    assert (buffer.tolist(), mail.is_empty) == ([5, 6], True)

@@ -1,0 +1,100 @@
+"""Meshes without processes: a world of one, ranks on any wire, bad input. Real processes: test_processes.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moesaic.comm import mesh as module
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+
+def test_one_process_needs_no_process_group(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher that nobody asked
+    mesh = Mesh.create()
+    assert isinstance(mesh.wire, NoWire)
+    assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)
+    assert (mesh.intra_node, mesh.inter_node, mesh.group("ep", "etp")) == ((0,), (0,), (0,))
+    for name in ("dense", "sparse"):
+        with pytest.raises(RuntimeError, match="a mesh of one process has no device meshes"):
+            getattr(mesh, name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pp": 2}, "mesh.pp=2: it is reserved for later: set it to 1"),
+        ({"cp": 4}, "mesh.cp=4: it is reserved for later: set it to 1"),
+        ({"tp": 2}, "mesh.tp=2 does not divide the 1 ranks: choose a divisor of 1"),
+        ({"ep": 0}, "mesh.ep=0: must be at least 1"),
+        ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
+        ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
+    ],
+)
+def test_bad_sizes_give_one_line(sizes, message):
+    with pytest.raises(InputError) as error:
+        Mesh.create(**sizes)
+    assert str(error.value) == message
+
+
+def test_cuda_where_there_is_none_gives_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError) as error:
+        open_wire("cuda")
+    assert str(error.value) == "device_type='cuda': there is no CUDA device here: write 'cpu'"
+
+
+def said(sizes: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    def rank(wire: AbstractWire) -> str:
+        try:
+            Mesh.create(**sizes[wire.rank])  # type: ignore[arg-type]
+        except InputError as error:
+            return str(error)
+        return ""
+
+    wires: list[AbstractWire] = []
+    monkeypatch.setattr(module, "open_wire", lambda *_: wires[-1])
+
+    def started(wire: AbstractWire) -> str:
+        wires.append(wire)  # `create` opens its wire before it lets another rank run
+        return rank(wire)
+
+    return run_ranks(len(sizes), started)
+
+
+def test_ranks_that_ask_for_different_meshes_all_say_so(monkeypatch):
+    line = "mesh.ep differs: 2 on ranks 0-2, 3 on rank 3: start every rank with the same settings"
+    assert said([{"ep": 2}, {"ep": 2}, {"ep": 2}, {"ep": 3}], monkeypatch) == [line] * 4
+
+
+def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(monkeypatch):
+    line = "mesh.tp=3 does not divide the 4 ranks: choose a divisor of 4"
+    assert said([{"tp": 3}] * 4, monkeypatch) == [line] * 4
+
+
+@pytest.mark.parametrize("text", ["3", "0", "many", "8"])
+def test_a_launcher_whose_nodes_do_not_divide_the_world(text, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    line = (
+        f"LOCAL_WORLD_SIZE={text} does not divide the 4 ranks: start as many on each node, or set "
+        "mesh.ranks_per_node to a divisor of 4"
+    )
+    assert said([{}] * 4, monkeypatch) == [line] * 4
+
+
+def test_nodes_and_rails():
+    def rank(wire: AbstractWire) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        mesh = Mesh(Grid(world=6, tp=3, ranks_per_node=2), wire)
+        return mesh.intra_node, mesh.inter_node, mesh.group("tp")
+
+    found = run_ranks(6, rank)
+    assert found[3] == ((2, 3), (1, 3, 5), (3, 4, 5))
+    assert found[4] == ((4, 5), (0, 2, 4), (3, 4, 5))
+    for r, (intra, inter, _) in enumerate(found):
+        assert set(intra) & set(inter) == {r}

@@ -1,0 +1,132 @@
+"""Meshes, collectives and settings over real processes on Gloo."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
+from moesaic.comm.mesh import Mesh, check_same
+from moesaic.comm.wire import Transfer
+from moesaic.errors import InputError
+
+
+def refusal(function: Any) -> str:
+    try:
+        function()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def meshes(rank: int, world: int) -> dict[str, Any]:
+    """What a rank finds out about meshes."""
+    found: dict[str, Any] = {}
+    for innermost in ("etp", "ep"):
+        mesh = Mesh.create(tp=2, ep=2, etp=world // 2, innermost=innermost, ranks_per_node=2)
+        for name, device_mesh, grid_axes in (
+            ("dense", mesh.dense, ("dp", "tp")),
+            ("sparse", mesh.sparse, ("edp", "ep", "etp")),
+        ):
+            assert device_mesh.mesh_dim_names == grid_axes
+            for axis in grid_axes:
+                ranks = tuple(sorted(dist.get_process_group_ranks(device_mesh[axis].get_group())))
+                assert ranks == mesh.grid.group(rank, (axis,)), f"{name} {axis} {innermost}"
+                assert device_mesh.get_local_rank(axis) == mesh.grid.coordinate(rank, axis)
+        assert mesh.expert_mesh is not None
+        assert mesh.expert_mesh.mesh_dim_names == ("ep", "etp")
+        assert mesh.is_distributed
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.sparse["ep"].get_group())
+        found[innermost] = (float(total), mesh.group("ep"), mesh.intra_node, mesh.inter_node)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world // 2)
+    found["launcher"] = Mesh.create().grid.ranks_per_node
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    found["bad launcher"] = refusal(Mesh.create)
+    found["config over launcher"] = Mesh.create(ranks_per_node=1).grid.ranks_per_node
+    del os.environ["LOCAL_WORLD_SIZE"]
+    found["misfit"] = refusal(lambda: Mesh.create(ep=3))
+    found["differ"] = refusal(lambda: Mesh.create(ep=2 if rank else 1))
+    return found
+
+
+def movements(rank: int, world: int) -> dict[str, Any]:
+    """What a rank finds out about its wire."""
+    mesh = Mesh.create()
+    wire, everyone = mesh.wire, tuple(range(world))
+    found: dict[str, Any] = {}
+    large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    found["large"] = all_reduce_sum(wire, everyone, large)
+    found["small"] = all_reduce_sum(wire, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
+    found["empty"] = tuple(all_reduce_sum(wire, everyone, torch.ones(0, 3)).shape)
+    found["halves"] = all_reduce_sum(wire, mesh.grid.group(rank, ("dp",)), torch.ones(2, dtype=torch.bfloat16)).tolist()
+    found["sent"] = broadcast(wire, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
+    found["gathered"] = [bool(part) for part in all_gather(wire, everyone, torch.tensor(rank % 2 == 0))]
+    weight, x = torch.ones(3, requires_grad=True), torch.arange(5.0).requires_grad_()
+    (slice_rows(wire, everyone, x * 1).sum() * (rank + 1) * share(wire, everyone, weight * 1).sum()).backward()
+    found["gradients"] = (weight.grad.tolist(), x.grad.tolist())
+    first = wire.take_tags(3)  # issued in another order by each rank, waited for backwards
+    tickets, buffers = [], {}
+    for at in sorted(range(3), key=lambda at: (at + rank) % 3):
+        receives = {peer: torch.empty(1) for peer in everyone if peer != rank}
+        sends = {peer: torch.full((1,), float(100 * at + rank)) for peer in everyone if peer != rank}
+        tickets.append(wire.issue(Transfer(rank, first + at, sends, receives)))
+        buffers[at] = receives
+    for ticket in reversed(tickets):
+        wire.wait(ticket)
+    found["tags"] = all(float(b) == 100 * at + peer for at in buffers for peer, b in buffers[at].items())
+    found["different"] = refusal(lambda: check_same(wire, {"a": 1, **({"b": 2} if rank else {})}))
+    check_same(wire, {"a": 1})
+    return found
+
+
+def process(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    found = {**meshes(rank, world), **movements(rank, world)}
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_real_processes(world, tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    spawn(process, args=(world, str(tmp_path)), nprocs=world)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    large = torch.zeros(DIRECT_BYTES)
+    for rank in range(world):
+        large += torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
+    step = world // 2
+    for rank, saw in enumerate(found):
+        outer = tuple(r for r in range(world) if r % step == rank % step)
+        inner = tuple(r for r in range(world) if r // 2 == rank // 2)
+        rail = tuple(r for r in range(world) if r % 2 == rank % 2)
+        assert saw["etp"] == (2.0, outer, inner, rail)
+        assert saw["ep"] == (2.0, inner, inner, rail)
+        assert (saw["launcher"], saw["config over launcher"]) == (world // 2, 1)
+        assert saw["bad launcher"].startswith(f"LOCAL_WORLD_SIZE=3 does not divide the {world} ranks")
+        assert saw["misfit"].startswith(f"mesh.ep=3 times mesh.etp=1 does not divide the {world} ranks")
+        same = "start every rank with the same settings"
+        assert saw["differ"] == f"mesh.ep differs: 1 on rank 0, 2 on {others}: {same}"
+        assert saw["different"] == f"b differs: nothing on rank 0, 2 on {others}: {same}"
+        assert torch.equal(saw["large"], large)
+        assert (saw["small"], saw["empty"]) == (world * (world + 1) // 2, (0, 3))
+        assert (saw["halves"], saw["sent"]) == ([world, world], [world - 1] * 2)
+        assert saw["gathered"] == [r % 2 == 0 for r in range(world)]
+        shares = [list(range(5 * r // world, 5 * (r + 1) // world)) for r in range(world)]
+        of_weight = float(sum((r + 1) * sum(rows) for r, rows in enumerate(shares)))
+        of_rows = [3.0 * (r + 1) for r, rows in enumerate(shares) for _ in rows]
+        assert saw["gradients"] == ([of_weight] * 3, of_rows)
+        assert saw["tags"]

@@ -1,0 +1,150 @@
+"""zfp: the bound's count of bit planes against zfp itself, blocks made to be bad, and the numbers that zfp gets wrong."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.kernels.codecs.zfp import RATES, Zfp
+from moesaic.kernels.codecs.zfp_bound import WRAPPED, block_bits, block_errors, coefficients, whole_planes
+
+zfpy = pytest.importorskip("zfpy")
+
+doubles = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def error_and_bound(codec: Zfp, rows: Tensor) -> tuple[Tensor, Tensor]:
+    decoded = codec.decode(codec.encode(rows), *rows.shape, rows.dtype)
+    return (decoded.double() - rows.double()).abs(), codec.error_bound(rows)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_count_of_planes_is_zfps_own(dtype: type) -> None:
+    """At a fixed precision zfp sends exactly so many planes: the stream's length shows what they cost."""
+    random = np.random.default_rng(0)
+    exponent_bits = 9 if dtype == np.float32 else 12
+    for _ in range(15):
+        block = (random.standard_normal((4, 4)) * 10.0 ** random.uniform(-4, 0, (4, 4))).astype(dtype)
+        sent = coefficients(block[None], np.frexp(np.abs(block).max())[1].astype(np.int64).reshape(1))
+        for precision in (1, 2, 5, 9, 17, 30):
+            stream = zfpy.compress_numpy(np.tile(block, (64, 1)), precision=precision, write_header=False)
+            bits = len(stream) * 8 // 64 - exponent_bits
+            assert whole_planes(sent, bits)[0] >= precision
+            assert whole_planes(sent, bits - 1)[0] < precision
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_bits_of_a_block_are_counted_to_the_last_one(dtype: type) -> None:
+    """Where planes use up the bits of a rate exactly, zfp gives back what it gives at the precision of those planes."""
+    blocks = np.random.default_rng(1).standard_normal((300, 4, 4)).astype(dtype)
+    sent = coefficients(blocks, np.frexp(np.abs(blocks).max((1, 2)))[1].astype(np.int64))
+    bits = block_bits(np.dtype(dtype), 8)
+    planes = whole_planes(sent, bits)
+    exact = np.flatnonzero(planes > whole_planes(sent, bits - 1))
+    assert len(exact) > 5
+    for block, precision in zip(blocks[exact], planes[exact]):
+        ztype = zfpy.dtype_to_ztype(block.dtype)
+        decoded = [
+            zfpy._decompress(zfpy.compress_numpy(block, write_header=False, **mode), ztype, (4, 4), **mode)
+            for mode in ({"rate": 8}, {"precision": int(precision)})
+        ]
+        np.testing.assert_array_equal(*decoded)
+
+
+@doubles
+@pytest.mark.parametrize("rate", [4, 6, 8, 12, 20, 32])
+def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(rate: int, dtype: torch.dtype) -> None:
+    """Many blocks side by side, each changed at random and kept where its error grew in units of its bound."""
+    random = torch.Generator().manual_seed(rate)
+    codec, num_blocks = Zfp(rate=rate), 64
+
+    def uniform() -> Tensor:
+        return torch.rand(4, 4 * num_blocks, generator=random, dtype=torch.float64)
+
+    def badness(rows: Tensor) -> Tensor:
+        error, bound = error_and_bound(codec, rows)
+        return (error / bound).view(4, num_blocks, 4).amax((0, 2))
+
+    rows = (uniform() * 1.9 - 0.95).to(dtype)
+    bad = badness(rows)
+    start = float(bad.mean())
+    for _ in range(40):
+        step = torch.where(uniform() < 0.3, (uniform() - 0.5).sign() * 2, (uniform() - 0.5) * 10 ** (-9 * uniform()))
+        changed = torch.where(uniform() < 0.15, rows + step, rows).clamp(-0.999, 0.999).to(dtype)
+        candidate = badness(changed)
+        rows = torch.where((candidate > bad).repeat_interleave(4), changed, rows)
+        bad = torch.maximum(bad, candidate)
+    assert float(bad.max()) <= 1
+    assert float(bad.mean()) > start
+
+
+@doubles
+def test_the_error_halves_with_each_bit_of_the_rate(dtype: torch.dtype) -> None:
+    rows = torch.randn(64, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    results = [error_and_bound(Zfp(rate=rate), rows) for rate in (6, 10, 14, 18)]
+    for coarse, fine in pairwise(results):
+        for before, after in zip(coarse, fine):
+            assert 10 < float(before.mean() / after.mean()) < 25  # 2**4
+
+
+def test_the_promise_for_rate_8_holds_for_every_block() -> None:
+    rows = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).clamp(-0.99, 0.99).numpy()
+    signs = np.sign(rows) * np.float32(0.999)
+    assert block_errors(rows, 8).max() <= 0.62
+    assert block_errors(signs, 8).max() <= 0.62
+    assert block_errors(signs, 4).max() == WRAPPED
+
+
+@doubles
+def test_tiny_blocks_are_not_noise(dtype: torch.dtype) -> None:
+    """zfp itself gives such blocks back with another sign and 2.7 times as large."""
+    tiny = 2.0**-100 if dtype == torch.float32 else 2.0**-970
+    rows = torch.full((4, 4), 1.5 * tiny, dtype=dtype)
+    raw = zfpy.compress_numpy(rows.numpy(), rate=8, write_header=False)
+    ztype = zfpy.dtype_to_ztype(rows.numpy().dtype)
+    assert (zfpy._decompress(raw, ztype, (4, 4), rate=8) < 0).all()
+    error, _ = error_and_bound(Zfp(), rows)
+    assert (error == 0).all()
+    error, _ = error_and_bound(Zfp(), torch.cat([rows, torch.ones_like(rows)]))
+    assert float(error.max()) <= 1.5 * tiny
+
+
+def test_a_row_with_a_nan_costs_its_block_nothing() -> None:
+    rows = torch.randn(4, 16)
+    zeroed = rows.clone()
+    zeroed[1] = 0.0
+    rows[1, 3] = torch.nan
+    codec = Zfp()
+    decoded = codec.decode(codec.encode(rows), 4, 16, torch.float32)
+    expected = codec.decode(codec.encode(zeroed), 4, 16, torch.float32)
+    others = [0, 2, 3]
+    assert decoded[1].isnan().all()
+    assert torch.equal(decoded[others], expected[others])
+
+
+def test_partial_blocks_cost_no_accuracy() -> None:
+    codec = Zfp(rate=12)
+    for shape in [(1, 1), (2, 3), (5, 6), (7, 9)]:
+        error, bound = error_and_bound(codec, torch.full(shape, 0.7))
+        assert (error <= bound).all()
+        assert float(error.max()) < 1e-4
+
+
+@pytest.mark.parametrize("rate", [0, 3, 33, 7.5, True, "8"])
+def test_a_rate_that_zfp_cannot_do_is_one_line(rate: object) -> None:
+    with pytest.raises(InputError, match=r"codec zfp: rate is .*: write a whole number of bits from 4 to 32 per value"):
+        Zfp(rate=rate)
+
+
+@doubles
+def test_every_accepted_rate_gives_the_length_it_promises(dtype: torch.dtype) -> None:
+    for rate in RATES:
+        codec, rows = Zfp(rate=rate), torch.randn(9, 14, dtype=dtype)
+        assert len(codec.encode(rows)) == codec.num_bytes(9, 14, dtype)
+        error, bound = error_and_bound(codec, rows)
+        assert (error <= bound).all()

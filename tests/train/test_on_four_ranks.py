@@ -1,0 +1,63 @@
+"""Training on four real Gloo processes, both meshes folded over each other, under several plans, is training on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.train.config import TrainConfig
+from runs import run_quietly, skip_measuring, tiny
+from train.worlds import Outcome, assert_same_run, train_on
+
+BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "model": {"num_heads": 4}}
+PLANS = {
+    "dp 2, tp 2, edp 2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),
+    "dp 2, tp 2, ep 2, etp 2": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s1", "all_to_all": "hier2d"}),
+    "two nodes": ({"ep": 2, "etp": 2, "ranks_per_node": 2}, {"chunks": 3, "all_to_all": "pipelined"}),
+    "tp 4": ({"tp": 4, "ep": 2, "etp": 2, "innermost": "ep"}, {"schedule": "s3", "order": "optsche"}),
+    "etp 4": ({"etp": 4}, {"gather_weights": 2}),
+    "positions": ({"tp": 2, "ep": 2, "sequence_parallel": True}, {"schedule": "s2", "chunks": 2}),
+    "ted": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "ted"}),
+    "a part of a batch for nobody": ({"ep": 4}, {"peer_groups": 2}),
+}
+"""Name to the mesh and the plan."""
+
+
+def meshed(folder: Path, name: str) -> TrainConfig:
+    mesh, plan = PLANS[name]
+    return tiny(folder, **BASE, mesh=mesh, plan=plan, out=str(folder / name.replace(" ", "-").replace(",", "")))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train on one process, then on four under every plan; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("four")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
+        half = replace(meshed(folder, "etp 4"), out=str(folder / "shrunk"), steps=2)
+        outcomes = train_on(4, [*(meshed(folder, name) for name in PLANS), half])
+    return folder, dict(zip((*PLANS, "shrunk"), outcomes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_four_ranks_train_as_one_process(world, name):
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
+    assert_same_run(folder / "one", Path(meshed(folder, name).out))
+
+
+@pytest.mark.slow
+def test_a_world_may_shrink(world, monkeypatch):
+    folder, outcomes = world
+    skip_measuring(monkeypatch)
+    assert [outcome.refusal for outcome in outcomes["shrunk"]] == [""] * 4
+    again = tiny(folder, **BASE, out=str(folder / "shrunk"), existing="resume", steps=3, mesh={"ep": 2})
+    for outcome in train_on(2, [again])[0]:
+        assert outcome.refusal == ""
+    for steps in (2, 3):
+        run_quietly(tiny(folder, **BASE, out=str(folder / "expected"), existing="resume", steps=steps))
+    assert_same_run(folder / "expected", folder / "shrunk")

@@ -1,0 +1,166 @@
+"""Training on two real Gloo processes is training on one: losses, gradient norms, parameters; and refusals reach all ranks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.config import TrainConfig
+from runs import lines, parameters, run_quietly, skip_measuring, tiny
+from train.worlds import Outcome, assert_same_run, difference, train_on
+
+BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2}
+DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
+ODD_VOCABULARY = {"data": {"tokenizer": "bpe", "vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
+FULL = {
+    "accumulation": 2,
+    "model": {
+        "checkpoint_activations": True,
+        "moe": {
+            "router": "sigmoid", "bias_rate": 0.01, "balance_level": "global_batch", "z_loss": 0.01, "shared_hidden": 8,
+            "capacity": "fixed", "capacity_factor": 1.0,
+        },
+    },
+}  # fmt: skip
+SAME = {
+    "dense, dp": (DENSE, {}, {}),
+    "dense, tp": (DENSE, {"tp": 2}, {}),
+    "dense, positions": (DENSE, {"tp": 2, "sequence_parallel": True}, {}),
+    "odd vocabulary, tp": (ODD_VOCABULARY, {"tp": 2}, {}),
+    "ep": ({}, {"ep": 2}, {"chunks": 2}),
+    "etp": ({}, {"etp": 2}, {}),
+    "edp": ({}, {}, {}),
+    "tp, edp": ({}, {"tp": 2}, {"schedule": "s1"}),
+    "tp and ep, s1": ({}, {"tp": 2, "ep": 2}, {"schedule": "s1"}),
+    "tp and etp, s2": ({}, {"tp": 2, "etp": 2}, {"schedule": "s2", "chunks": 2}),
+    "everything, ep": (FULL, {"ep": 2}, {}),
+    "everything, positions": (FULL, {"tp": 2, "sequence_parallel": True}, {"schedule": "s1"}),
+    "everything, tp and ep": (FULL, {"tp": 2, "ep": 2}, {"schedule": "s2"}),
+}
+"""Name to what is trained, the mesh, the plan."""
+
+
+def one_and_two(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configurations of a case for one process and for two."""
+    changes, mesh, plan = SAME[name]
+    plain = tiny(folder, **BASE, **changes)
+    meshed = tiny(folder, **BASE, **changes, mesh=mesh, plan=plan)
+    slug = name.replace(" ", "-").replace(",", "")
+    return replace(plain, out=str(folder / f"one-{slug}")), replace(meshed, out=str(folder / f"two-{slug}"))
+
+
+def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
+    """Return configurations that must be refused, or fail, on both ranks."""
+    base = tiny(folder, **BASE)
+    taken = replace(base, out=str(folder / "one-ep"))
+    return {
+        r"InputError: seed differs: 0 on rank 0, 1 on rank 1": [base, replace(base, seed=1)],
+        r"InputError: plan.chunks differs: 1 on rank 0, 2 on rank 1": [base, tiny(folder, **BASE, plan={"chunks": 2})],
+        r"InputError: batch_size=3 does not split over 2 data parallel groups: choose a multiple of 2": replace(
+            base, batch_size=3
+        ),
+        r"InputError: mesh.ep=4 times mesh.etp=1 does not divide the 2 ranks": tiny(folder, **BASE, mesh={"ep": 4}),
+        r"InputError: .*one-ep holds a run already": taken,
+        r"InputError: .*overlap_gather": tiny(
+            folder, **BASE, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1", "overlap_gather": True}
+        ),
+        r"TrainingError: .* of step 2 is not finite": tiny(folder, **BASE, optimizer={"lr": 1e300, "warmup_steps": 0}),
+    }
+
+
+def chain(folder: Path) -> list[TrainConfig]:
+    """Return a run that changes its mesh: one process took its first step, its last is taken by one again."""
+    base = tiny(folder, **BASE, out=str(folder / "chain"), steps=1, save_every=1)
+    run_quietly(base)
+    first = tiny(folder, **BASE, out=base.out, steps=2, existing="resume", mesh={"tp": 2, "ep": 2})
+    second = tiny(folder, **BASE, out=base.out, steps=3, existing="resume", mesh={"etp": 2})
+    return [first, second]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train everything on one process, then on two; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("two")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        pairs = {name: one_and_two(folder, name) for name in SAME}
+        for plain, _ in pairs.values():
+            run_quietly(plain)
+        runs: dict[str, TrainConfig | list[TrainConfig]] = {name: meshed for name, (_, meshed) in pairs.items()}
+        for place, config in enumerate(chain(folder)):
+            runs[f"chain {place}"] = config
+        runs |= refusals(folder)
+        outcomes = train_on(2, list(runs.values()))
+    return folder, dict(zip(runs, outcomes))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_two_ranks_train_as_one_process(world, name):
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[name]] == ["", ""]
+    plain, meshed = one_and_two(folder, name)
+    assert_same_run(Path(plain.out), Path(meshed.out))
+    assert outcomes[name][0].loss == pytest.approx(outcomes[name][1].loss, abs=1e-12)
+
+
+def test_only_the_first_rank_speaks(world):
+    outcomes = world[1]["ep"]
+    assert "x 2 ranks (dp 2, tp 1; edp 1, ep 2, etp 1)" in outcomes[0].said
+    assert outcomes[1].said == ""
+
+
+def test_training_moves_the_parameters(world):
+    folder = world[0]
+    start = tiny(folder, **BASE, out=str(folder / "start"), steps=1)
+    run_quietly(start)
+    assert difference(parameters(folder / "start"), parameters(folder / "two-ep")) > 1e-3
+
+
+def test_a_run_goes_on_over_other_meshes_and_one_process(world, monkeypatch):
+    folder, outcomes = world
+    skip_measuring(monkeypatch)
+    assert [outcome.refusal for place in (0, 1) for outcome in outcomes[f"chain {place}"]] == [""] * 4
+    names = sorted(path.name for path in (folder / "chain" / "checkpoints" / "step-00000003").iterdir())
+    assert names == ["shards", "state.json"]
+    run_quietly(tiny(folder, **BASE, out=str(folder / "chain"), steps=4, existing="resume"))
+    run_quietly(tiny(folder, **BASE, out=str(folder / "whole"), steps=4))
+    rates = [(line["loss"], line["grad_norm"]) for line in lines(folder / "chain", "train")]
+    # The schedule of the rate depends on `steps`, which grew: the runs part ways as one process's would.
+    for steps in (1, 2, 3, 4):
+        config = tiny(folder, **BASE, out=str(folder / "again"), steps=steps, save_every=1, existing="resume")
+        run_quietly(config)
+    expected = [(line["loss"], line["grad_norm"]) for line in lines(folder / "again", "train")]
+    assert rates == [pytest.approx(pair, abs=1e-9) for pair in expected]
+    assert difference(parameters(folder / "chain"), parameters(folder / "again")) < 1e-9
+
+
+def test_a_damaged_shard_is_passed_over(world, monkeypatch):
+    folder, _ = world
+    skip_measuring(monkeypatch)
+    shutil.copytree(folder / "two-tp-and-ep-s1", folder / "damaged")
+    (path,) = (folder / "damaged" / "checkpoints").iterdir()
+    shutil.copytree(path, path.with_name("step-00000009"))
+    shard = next((path.with_name("step-00000009") / "shards").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    said: list[str] = []
+    loaded = load_checkpoint(folder / "damaged" / "checkpoints", said.append)
+    assert (loaded.step, len(said)) == (4, 1)
+    assert f"shards/{shard.name} does not match its checksum" in said[0]
+    assert "taking step-00000004 instead" in said[0]
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_what_is_refused_is_refused_on_every_rank(world, place):
+    folder, outcomes = world
+    expected = list(refusals(folder))[place]
+    texts = [outcome.refusal for outcome in outcomes[expected]]
+    assert texts[0] == texts[1]
+    assert "\n" not in texts[0]
+    assert re.match(expected, texts[0]), texts[0]

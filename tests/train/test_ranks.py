@@ -1,0 +1,85 @@
+"""A world of one: what ranks agree on is what the one says; meshes that need more are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.errors import InputError, TrainingError
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.configfile import override
+from moesaic.train.norm import clip, gradient_norm, num_copies
+from moesaic.train.ranks import Ranks
+
+
+def test_one_process_agrees_with_itself():
+    ranks = Ranks()
+    value = torch.tensor([1.0, -2.0])
+    assert (ranks.rank, ranks.world, ranks.dp, ranks.dp_index, ranks.is_first) == (0, 1, 1, 0, True)
+    for reduce in (ranks.total, ranks.mean, ranks.largest):
+        assert torch.equal(reduce(value), value)
+    assert ranks.gathered("x") == ["x"]
+    assert ranks.first_says(3) == 3
+    assert ranks.agree_to_stop([]) is None
+    assert ranks.agree_to_stop(["SIGTERM", "SIGINT"]) == "SIGTERM"
+    ranks.require_same("anything", object(), "nothing")
+
+
+@pytest.mark.parametrize("kind", [InputError, TrainingError, ZeroDivisionError])
+def test_errors_pass_through_a_stretch_taken_together(kind):
+    with pytest.raises(kind, match="as it was"), Ranks().together():
+        raise kind("as it was")
+
+
+@pytest.mark.parametrize(("mesh", "needed"), [({"tp": 2}, 2), ({"ep": 2, "etp": 3}, 6), ({"tp": 4, "ep": 6}, 12)])
+def test_a_mesh_of_several_ranks_needs_torchrun(mesh, needed):
+    model = {"num_heads": 4, "dim": 32, "moe": {"num_experts": 12, "hidden": 12}}
+    config = override(TrainConfig(), {"mesh": mesh, "model": model}, source="test")
+    with pytest.raises(InputError) as caught:
+        Ranks.of(config, "cpu")
+    assert f"start with torchrun --nproc-per-node {needed} -m moesaic train" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BAD_MESHES = {
+    r"mesh.tp=0: must be at least 1": {"mesh": {"tp": 0}},
+    r"mesh.ranks_per_node=0: must be at least 1": {"mesh": {"ranks_per_node": 0}},
+    r"mesh.pp=2: it is reserved": {"mesh": {"pp": 2}},
+    r"mesh.cp=2: it is reserved": {"mesh": {"cp": 2}},
+    r"mesh.tp=3 does not divide model.num_heads=4": {"mesh": {"tp": 3}},
+    r"mesh.ep=3 does not divide model.moe.num_experts=16": {"mesh": {"ep": 3}},
+    r"mesh.etp=3 does not divide model.moe.hidden=256": {"mesh": {"etp": 3}},
+    r"mesh.tp=2 does not divide the dense layers' inner width=33": {
+        "mesh": {"tp": 2}, "model": {"ffn": "dense", "dense_hidden": 33}
+    },
+    r"mesh.tp=2 does not divide model.seq_len \(for mesh.sequence_parallel\)=15": {
+        "mesh": {"tp": 2, "sequence_parallel": True}, "model": {"seq_len": 15}
+    },
+    r"plan.chunks=0: must be at least 1": {"plan": {"chunks": 0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_MESHES)
+def test_meshes_that_do_not_fit_the_model_are_refused(message):
+    with pytest.raises(InputError, match=message):
+        override(TrainConfig(), BAD_MESHES[message], source="test")
+
+
+def test_a_dense_model_asks_nothing_of_its_experts():
+    table = {"mesh": {"ep": 3, "etp": 5}, "model": {"ffn": "dense"}}
+    assert override(TrainConfig(), table, source="test").mesh == MeshConfig(ep=3, etp=5)
+
+
+def test_the_norm_of_one_process_is_torchs():
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)]
+    for scale, parameter in enumerate(parameters, start=1):
+        parameter.grad = scale * parameter.detach()
+    parameters.append(torch.nn.Parameter(torch.zeros(2)))
+    before = [parameter.grad.clone() for parameter in parameters[:2]]
+    norm = gradient_norm(parameters, Ranks())
+    assert torch.equal(norm, torch.nn.utils.get_total_norm(before))
+    clip(parameters, norm, 0.0)
+    assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before))
+    clip(parameters, norm, 0.5)
+    assert float(gradient_norm(parameters, Ranks())) == pytest.approx(0.5, rel=1e-4)
+    assert num_copies(before[0], 4) == 4

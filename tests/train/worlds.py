@@ -1,0 +1,96 @@
+"""Training runs over real Gloo processes for the tests: one start of the processes serves many runs."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed import FileStore
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.errors import InputError, TrainingError
+from moesaic.train import loop, machine
+from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.config import TrainConfig
+from moesaic.train.loop import train
+from runs import lines, parameters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on one rank."""
+
+    refusal: str
+    """The text of the error; empty for none."""
+    said: str
+    """What a person would have read."""
+    loss: float | None
+    """The last validation loss."""
+
+
+def train_on(world: int, runs: list[TrainConfig] | list[list[TrainConfig]]) -> list[list[Outcome]]:
+    """Train, run after run, on `world` processes.
+
+    Args:
+        world: processes.
+        runs: a configuration for all ranks each, or one per rank.
+
+    Returns:
+        the outcomes per run and rank.
+    """
+    per_rank = [[run] * world if isinstance(run, TrainConfig) else run for run in runs]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, args=(world, per_rank, folder), nprocs=world)
+        found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    return [list(outcomes) for outcomes in zip(*found)]
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference between two sets of tensors of the same names."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Compare two runs: every figure of training and evaluation, every parameter, the optimizer."""
+    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("val_loss", "val_nats_per_byte"))):
+        for a, b in zip(lines(one, kind), lines(other, kind), strict=True):
+            assert {key: a[key] for key in ("step", *keys)} == pytest.approx(
+                {key: b[key] for key in ("step", *keys)}, abs=1e-9
+            )
+    for a, b in zip(lines(one, "train"), lines(other, "train"), strict=True):
+        assert a["layers"] == b["layers"]
+        assert a["churn"] == pytest.approx(b["churn"], abs=1e-12)
+        for name in ("load_balance", "load_balance_global_batch", "z_loss"):
+            assert (name in a) == (name in b)
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), abs=1e-9)
+    assert difference(parameters(one), parameters(other)) < 1e-9
+    states = [load_checkpoint(folder / "checkpoints", pytest.fail).optimizer for folder in (one, other)]
+    assert difference(*states) < 1e-9
+
+
+def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
+    torch.set_num_threads(1)
+    for module in (loop, machine):
+        module.matmul_flops_per_second = lambda *_, **__: 1e9
+    store = FileStore(str(Path(folder) / "store"), world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    outcomes = []
+    for run in runs:
+        screen = io.StringIO()
+        try:
+            result = train(run[rank], console=Console(file=screen, width=200))
+            outcomes.append(Outcome("", screen.getvalue(), result.val_nats_per_byte))
+        except (InputError, TrainingError) as error:
+            outcomes.append(Outcome(f"{type(error).__name__}: {error}", screen.getvalue(), None))
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(outcomes))
+    dist.destroy_process_group()
