@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = (
-    "errors", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer", "models", "train",
+    "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer", "models", "train",
     "testing", "testbed", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "program", "cost", "plan", "report")
+TORCH_FREE = ("errors", "configfile", "program", "cost", "plan", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""

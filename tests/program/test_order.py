@@ -218,6 +218,15 @@ def test_a_lane_may_stay_idle_for_what_arrives_soon() -> None:
     assert search(program, seconds).makespan == 25.5
 
 
+@pytest.mark.parametrize("seed", range(50, 60))
+def test_exact_equals_all_lists_where_movements_queue_and_the_thread_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    program = random_program(rng, 7, (Lane.COMPUTE, Lane.INTER, Lane.INTER))
+    seconds = {task.name: float(rng.randrange(1, 9)) for task in program.tasks}
+    best = best_of_all_lists(program, seconds, host_runs_compute=True)
+    assert search(program, seconds, host_runs_compute=True).makespan == pytest.approx(best, rel=1e-12)
+
+
 def test_exact_equals_all_lists_where_the_thread_computes() -> None:
     rng = random.Random(11)
     for equal in (True, False):

@@ -82,7 +82,9 @@ def test_the_parts_of_a_batch_make_up_the_batch(parts, each, index, seed):
 
 
 def test_a_batch_that_does_not_split_is_refused():
-    with pytest.raises(InputError, match=r"batch_size=5 does not split over 2 data parallel groups: choose a multiple of 2"):
+    with pytest.raises(
+        InputError, match=r"batch_size=5 does not split over 2 data parallel groups: choose a multiple of 2"
+    ):
         Batches(np.arange(100, dtype=np.uint8), 4, 5, 0, (0, 2))
 
 
@@ -96,5 +98,5 @@ def test_no_windows_are_an_empty_batch():
 def test_shares_are_even_and_make_up_the_list(length, count):
     windows = list(range(length))
     parts = [share(windows, index, count) for index in range(count)]
-    assert sum(parts, []) == windows
+    assert [window for part in parts for window in part] == windows
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

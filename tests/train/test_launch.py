@@ -59,7 +59,7 @@ def test_without_torchrun_one_process_is_all():
 
 
 def test_flags_choose_mesh_and_plan(tmp_path):
-    flags = "--mesh.ep 2 --plan.schedule s2 --plan.chunks 4 --plan.all-to-all hier2d --plan.codec int8".split()
+    flags = ["--mesh.ep=2", "--plan.schedule=s2", "--plan.chunks=4", "--plan.all-to-all=hier2d", "--plan.codec=int8"]
     process = start(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, ours(err)) == (0, []), err
@@ -74,8 +74,11 @@ def test_flags_choose_mesh_and_plan(tmp_path):
     ("flags", "line"),
     [
         (["--mesh.ep", "3"], "moesaic train: mesh.ep=3 does not divide model.moe.num_experts=4"),
-        (["--mesh.tp", "1", "--mesh.etp", "4"], "moesaic train: mesh.ep=1 times mesh.etp=4 does not divide the 2 ranks"),
-        (["--mesh.epp", "3"], "moesaic train: unknown argument --mesh.epp, did you mean --mesh.ep?"),
+        (
+            ["--mesh.tp", "1", "--mesh.etp", "4"],
+            "moesaic train: mesh.ep=1 times mesh.etp=4 does not divide the 2 ranks",
+        ),
+        (["--mesh.etpp", "3"], "moesaic train: unknown argument --mesh.etpp, did you mean --mesh.etp?"),
         (["--data.path", "absent"], "moesaic train: data.path: nothing at absent"),
     ],
 )
@@ -85,7 +88,7 @@ def test_bad_input_is_one_line_for_all_ranks(tmp_path, flags, line):
     assert process.returncode != 0
     (said,) = ours(err)
     assert said.startswith(line)
-    assert re.findall(r"exitcode *: (\d+)", err) in (["2"], ["2", "2"])
+    assert set(re.findall(r"exitcode *: (\d+)", err)) == {"2"}
     assert not (tmp_path / "run").exists()
 
 
@@ -98,7 +101,9 @@ def test_sigterm_saves_on_all_ranks(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     step = losses(run)[-1][0]
-    assert f"stopped by SIGTERM after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic train" in out
+    assert (
+        f"stopped by SIGTERM after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic train" in out
+    )
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
 
 

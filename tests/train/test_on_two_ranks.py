@@ -69,6 +69,9 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
         r"InputError: .*overlap_gather": tiny(
             folder, **BASE, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1", "overlap_gather": True}
         ),
+        r"InputError: checkpoint .*blocked/checkpoints/step-00000001 could not be written, .*: check the folder": replace(
+            base, out=str(folder / "blocked"), save_every=1
+        ),
         r"TrainingError: .* of step 2 is not finite": tiny(folder, **BASE, optimizer={"lr": 1e300, "warmup_steps": 0}),
     }
 
@@ -80,6 +83,15 @@ def chain(folder: Path) -> list[TrainConfig]:
     first = tiny(folder, **BASE, out=base.out, steps=2, existing="resume", mesh={"tp": 2, "ep": 2})
     second = tiny(folder, **BASE, out=base.out, steps=3, existing="resume", mesh={"etp": 2})
     return [first, second]
+
+
+def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
+    """Return a run in one go, and one that is taken up again after two steps; the rate is constant."""
+    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"warmup_steps": 0, "final_share": 1.0}}
+    shape = {"tp": {"tp": 2}, "dp": {"ep": 2}}[mesh]
+    whole = tiny(folder, **changes, mesh=shape, out=str(folder / f"whole-{mesh}"))
+    parts = replace(whole, out=str(folder / f"parts-{mesh}"), existing="resume")
+    return [whole, replace(parts, steps=2), parts]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +106,10 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         runs: dict[str, TrainConfig | list[TrainConfig]] = {name: meshed for name, (_, meshed) in pairs.items()}
         for place, config in enumerate(chain(folder)):
             runs[f"chain {place}"] = config
+        for mesh in ("tp", "dp"):
+            runs |= {f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))}
+        (folder / "blocked").mkdir()
+        (folder / "blocked" / "checkpoints").write_text("a file")
         runs |= refusals(folder)
         outcomes = train_on(2, list(runs.values()))
     return folder, dict(zip(runs, outcomes))
@@ -156,7 +172,16 @@ def test_a_damaged_shard_is_passed_over(world, monkeypatch):
     assert "taking step-00000004 instead" in said[0]
 
 
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("mesh", ["tp", "dp"])
+def test_routing_noise_goes_on_where_it_stopped(world, mesh):
+    folder, outcomes = world
+    assert [outcomes[f"noisy {mesh} {place}"][0].refusal for place in range(3)] == [""] * 3
+    assert_same_run(folder / f"whole-{mesh}", folder / f"parts-{mesh}", kinds=("train",))
+    if mesh == "dp":  # each group draws its own: other routing than that of one process
+        assert lines(folder / "whole-dp", "train")[0]["layers"] != lines(folder / "whole-tp", "train")[0]["layers"]
+
+
+@pytest.mark.parametrize("place", range(8))
 def test_what_is_refused_is_refused_on_every_rank(world, place):
     folder, outcomes = world
     expected = list(refusals(folder))[place]

@@ -71,7 +71,9 @@ def test_a_dense_model_asks_nothing_of_its_experts():
 
 
 def test_the_norm_of_one_process_is_torchs():
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)]
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)
+    ]
     for scale, parameter in enumerate(parameters, start=1):
         parameter.grad = scale * parameter.detach()
     parameters.append(torch.nn.Parameter(torch.zeros(2)))

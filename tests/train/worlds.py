@@ -59,9 +59,11 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "eval")) -> None:
     """Compare two runs: every figure of training and evaluation, every parameter, the optimizer."""
-    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("val_loss", "val_nats_per_byte"))):
+    figures = {"train": ("loss", "grad_norm", "lr"), "eval": ("val_loss", "val_nats_per_byte")}
+    for kind in kinds:
+        keys = figures[kind]
         for a, b in zip(lines(one, kind), lines(other, kind), strict=True):
             assert {key: a[key] for key in ("step", *keys)} == pytest.approx(
                 {key: b[key] for key in ("step", *keys)}, abs=1e-9

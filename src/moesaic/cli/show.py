@@ -14,7 +14,7 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
@@ -77,6 +77,8 @@ class ShowOptions:
     """The layer that it runs."""
     machine: Machine = field(default_factory=Machine)
     """What the lengths in the pictures are taken from; docs/programs.md says how."""
+    cpu: bool = False
+    """Lay the tasks out as on CPU, where one thread issues movements and computes; else as on CUDA streams."""
     plan_file: str | None = None
     """Read the plan from a file that --write made, instead of the --plan flags."""
     write: str | None = None
@@ -95,14 +97,18 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
     grid = Grid(**vars(options.mesh))
-    compiled = compile_plan(plan, grid)
-    sizes = _sizes(compiled, options.layer)
     shape = LayerShape(dim=options.layer.dim, hidden=options.layer.hidden, element_bytes=options.layer.element_bytes)
-    seconds = tuple(estimate(p, sizes, shape, options.machine) for p in (compiled.forward, compiled.backward))
-    if plan.order in ("exact", "optsche"):  # they read durations, which need a program first
-        compiled = compile_plan(plan, grid, seconds=(seconds[0], seconds[1]))
+
+    def durations(program: Program, factored: Grid) -> dict[str, float]:
+        return estimate(program, _sizes(plan, factored, options.layer), shape, options.machine)
+
+    compiled = compile_plan(plan, grid, durations=durations, host_runs_compute=options.cpu)
+    sizes = _sizes(plan, compiled.grid, options.layer)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
-    timelines = {name: lay_out(program, times) for (name, program), times in zip(programs.items(), seconds)}
+    timelines = {
+        name: lay_out(program, durations(program, compiled.grid), host_runs_compute=options.cpu)
+        for name, program in programs.items()
+    }
     rows = {name: _moved(program, sizes, shape) for name, program in programs.items()}
     if options.write is not None:
         write_plan(plan, Path(options.write))
@@ -116,11 +122,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _sizes(compiled: Compiled, layer: LayerOptions) -> Sizes:
+def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
     """Return sizes under even routing."""
-    grid, plan = compiled.grid, compiled.plan
     visits = None
-    if compiled.is_multicast:
+    if plan.all_to_all == "multicast":
         visits = even_visits(
             grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
         )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.cost.coded import ROWS_PER_BLOCK
 from moesaic.errors import InputError
 from moesaic.plan.plan import Plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
+from moesaic.program.order.exact import exact
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
@@ -27,9 +29,10 @@ from moesaic.program.task import Program
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
+from moesaic.program.volume import even_sizes, even_visits
 
-Seconds = Mapping[str, float]
-"""Task to duration."""
+Durations = Callable[[Program, Grid], Mapping[str, float]]
+"""From a lowered program and its grid to the seconds of every task; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,12 @@ class Compiled:
 
 
 def compile_plan(
-    plan: Plan, grid: Grid, *, bias: bool = False, seconds: tuple[Seconds, Seconds] | None = None
+    plan: Plan,
+    grid: Grid,
+    *,
+    bias: bool = False,
+    durations: Durations | None = None,
+    host_runs_compute: bool = False,
 ) -> Compiled:
     """Compile a plan for a mesh.
 
@@ -82,28 +90,40 @@ def compile_plan(
         plan: the choices.
         grid: the mesh.
         bias: the experts also have parameters that their shards hold in common.
-        seconds: durations of the tasks of the forward and the backward program, for orders that read them; the same on
-            all ranks.
+        durations: for the exact order; None takes those of a middling layer by the default rates of `cost.Machine`.
+        host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
 
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
     logical, grid = _logical(plan, grid, bias)
     programs = []
-    for program, codec, durations in (
-        (logical, plan.codec, seconds and seconds[0]),
-        (transpose(logical), plan.backward_codec, seconds and seconds[1]),
-    ):
+    for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
         is_forward = program is logical
         program = halve_reduce(program)
         if plan.overlap_gather:
             program = overlap_gather(program, grid, required=is_forward)
         if plan.all_to_all != "multicast":
             program = route_links(program, plan.all_to_all, grid)
-        program = ORDERS[plan.order](compress(program, codec, grid), durations)
+        program = compress(program, codec, grid)
+        if plan.order == "exact":
+            program = exact(program, (durations or _nominal)(program, grid), host_runs_compute=host_runs_compute)
+        else:
+            program = ORDERS[plan.order](program, None)
         validate(program)
         programs.append(program)
     return Compiled(plan, grid, logical, *programs)
+
+
+def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
+    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing."""
+    num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
+    chunks = 1 + max((slot.layout.chunk or 0 for slot in program.slots), default=0)
+    layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": chunks}
+    visits = even_visits(grid, **layer) if grid.nodes_per_replica else None
+    schedule = "baseline" if program.name.startswith("baseline") else "s1"
+    sizes = even_sizes(grid, schedule, **layer, visits=visits, units=2816 // grid.etp)
+    return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
 
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:

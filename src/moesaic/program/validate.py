@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moesaic.program.grid import Axis
 from moesaic.program.task import Op, Program, Slot, State, Task
+from moesaic.program.transpose import transpose
+
+_MOVING = (Op.MOVE, Op.HOP)
 
 _CHANGES: dict[tuple[State, State], str] = {
     (State.SHARDED, State.SHARDED): "exchange",
@@ -26,8 +32,9 @@ def validate(program: Program) -> None:
     """Check a program.
 
     Raises:
-        ProgramError: for a slot that is unknown, written twice or read before it is written, an output that nobody
-            writes, a movement whose change of state no collective performs, or experts whose output is not partial.
+        ProgramError: for tasks that wait for each other, a slot that is unknown, written twice or read before it is written,
+            an output that nobody writes, a movement whose change of state no collective performs, or experts whose output
+            is not partial.
     """
     known = {slot.name for slot in program.slots}
     written = set(program.inputs)
@@ -41,6 +48,9 @@ def validate(program: Program) -> None:
                 raise ProgramError(f"task {task.name}: slot {name} is not declared")
         for name in task.reads:
             if name not in written:
+                ring = _cycle(program, task)
+                if ring:
+                    raise ProgramError(f"tasks wait for each other: {' -> '.join((*ring, ring[0]))}")
                 raise ProgramError(f"task {task.name} reads {name} before anything writes it")
         for name in task.writes:
             if name in written:
@@ -53,6 +63,65 @@ def validate(program: Program) -> None:
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written")
+
+
+def validate_ranks(programs: Sequence[Program]) -> None:
+    """Check that ranks issue the movements of every group in the same order, as wires that match by order need.
+
+    Args:
+        programs: one per rank, of one direction.
+
+    Raises:
+        ProgramError: naming the group and the first movement that differs.
+    """
+    for rank, program in enumerate(programs):
+        for group in sorted({task.group for task in (*programs[0].tasks, *program.tasks) if task.op in _MOVING}):
+            ours, theirs = (_issued(each, group) for each in (programs[0], program))
+            if ours != theirs:
+                at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+                first, second = (names[at] if at < len(names) else "nothing" for names in (ours, theirs))
+                raise ProgramError(
+                    f"movement {at} over {'+'.join(group)} is {first} on rank 0 and {second} on rank {rank}: "
+                    "all ranks must run the same program"
+                )
+
+
+def validate_pair(forward: Program, backward: Program) -> None:
+    """Check that a backward program, not lowered yet, is the transpose of a forward one.
+
+    Raises:
+        ProgramError: naming the task whose transpose is missing, or is another one.
+    """
+    found = {task.name: task for task in backward.tasks}
+    for task in transpose(forward).tasks:
+        other = found.pop(task.name, None)
+        if other is None:
+            raise ProgramError(f"task {task.name} is missing: the transpose of {forward.name} needs it")
+        if other != task:
+            raise ProgramError(f"task {task.name} is not the transpose of what {forward.name} does there")
+    if found:
+        raise ProgramError(f"task {next(iter(found))} is no transpose of a task of {forward.name}")
+
+
+def _issued(program: Program, group: tuple[Axis, ...]) -> list[str]:
+    return [task.name for task in program.tasks if task.op in _MOVING and task.group == group]
+
+
+def _cycle(program: Program, start: Task) -> tuple[str, ...]:
+    """Return the tasks of a ring of dependencies through `start`, () if there is none."""
+    writers = {name: task for task in program.tasks for name in task.writes}
+    paths: list[tuple[Task, ...]] = [(start,)]
+    seen = {start.name}
+    while paths:
+        path = paths.pop()
+        for name in path[-1].reads:
+            writer = writers.get(name)
+            if writer is start:
+                return tuple(task.name for task in reversed(path))
+            if writer is not None and writer.name not in seen:
+                seen.add(writer.name)
+                paths.append((*path, writer))
+    return ()
 
 
 def _check_expert(program: Program, task: Task) -> None:

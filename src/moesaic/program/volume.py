@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.links import LINKS
 from moesaic.program.links.link import Places
 from moesaic.program.shapes import Move
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Kind, Op, Program, Slot, Task
+from moesaic.program.task import Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
 
@@ -24,6 +25,8 @@ class Traffic:
     task: str
     collective: str
     kind: Kind
+    flow: Flow
+    """Tells hidden units from biases, where weights travel."""
     codec: str
     """Of rows that travel encoded; "" for none."""
     inside_rows: int
@@ -42,11 +45,11 @@ class Traffic:
             dim: columns of tokens and rows.
             element_bytes: of tokens, rows and weights.
             lane_bytes: of a routing weight; an index takes 8.
-            unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU.
+            unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
         """
-        row = {Kind.LANE: lane_bytes, Kind.INDEX: 8, Kind.WEIGHT: unit_columns * element_bytes}.get(
-            self.kind, dim * element_bytes
-        )
+        row = {Kind.LANE: lane_bytes, Kind.INDEX: 8}.get(self.kind, dim * element_bytes)
+        if self.flow == "weights":
+            row = unit_columns * element_bytes
         return self.inside_rows * row, self.across_rows * row
 
 
@@ -75,6 +78,7 @@ def traffic(program: Program, sizes: Sizes, node_of: Callable[[int], int]) -> li
                 task=task.name,
                 collective=collective(program, task.name) if task.op is Op.MOVE else task.link,
                 kind=source.kind,
+                flow=source.layout.flow,
                 codec=codecs.get(f"{target.name}@pack", ""),
                 inside_rows=rows[0],
                 across_rows=rows[1],
@@ -143,7 +147,11 @@ def even_sizes(
         num_chunks: as the program was cut.
         visits: as for `Sizes`.
         units: as for `Sizes`.
+
+    Raises:
+        InputError: if a token has more copies than there are experts.
     """
+    _check_top_k(top_k, num_experts)
     place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if schedule == "baseline":
         share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
@@ -165,10 +173,19 @@ def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_ch
         num_experts: of the layer.
         top_k: copies per token.
         num_chunks: as the program was cut; each chunk's visits are counted apart.
+
+    Raises:
+        InputError: if a token has more copies than there are experts.
     """
+    _check_top_k(top_k, num_experts)
     nodes = grid.nodes_per_replica
     elsewhere = num_experts - num_experts // nodes
     share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
     most = tokens * top_k / num_chunks / nodes
     per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
     return np.full((grid.world, nodes, num_chunks), round(per_chunk / grid.tp))
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise InputError(f"top_k={top_k} of num_experts={num_experts}: choose a number from 1 to {num_experts}")

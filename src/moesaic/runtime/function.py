@@ -77,6 +77,7 @@ class RunProgram(torch.autograd.Function):
             flat += parts
         ctx.save_for_backward(*flat)
         ctx.run, ctx.num_sharded, ctx.num_common = run, num_sharded, len(weights) - num_sharded
+        ctx.was_run = False
         y = environment["y"]
         assert isinstance(y, Tensor)
         return y
@@ -91,7 +92,9 @@ class RunProgram(torch.autograd.Function):
         for name, length in ctx.layout:
             values[name] = next(parts) if length is None else tuple(next(parts) for _ in range(length))
         values[cotangent("y")] = dy.contiguous()
-        call = replace(run.call, first_tag=run.backward_tag)
+        again = len(run.compiled.backward.tasks)  # a peer may still receive what the backward pass before this one sent
+        call = replace(run.call, first_tag=run.wire.take_tags(again) if ctx.was_run else run.backward_tag)
+        ctx.was_run = True
         found = drive(interpret(run.compiled.backward, values, call), run.wire)
         d_common: Weights = ()
         if ctx.num_common:

@@ -14,7 +14,8 @@ from moesaic.comm.collectives import all_gather, broadcast, share, share_of, sli
 from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.kernels.codecs import codec_named
+from moesaic.plan import Compiled, Plan
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
@@ -23,12 +24,13 @@ from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.call import Call
+from moesaic.runtime.fitting import fitting
 from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.visits import Visits, find_visits
 
 
 class OnMesh:
-    """How one layer runs on a mesh under a plan.
+    """How one layer runs on a mesh under a plan. All ranks make it together.
 
     Args:
         grid: the mesh.
@@ -38,14 +40,13 @@ class OnMesh:
         weight_first: multiply by the routing weight before the expert.
 
     Raises:
-        InputError: if the plan does not fit the mesh.
+        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans.
     """
 
     def __init__(
         self, grid: Grid, wire: AbstractWire, plan: Plan | Compiled, experts: AbstractExperts, weight_first: bool
     ) -> None:
-        if isinstance(plan, Plan):
-            plan = compile_plan(plan, grid, bias=bool(experts.names[1]))
+        plan = fitting(plan, grid, wire, experts)
         self.compiled = plan
         self.grid, self.wire, self.rank = self.compiled.grid, wire, wire.rank
         self.num_experts = experts.num_experts

@@ -122,7 +122,7 @@ def relative(actual: Tensor | None, expected: Tensor | None) -> float:
 
 def _forward_backward(case: Case, layer: MoE, batch: Batch, share: float, result: RankResult) -> None:
     x = batch.x.detach().clone().requires_grad_()
-    torch.manual_seed(batch.seed)
+    torch.default_generator.manual_seed(batch.seed)
     options = {"mask": batch.mask, "token_ids": batch.ids, "return_routing": True}
     with _precision(case):
         found = checkpoint(layer, x, **options) if case.recompute else layer(x, **options)

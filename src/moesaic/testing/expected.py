@@ -233,7 +233,7 @@ def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
     drawn = []
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
-            torch.manual_seed(batch.seed)
+            torch.default_generator.manual_seed(batch.seed)
             if case.grid.tp > 1:
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))

@@ -81,15 +81,18 @@ class Places:
 
 
 def check_link(link: AbstractLink, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
-    """Raise InputError if an algorithm cannot run within the groups over some axes."""
-    if not link.needs_even_nodes:
-        return
-    for rank in range(grid.world):
-        if not Places(grid, grid.group(rank, group)).is_even:
-            raise InputError(
-                f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
-                f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
-            )
+    """Raise InputError if an algorithm cannot run within the groups over some axes, all in the same hops."""
+    places = [Places(grid, ranks) for ranks in {grid.group(rank, group) for rank in range(grid.world)}]
+    if link.needs_even_nodes and not all(each.is_even for each in places):
+        raise InputError(
+            f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
+            f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
+        )
+    if len({link.hops(each) for each in places}) > 1:
+        raise InputError(
+            f"plan.all_to_all={name} needs every group over {'+'.join(group)} on equally many nodes, which nodes of "
+            f"{grid.ranks_per_node} ranks do not give: choose linear or pipelined"
+        )
 
 
 def legs_of(*stops: tuple[int, int, int]) -> tuple[Leg, ...]:

@@ -40,4 +40,3 @@ def _share(layout: Layout, task: Task) -> Layout | None:
     if axis in layout.spread:
         return replace(layout, spread=tuple(other for other in layout.spread if other != axis))
     return replace(layout, whole_tp=False) if layout.whole_tp and axis in ("tp", "etp") else None
-

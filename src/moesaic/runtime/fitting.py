@@ -1,0 +1,46 @@
+"""Whether a plan fits a layer, and whether all ranks brought the same one: found out before anything of the layer is sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from moesaic.comm.agree import check_same
+from moesaic.comm.wire import AbstractWire
+from moesaic.errors import InputError
+from moesaic.experts.experts import AbstractExperts
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+
+
+def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: AbstractExperts) -> Compiled:
+    """Return the compiled plan of a layer. All ranks call it together.
+
+    Args:
+        plan: the choices, compiled or not yet.
+        grid: the mesh of the layer.
+        wire: between its ranks.
+        experts: of the layer.
+
+    Raises:
+        InputError: on every rank, if ranks brought different plans or meshes; if the plan does not fit the mesh, or was
+            compiled for another one or for experts with other parameters.
+    """
+    choices = plan if isinstance(plan, Plan) else plan.plan
+    fields: dict[str, object] = {f"mesh.{name}": value for name, value in asdict(grid).items()}
+    fields |= {f"plan.{name}": value for name, value in asdict(choices).items()}
+    if isinstance(plan, Compiled):
+        fields["compiled plan"] = plan.digest.hex()
+    check_same(wire, fields)
+    bias = bool(experts.names[1])
+    if isinstance(plan, Plan):
+        return compile_plan(plan, grid, bias=bias, host_runs_compute=wire.device.type == "cpu")
+    if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
+        raise InputError(
+            f"the plan was compiled for {plan.grid}, the layer is on {grid}: compile it for the layer's mesh"
+        )
+    if ("b" in plan.forward.inputs) != bias:
+        raise InputError(
+            f"the plan was compiled with bias={not bias}, which does not fit {type(experts).__name__} that "
+            f"{'has' if bias else 'has no'} common biases: compile it with bias={bias}"
+        )
+    return plan

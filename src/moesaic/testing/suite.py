@@ -1,0 +1,135 @@
+"""Many cases, over worker processes: what `moesaic check` and the tests run."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+import torch
+
+from moesaic.testing.cases import Case, Refusals, draw_case
+from moesaic.testing.equivalence import Errors, failures, run_case
+from moesaic.testing.invariants import disagreements, observed
+
+PART = 20
+"""Cases that a worker takes at once."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that did not pass."""
+
+    case: Case
+    reason: str
+    """Quantities and errors, or what was raised."""
+
+    def __str__(self) -> str:
+        return f"seed {self.case.seed}: {self.reason}\n  {self.case}"
+
+
+@dataclass
+class Summary:
+    """What a number of cases gave."""
+
+    cases: int = 0
+    refused: int = 0
+    """Plans that were drawn and did not fit; they are no cases."""
+    failures: list[Failure] = field(default_factory=list)
+    worst: Errors = field(default_factory=dict)
+    """Quantity to the largest error, of the cases that must be exact in float64."""
+    features: Counter[str] = field(default_factory=Counter)
+    """How many cases had what: `field=value`."""
+
+    def add(self, other: Summary) -> None:
+        """Take in what other cases gave."""
+        self.cases += other.cases
+        self.refused += other.refused
+        self.failures += other.failures
+        self.features += other.features
+        for quantity, error in other.worst.items():
+            self.worst[quantity] = max(self.worst.get(quantity, 0.0), error)
+
+
+def run_seeds(seeds: Sequence[int], *, workers: int = 1, done: Callable[[Summary], None] = lambda _: None) -> Summary:
+    """Run the cases of seeds.
+
+    Args:
+        seeds: of `draw_case`.
+        workers: processes; 1 runs them in this one.
+        done: told after every part what has been found so far.
+    """
+    total = Summary()
+    parts = [seeds[start : start + PART] for start in range(0, len(seeds), PART)]
+    if workers == 1:
+        for part in parts:
+            total.add(run_part(part))
+            done(total)
+        return total
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for future in as_completed([pool.submit(run_part, part) for part in parts]):
+            total.add(future.result())
+            done(total)
+    total.failures.sort(key=lambda failure: failure.case.seed)
+    return total
+
+
+def run_part(seeds: Iterable[int]) -> Summary:
+    """Run cases one after the other, in this process."""
+    summary, refusals = Summary(), Refusals()
+    for seed in seeds:
+        case = draw_case(seed, refusals)
+        summary.cases += 1
+        summary.features.update(features(case))
+        errors, reason = check_case(case)
+        if reason:
+            summary.failures.append(Failure(case, reason))
+        if case.is_exact and case.precision == "float64":
+            for quantity, error in errors.items():
+                summary.worst[quantity] = max(summary.worst.get(quantity, 0.0), error)
+    summary.refused = refusals.count
+    return summary
+
+
+def check_case(case: Case) -> tuple[Errors, str]:
+    """Run a case; return its errors and, if it fails, why.
+
+    Where the plan is lossless, replicas must also agree bit for bit at every slot of every program.
+    """
+    try:
+        with observed() as runs:
+            errors = run_case(case)
+        apart = disagreements(runs) if case.plan.is_lossless else []
+    except Exception as error:  # whatever a bug raises is what the suite is there to report
+        return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    wrong = [f"{quantity} {error:.1e}" for quantity, error in failures(case, errors).items()]
+    return errors, ", ".join([*wrong, *apart[:3]])
+
+
+def features(case: Case) -> list[str]:
+    """Return what a case is made of, as `field=value`."""
+    plan = case.plan
+    found = [f"{name}={getattr(case, name)}" for name in ("router", "experts", "precision", "apply_weight", "sequences")]
+    names = ("schedule", "all_to_all", "codec", "backward_codec", "order", "chunks", "peer_groups", "gather_weights")
+    found += [f"{name}={getattr(plan, name)}" for name in names]
+    found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
+    found += [f"loss={loss.name}" for loss in case.losses]
+    switches = {
+        "overlap_gather": plan.overlap_gather,
+        "fuse": plan.fuse,
+        "padding": case.padding,
+        "recompute": case.recompute,
+        "evaluate": case.evaluate,
+        "shared": case.shared,
+        "accumulation": len(case.lengths) > 1,
+        "group without tokens": any(0 in of_groups for of_groups in case.lengths),
+        "uneven groups": any(len(set(of_groups)) > 1 for of_groups in case.lengths),
+        "coded, exact": case.is_exact and not plan.is_lossless,
+        "several nodes": case.grid.node_of(case.grid.world - 1) > 0,
+        "capacity": case.capacity.admits_by_score or case.capacity.spans_mesh or hasattr(case.capacity, "factor"),
+        "capacity per rank": hasattr(case.capacity, "factor") and not case.capacity.spans_mesh,
+        "admission by score": case.capacity.admits_by_score,
+    }
+    return found + [name for name, holds in switches.items() if holds]
