@@ -172,7 +172,13 @@ def formulas(grid: Grid, plan: Plan) -> Counted:
         rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
     elif plan.schedule == "s3":
         shards = ((s - 1) * n / m, 0)
-        rows = {"arrived": hops(plan, grid, over_ep), "h": shards, "reduced": shards, "z": hops(plan, grid, over_ep), **gather}
+        rows = {
+            "arrived": hops(plan, grid, over_ep),
+            "h": shards,
+            "reduced": shards,
+            "z": hops(plan, grid, over_ep),
+            **gather,
+        }
     elif plan.schedule == "ted":
         once, reduce = (n * inside, n * across), (2 * (s - 1) / s * n, 0)
         rows = {"h_same": once, "summed": reduce, "back": once}
@@ -230,7 +236,9 @@ def row(wire_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, A
         for key in sorted(set(forward) | set(expected))
         if forward.get(key, (0, 0)) != expected.get(key, (0, 0))
     ]
-    sums = {d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")}
+    sums = {
+        d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")
+    }
     return {
         "wire": wire_name,
         "ranks": grid.world,
@@ -248,7 +256,16 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows for people."""
     shown = Table(title="KB of rows and weights over all ranks, even routing, float64")
     keys = ("forward_inside_bytes", "forward_across_bytes", "backward_inside_bytes", "backward_across_bytes")
-    for column in ("wire", "schedule", "all-to-all", "fwd inside", "fwd across", "bwd inside", "bwd across", "formulas"):
+    for column in (
+        "wire",
+        "schedule",
+        "all-to-all",
+        "fwd inside",
+        "fwd across",
+        "bwd inside",
+        "bwd across",
+        "formulas",
+    ):
         shown.add_column(column, justify="right" if "side" in column or "across" in column else "left")
     for r in rows:
         sizes = (f"{r[key] / 1e3:,.1f}" for key in keys)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from moesaic.configfile import override
 from moesaic.train import loop, machine
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig
-from moesaic.train.configfile import override
 from moesaic.train.loop import Trainer, TrainResult, train
 from moesaic.train.metrics import read_metrics
 

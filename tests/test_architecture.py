@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer", "models", "train",
-    "testing", "testbed", "report", "cli",
+    "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer",
+    "models", "train", "testing", "testbed", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "program", "cost", "plan", "report")

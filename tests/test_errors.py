@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
     ),
     "newer checkpoint": (
         lambda f: base(f, "--existing", "resume", "--out", str(newer(f))),
-        ["step-00000002", "format 99", "reads up to 1", "upgrade"],
+        ["step-00000002", "format 99", "reads up to 2", "upgrade"],
     ),
     # Sampling
     "sample nothing": (lambda f: ["sample"], ["run folder", "required"]),

@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesaic.comm.mesh import Mesh
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.layer import MoE, balance_on_step, finish_step
+    from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
     from moesaic.routing.losses import Importance, LoadBalance, ZLoss, set_loss_scale
     from moesaic.routing.routing import Routing
+    from moesaic.runtime.gradients import average_gradients
     from moesaic.runtime.tape import checkpoint, replay_contexts
 
 __version__ = "0.1.0"
@@ -22,6 +25,9 @@ _HOMES = {
     "MoE": "moesaic.layer",
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
+    "Mesh": "moesaic.comm.mesh",
+    "Plan": "moesaic.plan",
+    "average_gradients": "moesaic.runtime.gradients",
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",
     "PlainExperts": "moesaic.experts",
@@ -42,11 +48,14 @@ __all__ = [
     "GatedExperts",
     "Importance",
     "LoadBalance",
+    "Mesh",
     "MoE",
     "ModuleExperts",
     "PlainExperts",
+    "Plan",
     "Routing",
     "ZLoss",
+    "average_gradients",
     "balance_on_step",
     "checkpoint",
     "finish_step",

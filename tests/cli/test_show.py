@@ -1,50 +1,179 @@
-"""`moesaic show`: programs and bytes on the command line."""
+"""`moesaic show`: programs, bytes and times on the command line, and what it writes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.program.text import from_text
+from moesaic.plan import Plan
+from moesaic.plan.files import read_plan, write_plan
+from moesaic.program.text import from_text, to_text
+from moesaic.program.validate import validate
+
+SMALL = [
+    "--layer.tokens",
+    "64",
+    "--layer.dim",
+    "10",
+    "--layer.hidden",
+    "8",
+    "--layer.num-experts",
+    "8",
+    "--layer.top-k",
+    "1",
+]
 
 
-def test_it_prints_a_program_that_parses_back_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--schedule", "s3", "--chunks", "2"]) == 0
-    text, table = capsys.readouterr().out.split("\n\n", 1)
-    assert from_text(text).name == "s3, 2 chunks"
-    assert "across nodes" in table
+def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["show", *flags, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("--plan.schedule s3 --plan.chunks 2", "s3, 2 chunks"),
+        ("--plan.all-to-all hier2d --plan.codec int8", "s2, hier2d, int8"),
+        ("--plan.all-to-all multicast --plan.order exact", "s2, multicast"),
+        ("--plan.gather-weights 0 --plan.schedule s1", "s1, r=0"),
+        ("--plan.overlap-gather", "s2, overlapped gather"),
+    ],
+)
+def test_it_prints_both_programs_so_that_they_parse_back(
+    flags: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *flags.split()]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("across nodes") == 2
+    blocks = [block for block in printed.split("\n\n") if block.startswith("program ") or "\nprogram " in block]
+    programs = [from_text(block[block.index("program ") :]) for block in blocks]
+    assert programs[0].name == name
+    assert "'" in programs[1].name
+    for program in programs:
+        validate(program)
+        assert to_text(program) in printed
 
 
 def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--world 8 --tp 1 --ep 2 --etp 4 --tokens 64 --dim 10 --num-experts 8 --top-k 1 --element-bytes 2 --json"
+    mesh = ["--mesh.world", "8", "--mesh.tp", "1", "--mesh.ep", "2", "--mesh.etp", "4", "--mesh.ranks-per-node", "4"]
     totals = {}
-    for schedule in ("s2", "s3"):
-        assert main(["show", "--schedule", schedule, *flags.split()]) == 0
-        rows = {row["task"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-        totals[schedule] = rows["h" if schedule == "s2" else "arrived"]["across_bytes"]
+    for schedule, movement in (("s2", "h"), ("s3", "arrived")):
+        found = shown(capsys, "--plan.schedule", schedule, *mesh, *SMALL)
+        assert set(found) == {"forward", "backward"}
+        rows = {row["task"]: row for row in found["forward"]["rows"]}
+        totals[schedule] = rows[movement]["across_bytes"]
+        for program in found.values():
+            for key in ("inside_bytes", "across_bytes"):
+                assert program[key] == sum(row[key] for row in program["rows"])
+            assert program["seconds"] > 0
+            assert 0 <= program["overlap"] <= 1
+            assert program["experts"] == 1
     assert totals["s3"] == 8 * 64 // 2 * 10 * 2
     assert totals["s2"] == 4 * totals["s3"]
+
+
+def test_json_counts_weights_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank gathers the other three ranks' quarter of 8 experts of 8 units, 3 matrices of 10 columns, 2 bytes each."""
+    mesh = ["--mesh.world", "4", "--mesh.tp", "1", "--mesh.ep", "2", "--mesh.etp", "2", "--mesh.ranks-per-node", "2"]
+    rows = {row["task"]: row for row in shown(capsys, "--plan.gather-weights", "0", *mesh, *SMALL)["forward"]["rows"]}
+    quarter = 8 * 8 // 4 * 3 * 10 * 2
+    weights = rows["w_full"]
+    assert (weights["inside_bytes"], weights["across_bytes"]) == (4 * quarter, 4 * 2 * quarter)
+    assert (weights["inside_messages"], weights["across_messages"]) == (4, 8)
+    assert weights["collective"] == "gather"
+
+
+def test_chunks_and_peer_groups_multiply_the_expert_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, "--plan.chunks", "3", "--plan.peer-groups", "2", *SMALL)
+    assert found["forward"]["experts"] == found["backward"]["experts"] == 6
+
+
+def test_it_names_the_codec_of_what_is_coded(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, "--plan.codec", "fp8", "--plan.all-to-all", "pipelined", *SMALL)
+    codecs = {row["task"]: row["codec"] for row in found["forward"]["rows"]}
+    assert (codecs["h@0"], codecs["z@1"], codecs["g@0"], codecs["z_full"]) == ("fp8", "fp8", "none", "none")
+    assert {row["codec"] for row in found["backward"]["rows"]} == {"none"}
+
+
+def test_a_faster_machine_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = shown(capsys, *SMALL)
+    fast = shown(capsys, *SMALL, "--machine.inter-gbps", "1000", "--machine.inter-latency-us", "1")
+    assert fast["forward"]["seconds"] < slow["forward"]["seconds"]
+    assert fast["forward"]["across_bytes"] == slow["forward"]["across_bytes"]
+
+
+def test_it_writes_pictures_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "programs.html", tmp_path / "trace.json"
+    flags = ["--plan.chunks", "2", *SMALL]
+    found = shown(capsys, *flags, "--gantt", str(page), "--trace", str(trace))
+    html = page.read_text(encoding="utf-8")
+    assert html.startswith("<!doctype html>")
+    assert "forward" in html
+    assert "backward" in html
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    for number, name in enumerate(("forward", "backward")):
+        of_program = [event for event in spans if event["pid"] == number]
+        assert len(of_program) == found[name]["tasks"]
+        assert max(e["ts"] + e["dur"] for e in of_program) == pytest.approx(found[name]["seconds"] * 1e6)
+
+
+def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    flags = ["--plan.schedule", "s1", "--plan.chunks", "2", "--plan.all-to-all", "multicast"]
+    first = shown(capsys, *flags, *SMALL, "--write", str(path))
+    assert read_plan(path) == Plan(schedule="s1", chunks=2, all_to_all="multicast")
+    assert shown(capsys, "--plan-file", str(path), *SMALL) == first
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--schedule ted --tp 1", "choose equal ones with etp innermost, or s3"),
-        ("--world 6 --ranks-per-node 4", "--ranks-per-node 4 does not divide --world 6"),
-        ("--world 6 --ranks-per-node 3 --tp 4", "mesh.tp=4 does not divide the 6 ranks"),
-        ("--chunks 0", "plan.chunks=0"),
-        ("--tokens 0", "--tokens 0: must be at least 1"),
-        ("--num-experts 3", "num_experts=3 does not split over mesh.ep=2"),
+        ("--plan.schedule ted --mesh.tp 1", "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
+        ("--plan.schedule s9", "s9"),
+        ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 4", "mesh.ranks_per_node=4 does not divide the 6 ranks"),
+        ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 3 --mesh.tp 4", "mesh.tp=4 does not divide the 6 ranks"),
+        ("--mesh.innermost tp", "innermost"),
+        ("--plan.chunks 0", "plan.chunks=0"),
+        ("--plan.chunks two", "two"),
+        ("--plan.gather-weights 3", "plan.gather_weights=3 does not divide mesh.etp=2"),
+        ("--plan.overlap-gather --plan.peer-groups 2", "overlap_gather clashes with split_peers"),
+        ("--layer.tokens 0", "--layer.tokens 0: must be at least 1"),
+        ("--layer.num-experts 3", "num_experts=3 does not split over mesh.ep=4"),
+        ("--layer.top-k 9", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
+        ("--layer.top-k 9 --plan.all-to-all multicast", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
+        ("--machine.tflops 0", "machine.tflops=0.0: must be above 0"),
+        ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
+        ("--plan-file no/such.json", "no/such.json: no such file"),
+        ("--write no/such.json", "plan no/such.json: cannot be written"),
+        ("--trace no/such.json", "--trace no/such.json: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["show", *flags.split()]) == 2
     error = capsys.readouterr().err.strip()
     assert words in error
+    assert "\n" not in error
+
+
+def test_a_plan_file_of_a_newer_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(Plan(), path)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
+    assert main(["show", "--plan-file", str(path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "has version 7, this Moesaic reads up to 1: upgrade it" in error
     assert "\n" not in error
 
 

@@ -54,7 +54,9 @@ def test_dense_groups_do_not_depend_on_the_sparse_ones(world: int) -> None:
 
 @pytest.mark.parametrize("inner", ["etp", "ep"])
 @pytest.mark.parametrize(("p", "s", "q"), [(p, s, q) for p in (1, 2, 3) for s in (1, 2, 4, 6) for q in divisors(s)])
-def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_visit(p: int, s: int, q: int, inner: str) -> None:
+def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_visit(
+    p: int, s: int, q: int, inner: str
+) -> None:
     grid = Grid(world=2 * p * s, ep=p, etp=s, innermost=inner, etp_inner=q)
     assert grid.etp_outer == s // q
     for r in range(grid.world):
@@ -64,7 +66,9 @@ def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_visit(p:
         assert grid.group(r, ("etp_outer",)) == shards[place % q :: q]
 
 
-@pytest.mark.parametrize(("p", "s", "g"), [(p, s, g) for p in (1, 2, 4) for s in (1, 2, 4) for g in divisors(2 * p * s)])
+@pytest.mark.parametrize(
+    ("p", "s", "g"), [(p, s, g) for p in (1, 2, 4) for s in (1, 2, 4) for g in divisors(2 * p * s)]
+)
 def test_rails_and_nodes_of_one_copy_of_the_experts(p: int, s: int, g: int) -> None:
     """Even nodes: the `local` group is a node's part of the copy, the `node` group the ranks of equal place on each."""
     grid = Grid(world=2 * p * s, ep=p, etp=s, ranks_per_node=g)
@@ -115,7 +119,11 @@ def test_shards_inside_nodes(mesh: dict, expected: bool) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "expected"),
-    [({"tp": 2, "etp": 2}, True), ({"tp": 2, "etp": 2, "innermost": "ep", "ep": 2}, False), ({"tp": 4, "etp": 2}, False)],
+    [
+        ({"tp": 2, "etp": 2}, True),
+        ({"tp": 2, "etp": 2, "innermost": "ep", "ep": 2}, False),
+        ({"tp": 4, "etp": 2}, False),
+    ],
 )
 def test_ted_needs_the_same_groups_not_only_the_same_sizes(mesh: dict, expected: bool) -> None:
     assert Grid(world=8, **mesh).shares_tp_and_etp is expected

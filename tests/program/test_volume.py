@@ -5,14 +5,21 @@ Notation: n the copies of a tensor group, p = ep, s = etp, m = tp; a node holds 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
+from moesaic.program.links import LINKS
+from moesaic.program.links.hier3d import nodes_per_group
 from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.task import Kind
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose
-from moesaic.program.volume import even_sizes, traffic
+from moesaic.program.volume import Traffic, even_sizes, even_visits, traffic
 
 TOKENS, EXPERTS, TOP_K = 64, 8, 2
 COPIES = TOKENS * TOP_K
@@ -81,3 +88,181 @@ def test_chunks_move_the_same_bytes(schedule: str) -> None:
     grid = Grid(world=8, tp=2, ep=4, etp=2)
     whole, cut = rows_per_rank(schedule, grid), rows_per_rank(schedule, grid, chunks=4)
     assert sum(sum(rows) for rows in cut.values()) == pytest.approx(sum(sum(rows) for rows in whole.values()))
+
+
+def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, Sizes]:
+    """A plan, compiled, and even sizes for it."""
+    compiled = compile_plan(plan, grid)
+    visits = None
+    if compiled.is_multicast:
+        visits = even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks)
+    sizes = even_sizes(
+        compiled.grid,
+        plan.schedule,
+        tokens=TOKENS,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        num_chunks=plan.chunks,
+        visits=visits,
+        units=units,
+    )
+    return compiled, sizes
+
+
+def crossing(compiled: Compiled, sizes: Sizes, backward: bool = False) -> dict[str, Traffic]:
+    program = compiled.backward if backward else compiled.forward
+    return {t.task: t for t in traffic(program, sizes, compiled.grid.node_of)}
+
+
+@pytest.mark.parametrize(("p", "s"), [(2, 2), (2, 4), (4, 2), (1, 4), (4, 4)])
+@pytest.mark.parametrize("schedule", ["s1", "s2", "s3", "baseline"])
+def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str, p: int, s: int) -> None:
+    """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, P all parameters of W = p s ranks; back the same."""
+    grid, hidden = Grid(world=p * s, ep=p, etp=s), 8
+    parameters = EXPERTS * hidden
+    for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
+        compiled, sizes = bound_sizes(Plan(schedule=schedule, gather_weights=r), grid, units=hidden // s)  # type: ignore[arg-type]
+        expected = parameters * (p * s - 1) / (p * s) if r == 0 else (s // r - 1) * parameters / (p * s)
+        for backward, name in ((False, "w_full"), (True, "w_full"), (True, "w_full'")):
+            found = crossing(compiled, sizes, backward).get(name)
+            rows = 0 if found is None else found.inside_rows + found.across_rows
+            assert rows == expected * p * s
+
+
+@pytest.mark.parametrize(("p", "s"), [(2, 2), (2, 4), (4, 2)])
+def test_tokens_visit_r_shards(p: int, s: int) -> None:
+    """r copies of a row go to each of p ranks, one of which it is already."""
+    grid = Grid(world=p * s, ep=p, etp=s)
+    for r in (r for r in range(1, s + 1) if s % r == 0):
+        compiled, sizes = bound_sizes(Plan(schedule="s2", gather_weights=r), grid, units=8 // s)
+        found = crossing(compiled, sizes)
+        rows = found["h"].inside_rows + found["h"].across_rows
+        assert rows == grid.world * COPIES * (r - 1 / p)
+
+
+@pytest.mark.parametrize("schedule", ["s1", "s2", "s3", "baseline"])
+@pytest.mark.parametrize(("m", "p", "s"), [(1, 2, 4), (2, 2, 4), (2, 4, 2), (4, 1, 4)])
+def test_flops_of_every_rank_do_not_depend_on_r(schedule: str, m: int, p: int, s: int) -> None:
+    grid, hidden = Grid(world=p * s, tp=m, ep=p, etp=s), 8
+    flops = set()
+    for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
+        for chunks in (1, 2):
+            plan = Plan(schedule=schedule, gather_weights=r, chunks=chunks)  # type: ignore[arg-type]
+            compiled, sizes = bound_sizes(plan, grid, units=hidden // s)
+            flops |= {expert_flops(compiled, sizes, rank) for rank in range(grid.world)}
+    redundant = m if schedule == "baseline" else 1
+    assert flops == {COPIES * hidden * redundant / m}
+
+
+def expert_flops(compiled: Compiled, sizes: Sizes, rank: int) -> float:
+    """Rows times hidden units that a rank's experts take, forward."""
+    total = 0.0
+    for task in compiled.forward.tasks:
+        if task.op is Op.EXPERT:
+            rows, weights = (compiled.forward.slot(task.reads[at]).layout for at in (0, 2))
+            units = sizes.num_rows(weights, rank) / sizes.num_held(weights, rank)
+            total += sizes.num_rows(rows, rank) * units
+    return total
+
+
+@pytest.mark.parametrize("schedule", ["ted", "baseline"])
+def test_an_all_reduce_in_halves_takes_two_n_minus_one_over_n(schedule: str) -> None:
+    for p, s in ((2, 2), (2, 4), (1, 4)):
+        grid = Grid(world=p * s, tp=s, ep=p, etp=s)
+        rows = rows_per_rank(schedule, grid)
+        assert sum(rows["summed"]) == pytest.approx((s - 1) * COPIES * (s if schedule == "baseline" else 1))
+        compiled, sizes = bound_sizes(Plan(schedule=schedule), grid)  # type: ignore[arg-type]
+        halves = [t.inside_rows + t.across_rows for name, t in crossing(compiled, sizes).items() if "summed" in name]
+        n = COPIES * (s if schedule == "baseline" else 1)
+        assert sum(halves) / grid.world == pytest.approx(2 * (s - 1) / s * n)
+
+
+@pytest.mark.parametrize(("p", "s", "g"), [(4, 2, 4), (2, 2, 2), (4, 1, 2), (8, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize("schedule", ["s1", "s2"])
+def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int, g: int) -> None:
+    grid = Grid(world=p * s, tp=1, ep=p, etp=s, ranks_per_node=g)
+    compiled, sizes = bound_sizes(Plan(schedule=schedule, all_to_all="multicast"), grid)  # type: ignore[arg-type]
+    visits = int(even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
+    nodes = p * s // g
+    elsewhere = EXPERTS - EXPERTS // nodes
+    assert visits == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
+    for backward, there, back in ((False, "visits_here", "z"), (True, "z'", "visits_here'")):
+        found = crossing(compiled, sizes, backward)
+        for name in (there, back):
+            assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * visits * (nodes - 1))
+        inside = [t for name, t in found.items() if name.startswith(("h", "z_copies"))]
+        assert {t.across_rows for t in inside} == {0}
+
+
+LINKS_CASES = [(link, nodes, g) for link in LINKS for nodes, g in ((2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2))]
+
+
+@pytest.mark.parametrize(("link", "nodes", "g"), LINKS_CASES)
+def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str, nodes: int, g: int) -> None:
+    """n rows a rank, n / W for each; what crosses first goes inside the node unless the sender has the target's place."""
+    world = nodes * g
+    grid = Grid(world=world, ep=world, ranks_per_node=g)
+    plan = Plan(schedule="s1", all_to_all=link)  # type: ignore[arg-type]
+    compiled = compile_plan(plan, grid)
+    sizes = even_sizes(grid, "s1", tokens=1, num_experts=world, top_k=world)
+    hops = [t for name, t in crossing(compiled, sizes).items() if name.split("@")[0] == "h"]
+    inside, across = sum(t.inside_rows for t in hops), sum(t.across_rows for t in hops)
+    direct = (world * (g - 1), world * (world - g))
+    detour = direct[1] * (g - 1) // g
+    size = nodes_per_group(nodes)
+    between_groups = world * g * (nodes - size)
+    expected = {
+        "linear": direct,
+        "pipelined": direct,
+        "hier1d": (direct[0] + 2 * detour, direct[1]),
+        "hier2d": (direct[0] + detour, direct[1]),
+        "naive": (direct[0] + detour, direct[1]),
+        "hier3d": (direct[0] + detour, direct[1] + between_groups * (size - 1) // size),
+    }
+    assert (inside, across) == expected[link]
+
+
+def test_messages_of_2dh_are_fewer_by_the_ranks_of_a_node() -> None:
+    grid = Grid(world=16, ep=16, ranks_per_node=4)
+    counts = {}
+    for link in ("linear", "pipelined", "hier2d", "hier1d"):
+        compiled = compile_plan(Plan(all_to_all=link), grid)  # type: ignore[arg-type]
+        sizes = even_sizes(grid, "s1", tokens=16, num_experts=16, top_k=16)
+        counts[link] = sum(
+            t.across_messages for name, t in crossing(compiled, sizes).items() if name.split("@")[0] == "h"
+        )
+    assert counts == {"linear": 16 * 12, "pipelined": 16 * 12, "hier2d": 16 * 3, "hier1d": 4 * 3}
+
+
+def test_bytes_of_each_kind() -> None:
+    """Rows dim elements, routing weights 4, indices 8, hidden units their columns, a bias dim elements."""
+    row = {"task": "t", "collective": "exchange", "codec": "", "inside_messages": 1, "across_messages": 1}
+    counts = {"inside_rows": 3, "across_rows": 5}
+    expected = {
+        (Kind.ROWS, "copies"): 32,
+        (Kind.TOKENS, "tokens"): 32,
+        (Kind.LANE, "copies"): 4,
+        (Kind.INDEX, "copies"): 8,
+        (Kind.WEIGHT, "weights"): 2 * 48,
+        (Kind.WEIGHT, "bias"): 32,
+    }
+    for (kind, flow), each in expected.items():
+        moved = Traffic(kind=kind, flow=flow, **row, **counts)  # type: ignore[arg-type]
+        assert moved.num_bytes(16, 2, unit_columns=48) == (3 * each, 5 * each)
+
+
+@pytest.mark.parametrize("make", [even_sizes, even_visits])
+def test_more_copies_than_experts_are_refused(make: Callable[..., object]) -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    options = {"tokens": 8, "num_experts": 4, "top_k": 5}
+    with pytest.raises(InputError, match="top_k=5 of num_experts=4: choose a number from 1 to 4"):
+        make(grid, "s1", **options) if make is even_sizes else make(grid, **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_even_sizes_add_up_to_all_copies_and_tokens(schedule: str) -> None:
+    grid = Grid(world=8, tp=2, ep=4, etp=2)
+    sizes = even_sizes(grid, schedule, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=3)
+    times = grid.tp if schedule == "baseline" else 1
+    assert sum(sizes.num_rows(Layout(), rank) for rank in range(8)) == grid.dp * COPIES * times
+    assert sum(sizes.num_rows(Layout(flow="tokens"), rank) for rank in range(8)) == grid.dp * TOKENS * times

@@ -1,30 +1,39 @@
-"""The same programs over real processes on Gloo."""
+"""Cases where every rank is a process on Gloo, parameters are DTensors, and training's own gradient norm is compared."""
 
 from __future__ import annotations
 
 import pytest
 
-from moesaic.program.build import SCHEDULES
-from moesaic.program.grid import Grid
-from moesaic.testing.cases import Case
-from moesaic.testing.processes import run_on_gloo
+from moesaic.testing.equivalence import failures
+from moesaic.testing.mutants import GLOO, MUTANTS
+from moesaic.testing.processes import Job, cases_for, run_on_gloo
+
+CASES = {2: 8, 4: 6, 8: 4}
+"""World size to how many cases it runs."""
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [
-        Grid(world=2, tp=2, ep=1, etp=2),
-        Grid(world=4, tp=2, ep=2, etp=2),
-        Grid(world=4, tp=1, ep=2, etp=2, innermost="ep"),
-    ],
-    ids=str,
-)
-def test_schedules_on_gloo_equal_the_reference(grid: Grid) -> None:
-    names = [name for name in SCHEDULES if name != "ted" or grid.tp == grid.etp]
-    cases = [
-        Case(schedule=name, grid=grid, num_chunks=chunks, num_experts=4, top_k=2, max_tokens=9, seed=7)
-        for name in names
-        for chunks in (1, 2)
-    ]
-    for case, errors in zip(cases, run_on_gloo(cases)):
-        assert errors.worst < 1e-10, f"{case}: {errors}"
+def check(world: int) -> None:
+    cases = cases_for(world, CASES[world])
+    found = run_on_gloo([Job(case) for case in cases])
+    assert [(case.seed, failures(case, errors)) for case, errors in zip(cases, found)] == [(c.seed, {}) for c in cases]
+    assert any("gradient norm" in errors for errors in found)
+
+
+def test_two_processes():
+    check(2)
+
+
+@pytest.mark.slow
+def test_eight_processes():
+    check(8)
+
+
+def test_four_processes_and_the_bugs_that_need_them():
+    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
+    cases = cases_for(4, CASES[4])
+    jobs = [*map(Job, cases), Job(GLOO), *(Job(GLOO, mutant.patch) for mutant in mutants)]
+    found = run_on_gloo(jobs)
+    clean = len(cases) + 1
+    assert [failures(job.case, errors) for job, errors in zip(jobs[:clean], found)] == [{}] * clean
+    for mutant, errors in zip(mutants, found[clean:]):
+        assert set(failures(GLOO, errors)) == {"gradient norm"}, mutant.name

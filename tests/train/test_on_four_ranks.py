@@ -30,21 +30,33 @@ def meshed(folder: Path, name: str) -> TrainConfig:
     return tiny(folder, **BASE, mesh=mesh, plan=plan, out=str(folder / name.replace(" ", "-").replace(",", "")))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on one process, then on four under every plan; return the folder and the outcomes by name."""
-    folder = tmp_path_factory.mktemp("four")
+def trained(folder: Path, names: list[str], *more: TrainConfig) -> dict[str, list[Outcome]]:
+    """Train on one process, then on four under some plans and what more is given; return the outcomes by name."""
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
         run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
-        half = replace(meshed(folder, "etp 4"), out=str(folder / "shrunk"), steps=2)
-        outcomes = train_on(4, [*(meshed(folder, name) for name in PLANS), half])
-    return folder, dict(zip((*PLANS, "shrunk"), outcomes))
+        outcomes = train_on(4, [*(meshed(folder, name) for name in names), *more])
+    return dict(zip((*names, *(Path(config.out).name for config in more)), outcomes))
+
+
+def test_four_ranks_train_as_one_process(tmp_path):
+    """The mesh on which every kind of parameter is split over something and copied over something else."""
+    name = "dp 2, tp 2, edp 2"
+    assert [outcome.refusal for outcome in trained(tmp_path, [name])[name]] == [""] * 4
+    assert_same_run(tmp_path / "one", Path(meshed(tmp_path, name).out))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train under every plan, and half a run; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("four")
+    half = replace(meshed(folder, "etp 4"), out=str(folder / "shrunk"), steps=2)
+    return folder, trained(folder, list(PLANS), half)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-def test_four_ranks_train_as_one_process(world, name):
+def test_every_plan_trains_as_one_process(world, name):
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     assert_same_run(folder / "one", Path(meshed(folder, name).out))

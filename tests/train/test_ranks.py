@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.configfile import override
 from moesaic.train.norm import clip, gradient_norm, num_copies
 from moesaic.train.ranks import Ranks
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moesaic.configfile import override, read_table
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.configfile import override, read_table
 from moesaic.train.state import make_optimizer, open_run, seed_everything
 from moesaic.train.tokenizer import BPETokenizer
 from runs import assert_same, parameters, run_quietly, snapshot, tiny, write_text

@@ -19,6 +19,7 @@ COMMANDS = {
     "sample": "continue a prompt with a trained model",
     "report": "write one HTML page about one or more runs",
     "show": "print a schedule as a program and the bytes that it moves",
+    "check": "prove on this machine that every plan computes what the plain layer computes",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""

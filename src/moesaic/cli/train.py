@@ -40,8 +40,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
+    from moesaic.configfile import override, read_table, suggestion
     from moesaic.train.config import TrainConfig
-    from moesaic.train.configfile import override, read_table, suggestion
     from moesaic.train.presets import PRESETS
 
     words, chosen = _take(list(arguments), ("--preset", "--config"))

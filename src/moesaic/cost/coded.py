@@ -15,7 +15,7 @@ def coded_bytes(codec: str, rows: int, dim: int, element_bytes: int) -> int:
         codec: a codec's name; "" or "none" for none.
         rows: of the message.
         dim: columns.
-        element_bytes: of a row's elements.
+        element_bytes: of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
     """
     if rows == 0 or dim == 0:
         return 0

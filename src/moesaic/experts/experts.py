@@ -108,7 +108,8 @@ class AbstractExperts(nn.Module, ABC):
         return tuple(map(self._local, sharded)), tuple(map(self._local, common))
 
     def _local(self, name: str) -> Tensor:
-        parameter = self.get_parameter(name)
+        owner, _, leaf = name.rpartition(".")
+        parameter: Tensor = getattr(self.get_submodule(owner), leaf)  # a plain tensor within `functional_call`
         if isinstance(parameter, DTensor):
             local: Tensor = parameter.to_local(grad_placements=parameter.placements)
             return local

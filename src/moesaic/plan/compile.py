@@ -133,6 +133,11 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
             f"plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
             f"{grid.innermost} innermost: choose equal ones with etp innermost, or the schedule s3"
         )
+    if grid.tp > 1 and not plan.is_lossless and (plan.schedule == "baseline" or (plan.schedule == "ted" and plan.fuse)):
+        raise InputError(
+            f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
+            "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
+        )
     is_multicast = plan.all_to_all == "multicast"
     program = multicast(plan.schedule, grid, bias=bias) if is_multicast else SCHEDULES[plan.schedule](bias)
     if plan.fuse:

@@ -35,8 +35,10 @@ def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan as JSON.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: if the file cannot be written, or is not to be called .json, by which it is read back.
     """
+    if path.suffix != ".json":
+        raise InputError(f"plan {path}: is written as JSON: choose a name that ends in .json")
     text = json.dumps({"version": VERSION, "plan": asdict(plan)}, indent=2)
     try:
         path.write_text(text + "\n", encoding="utf-8")

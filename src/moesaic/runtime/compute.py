@@ -62,12 +62,12 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
     if task.op is Op.PERMUTE:
         places, is_full = _places(task.reads[0], task.reads[1], slots, reads[1], call)
         taken = reads[0].index_select(0, places)
-        return [taken if is_full is None else taken * is_full.to(taken.dtype)]
+        return [taken if is_full is None else taken.masked_fill(~is_full, 0)]  # 0 * nan is nan
     if task.op is Op.COMBINE:
         accumulate = torch.promote_types(reads[0].dtype, torch.float32)
         out = torch.zeros(num_rows, reads[0].shape[1], dtype=accumulate, device=reads[0].device)
         places, is_full = _places(target.name, task.reads[1], slots, reads[1], call)
-        values = reads[0] if is_full is None else reads[0] * is_full.to(reads[0].dtype)
+        values = reads[0] if is_full is None else reads[0].masked_fill(~is_full, 0)
         return [out.index_add_(0, places, values.to(accumulate)).to(reads[0].dtype)]
     if task.op is Op.SCALE:
         size = len(call.sizes.grid.group(call.rank, task.group))

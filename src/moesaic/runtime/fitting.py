@@ -8,6 +8,7 @@ from moesaic.comm.agree import check_same
 from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
+from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
 
@@ -23,14 +24,18 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
 
     Raises:
         InputError: on every rank, if ranks brought different plans or meshes; if the plan does not fit the mesh, or was
-            compiled for another one or for experts with other parameters.
+            compiled for another one or for experts with other parameters; if a codec's package is missing on any rank.
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     fields: dict[str, object] = {f"mesh.{name}": value for name, value in asdict(grid).items()}
     fields |= {f"plan.{name}": value for name, value in asdict(choices).items()}
     if isinstance(plan, Compiled):
         fields["compiled plan"] = plan.digest.hex()
+    codecs = (choices.codec, choices.backward_codec)
+    fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
     check_same(wire, fields)
+    for codec in codecs:
+        codec_named(codec)
     bias = bool(experts.names[1])
     if isinstance(plan, Plan):
         return compile_plan(plan, grid, bias=bias, host_runs_compute=wire.device.type == "cpu")
@@ -44,3 +49,11 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
             f"{'has' if bias else 'has no'} common biases: compile it with bias={bias}"
         )
     return plan
+
+
+def _is_installed(codec: str) -> bool:
+    try:
+        codec_named(codec)
+    except InputError:
+        return False
+    return True

@@ -14,7 +14,6 @@ from moesaic.comm.collectives import all_gather, broadcast, share, share_of, sli
 from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
-from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes

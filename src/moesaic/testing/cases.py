@@ -17,7 +17,7 @@ T = TypeVar("T")
 Precision = Literal["float64", "float32", "autocast"]
 """autocast: float32 under bfloat16 autocast."""
 
-TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.06}
+TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.12}
 """Of errors relative to the largest expected value."""
 CODEC_TOLERANCES = {"none": 0.0, "bf16": 0.06, "fp16": 0.01, "int8": 0.15, "fp8": 0.6, "zfp": 0.15}
 """Where a coded plan is compared with the plain layer rather than with one that has the codec inserted."""
@@ -29,6 +29,8 @@ TOP_1 = ("switch", "base")
 TOP_2_UP = ("softmax", "sigmoid", "group_limited", "noisy")
 ROUTERS = (*TOP_2_UP, "softmax", "sigmoid", "cosine", "hash", *AT_RANDOM, *OF_WHOLE_BATCH, "switch")
 EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
+_COMMON: Precision = "float64"
+_PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
 CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
 
 
@@ -69,6 +71,7 @@ class Case:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
         plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
+        plain = plain and not self.capacity.is_padded
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
 
@@ -79,6 +82,12 @@ class Case:
             return TOLERANCES[self.precision]
         lossy = sum(CODEC_TOLERANCES[codec] for codec in (self.plan.codec, self.plan.backward_codec))
         return TOLERANCES[self.precision] + lossy
+
+    @property
+    def replicates_bits(self) -> bool:
+        """Whether ranks that must agree have the same bits. Under the baseline the ranks of a tensor group send copies of
+        their own, which are multiplied at different places of one product: they agree to rounding only."""
+        return self.plan.schedule != "baseline" or self.grid.tp == 1
 
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's batch without dim: (sequences, length)."""
@@ -101,7 +110,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
         world: ranks; None to draw them too.
     """
     rng = random.Random(seed)
-    size = rng.choice([1, 2, 2, 4, 4, 4, 8, 8])
+    size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
     size = size if world is None else world
     while True:
         grid, plan = _draw_grid(rng, size), draw_plan(rng)
@@ -119,16 +128,18 @@ def draw_plan(rng: random.Random) -> Plan:
     codec = rng.choice(CODECS) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(CODECS) if codec != "none" and rng.random() < 0.3 else "none"
     return Plan(
-        schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),  # type: ignore[arg-type]
+        schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
-        all_to_all=_mostly(rng, "linear", ["hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]),  # type: ignore[arg-type]
+        all_to_all=_mostly(
+            rng, "linear", ["hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]
+        ),
         codec=codec,  # type: ignore[arg-type]
         backward_codec=backward_codec,  # type: ignore[arg-type]
-        order=_mostly(rng, "early", ["fifo", "optsche", "exact"]),  # type: ignore[arg-type]
+        order=_mostly(rng, "early", ["fifo", "optsche", "exact"]),
     )
 
 
@@ -161,7 +172,12 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     micro_batches = rng.choice([1, 1, 1, 2])
     longest = rng.choice([1, 3, 5, 5])
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
-    if rng.random() < 0.2:
+    capacity = _draw_capacity(rng)
+    even = rng.random() < 0.2
+    if even and plan.all_to_all != "multicast" and rng.random() < 0.5:
+        longest += -longest % grid.tp
+        capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
+    if even:
         lengths = tuple(tuple(longest for _ in of_groups) for of_groups in lengths)
     return Case(
         seed=seed,
@@ -173,7 +189,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         experts=rng.choice([name for name in EXPERTS if name != "modules" or grid.etp == 1]),
         shared=rng.random() < 0.2,
         apply_weight=rng.choice(["after", "after", "before"]),
-        capacity=_draw_capacity(rng),
+        capacity=capacity,
         losses=_draw_losses(rng),
         sequences=rng.choice([1, 2]),
         lengths=lengths,
@@ -181,7 +197,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         skew=rng.choice([0.0, 1.0, 4.0]),
         recompute=rng.random() < 0.2,
         evaluate=rng.random() < 0.2,
-        precision="float64" if not plan.is_lossless else rng.choice([*["float64"] * 10, "float32", "autocast"]),  # type: ignore[arg-type]
+        precision=rng.choice(_PRECISIONS) if plan.is_lossless else "float64",
     )
 
 

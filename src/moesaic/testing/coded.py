@@ -64,9 +64,9 @@ def coded_output(twin: MoE, x_TD: Tensor, weight_TE: Tensor, travel: Travel) -> 
         weight, row = weight_TE[token, expert], x_TD[token]
         for shard in range(travel.case.grid.etp):
             crosses = travel.target(origin, expert, shard) != origin
-            seen = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row  # type: ignore[no-untyped-call]
+            seen = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
             part = _shard_output(twin, expert, shard, travel.case.grid.etp, seen, weight)
-            part = _Coded.apply(part, plan.codec, plan.backward_codec) if crosses else part  # type: ignore[no-untyped-call]
+            part = _Coded.apply(part, plan.codec, plan.backward_codec) if crosses else part
             rows.append(part)
     tokens = torch.tensor([token for token, _ in travel.origin for _ in range(travel.case.grid.etp)], dtype=torch.int64)
     return torch.zeros_like(x_TD).index_add(0, tokens, torch.stack(rows)) if rows else 0 * x_TD
@@ -80,14 +80,13 @@ def _shard_output(twin: MoE, expert: int, shard: int, shards: int, row: Tensor, 
         row = weight * row
 
     def read(name: str) -> Tensor:
-        matrix, bias = getattr(experts, f"w{name}")[expert], getattr(experts, f"b{name}")
-        out: Tensor = matrix.chunk(shards)[shard] @ row
-        return out if bias is None else out + bias[expert].chunk(shards)[shard]
+        out = experts.get_parameter(f"w{name}")[expert].chunk(shards)[shard] @ row
+        return out + experts.get_parameter(f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
 
     hidden = F.silu(read("1")) * read("3") if isinstance(experts, GatedExperts) else F.gelu(read("1"))
     out: Tensor = experts.w2[expert].chunk(shards, 1)[shard] @ hidden
-    if experts.b2 is not None:
-        out = out + experts.b2[expert] / shards
+    if experts.bias:
+        out = out + experts.get_parameter("b2")[expert] / shards
     return out if twin.apply_weight == "before" else weight * out
 
 
@@ -100,7 +99,7 @@ class _Coded(torch.autograd.Function):
         return _there_and_back(row, codec)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _there_and_back(gradient, ctx.codec), None, None
 

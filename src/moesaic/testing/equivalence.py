@@ -7,12 +7,13 @@ shared expert, the router's state after the step, a forward-only pass, and wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.comm.loopback import run_ranks
@@ -21,8 +22,7 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.losses import set_loss_scale
-from moesaic.routing.routing import Routing
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime import gradients
 from moesaic.runtime.tape import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
@@ -30,8 +30,12 @@ from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
 """Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
+Norm = Callable[[Sequence[nn.Parameter], AbstractMesh], float]
+"""The norm of the gradients of parameters that are spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
 """A bug to plant into what runs."""
+Patch = Callable[[], AbstractContextManager[object]]
+"""A bug to plant while it is entered."""
 
 
 @dataclass
@@ -46,25 +50,30 @@ class RankResult:
     evaluated: Tensor | None = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    step_counts: list[int] = field(default_factory=list)
+    """Copies per expert of the whole step, which the router adapts to."""
     norm: float | None = None
     """Of all gradients; None where nothing computed it."""
 
 
-def run_case(case: Case, change: Change | None = None) -> Errors:
+def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
     """Run a case on loopback and compare it.
 
     Args:
         case: what to run.
-        change: applied to the compiled plan before it runs, to plant bugs.
+        change: applied to the compiled plan before it runs, to plant a bug.
+        patch: entered while it runs, to plant a bug elsewhere.
     """
     work = draw_workload(case)
     expected = expect(case, work)
-    compiled = compile_case(case, change)
+    with patch():
+        compiled = compile_case(case, change)
 
-    def rank(wire: AbstractWire) -> RankResult:
-        return run_rank(case, work, compiled, Seat(case.grid, wire))
+        def rank(wire: AbstractWire) -> RankResult:
+            return run_rank(case, work, compiled, Seat(case.grid, wire))
 
-    return compare(case, work, expected, run_ranks(case.grid.world, rank, seed=case.seed))
+        results = run_ranks(case.grid.world, rank, seed=case.seed)
+    return compare(case, work, expected, results)
 
 
 def compile_case(case: Case, change: Change | None = None) -> Compiled:
@@ -73,8 +82,18 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh) -> RankResult:
-    """Run one rank's part of a case: a step of training. All ranks call it together."""
+def run_rank(
+    case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh, norm: Norm | None = None
+) -> RankResult:
+    """Run one rank's part of a case: a step of training. All ranks call it together.
+
+    Args:
+        case: the case.
+        work: its layer and tokens.
+        compiled: its plan.
+        mesh: the rank's.
+        norm: computes the norm of all gradients, where there is something that can.
+    """
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled)
     group = case.grid.coordinate(mesh.rank, "dp")
@@ -83,10 +102,12 @@ def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh)
         _forward_backward(case, layer, work.batches[micro][group], share, result)
         if case.evaluate and micro == 0:
             result.evaluated = _evaluate(case, layer, work.batches[micro][group])
-    average_gradients(layer, mesh)
+    gradients.average_gradients(layer, mesh)
+    result.step_counts = layer.step_counts.tolist()
     layer.finish_step()
     result.gradients = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     result.buffers = dict(layer.router.named_buffers())
+    result.norm = None if norm is None else norm(list(layer.parameters()), mesh)
     return result
 
 
@@ -97,6 +118,8 @@ def compare(case: Case, work: Workload, expected: Expected, results: list[RankRe
         for quantity, error in _errors_of(case, work, expected, rank, result):
             errors[quantity] = max(errors.get(quantity, 0.0), error)
     for rank, result in enumerate(results):
+        if not case.replicates_bits:
+            break
         first = results[case.grid.group(rank, ("tp",))[0]]
         errors["tensor group agrees"] = max(errors.get("tensor group agrees", 0.0), _difference(first, result))
     return errors
@@ -123,11 +146,9 @@ def relative(actual: Tensor | None, expected: Tensor | None) -> float:
 def _forward_backward(case: Case, layer: MoE, batch: Batch, share: float, result: RankResult) -> None:
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
-    options = {"mask": batch.mask, "token_ids": batch.ids, "return_routing": True}
+    run = partial(checkpoint, layer) if case.recompute else layer
     with _precision(case):
-        found = checkpoint(layer, x, **options) if case.recompute else layer(x, **options)
-        y, routing = found
-        assert isinstance(routing, Routing)
+        y, routing = run(x, mask=batch.mask, token_ids=batch.ids, return_routing=True)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     result.outputs.append(y.detach())
@@ -167,6 +188,7 @@ def _errors_of(
             yield "auxiliary loss", relative(result.losses[micro].get(name), value)
     if expected.evaluated is not None:
         yield "evaluation", relative(result.evaluated, expected.evaluated[group])
+    yield "counts", float(result.step_counts != [sum(of_expert) for of_expert in zip(*expected.requested)])
     for name, buffer in expected.buffers.items():
         yield "router state", relative(result.buffers[name], buffer)
     if result.norm is not None:
@@ -186,7 +208,10 @@ def _errors_of(
 
 def _difference(first: RankResult, other: RankResult) -> float:
     """Return the largest difference between ranks of a tensor group, which must have the same bits."""
-    pairs = [*zip(first.outputs, other.outputs), *zip(first.input_gradients, other.input_gradients)]
+    pairs: list[tuple[Tensor | None, Tensor]] = [
+        *zip(first.outputs, other.outputs),
+        *zip(first.input_gradients, other.input_gradients),
+    ]
     pairs += [
         (first.gradients[name], value)
         for name, value in other.gradients.items()

@@ -75,7 +75,7 @@ def expect(case: Case, work: Workload) -> Expected:
     flat = [x for xs in leaves for x in xs]
     wanted = [*flat, *twin.parameters()]
     found = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), wanted, allow_unused=True)
-    gradients = dict(zip((name for name, _ in twin.named_parameters()), found[len(flat) :]))
+    gradients: dict[str, Tensor | None] = dict(zip((name for name, _ in twin.named_parameters()), found[len(flat) :]))
     dx = iter(found)
     twin.finish_step()
     return Expected(
@@ -121,7 +121,9 @@ def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Ba
         y_TD = plain_output(twin, x_TD, weight_TE, is_sent_TE)
     else:
         order = [(int(choice.token[n]), int(choice.expert[n])) for n in admitted]
-        y_TD = coded_output(twin, x_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]))
+        y_TD = coded_output(
+            twin, x_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
+        )
     if twin.shared is not None:
         y_TD = y_TD + reference_expert(twin.shared, 0, x_TD)
     taken = torch.tensor(chosen, dtype=torch.int64)
@@ -134,7 +136,9 @@ def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Ba
         loss.name: dense_loss(loss, scores, copies_TE, all_weights, valid, _sequence_of(batches), twin.step_counts)
         for loss in twin.losses
     }
-    loss = sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=torch.zeros((), dtype=torch.float64))
+    loss = sum(
+        (loss.coefficient * losses[loss.name] for loss in twin.losses), start=torch.zeros((), dtype=torch.float64)
+    )
     return Pass(y_TD, loss, losses, copies_TE.sum(0).long().tolist(), is_sent_TE.sum(0).tolist())
 
 
@@ -202,7 +206,10 @@ def _admit(
     for domain in [range(len(valid))] if spans else domains:
         inside = [n for n in alive if copies[n][0] in domain]
         requested = [sum(copies[n][1] == e for n in inside) for e in range(case.num_experts)]
-        limit = reference_limit(case.capacity, requested, int(valid[domain.start : domain.stop].sum()), case.top_k)
+        counted = int(valid[domain.start : domain.stop].sum())
+        if case.capacity.is_padded:
+            counted = len(domain)
+        limit = reference_limit(case.capacity, requested, counted, case.top_k)
         best: dict[int, float] = {}
         for token, _, _, weight in (copies[n] for n in inside):
             best[token] = max(best.get(token, 0.0), weight)

@@ -1,10 +1,17 @@
-"""Cases over real processes: every rank of a case is a process on Gloo. Depth, where loopback gives breadth."""
+"""Cases over real processes: every rank of a case is a process on Gloo. Depth, where loopback gives breadth.
+
+Parameters are DTensors here, so the gradient norm of training is checked here too. One world is started once for all its
+cases; each case lays its own mesh over it.
+"""
 
 from __future__ import annotations
 
 import datetime
+import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,58 +19,76 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.comm.gloo import Gloo
-from moesaic.runtime.drive import drive
-from moesaic.runtime.interpret import interpret
-from moesaic.testing.cases import Case
-from moesaic.testing.equivalence import Errors, Prepared
+from moesaic.comm.mesh import Mesh
+from moesaic.testing.cases import Case, draw_case
+from moesaic.testing.equivalence import Errors, Patch, RankResult, compare, compile_case, run_rank
+from moesaic.testing.expected import expect
+from moesaic.testing.workload import draw_workload
+from moesaic.train.norm import gradient_norm
+from moesaic.train.ranks import Ranks
+
+WORLDS = (2, 4, 8)
+TIMEOUT_SECONDS = 120
 
 
-def run_on_gloo(cases: Sequence[Case]) -> list[Errors]:
-    """Run cases of one world size, each rank a process, and compare them with the reference.
+@dataclass(frozen=True)
+class Job:
+    """A case to run, with a bug or without."""
+
+    case: Case
+    patch: Patch = nullcontext
+    """A function of a module, so that each process finds it by its name."""
+
+
+def run_on_gloo(jobs: Sequence[Job]) -> list[Errors]:
+    """Run cases of one world size, each rank a process.
 
     Args:
-        cases: at least one; all with the same number of ranks.
+        jobs: at least one; all with the same number of ranks.
 
     Returns:
-        the errors per case: the largest over the ranks, expert gradients of all ranks together.
+        the errors per job, over all ranks.
     """
-    world = cases[0].grid.world
-    assert all(case.grid.world == world for case in cases), "cases of one call have one world size"
+    world = jobs[0].case.grid.world
+    assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, list(cases), folder), nprocs=world)
-        found: list[list[Errors]] = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
-    return [
-        Errors(
-            output=max(e.output for e in of_ranks),
-            input_gradient=max(e.input_gradient for e in of_ranks),
-            gate_gradient=max(e.gate_gradient for e in of_ranks),
-            expert_gradient=max(e.expert_gradient for e in of_ranks),
-        )
-        for of_ranks in zip(*found)
-    ]
+        spawn(_process, args=(world, list(jobs), folder), nprocs=world)
+        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    errors = []
+    for job, results in zip(jobs, zip(*found)):
+        work = draw_workload(job.case)
+        errors.append(compare(job.case, work, expect(job.case, work), list(results)))
+    return errors
 
 
-def _process(rank: int, world: int, cases: list[Case], folder: str) -> None:
+def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
+    """Return drawn cases for a world of processes, the first ones from a seed on."""
+    return [draw_case(seed, world=world) for seed in range(first_seed, first_seed + count)]
+
+
+def _process(rank: int, world: int, jobs: list[Job], folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    group = dist.group.WORLD
-    assert group is not None
-    wire = Gloo(group)
-    found = []
-    for number, case in enumerate(cases):
-        run = Prepared.of(case)
-        part = run.ranks[rank]
-        tag = 1000 * number
-        first = drive(interpret(run.forward, part.inputs, run.call(part, tag)), wire)
-        second = drive(interpret(run.backward, run.cotangents(part, first), run.call(part, tag + 500)), wire)
-        whole = [torch.zeros_like(parameter) for parameter in run.work.whole.parameters()]
-        part.add_gradients(whole)
-        for gradient in whole:
-            dist.all_reduce(gradient)
-        errors = run.errors(part, first, second)
-        found.append(Errors(errors.output, errors.input_gradient, errors.gate_gradient, run.expert_error(whole)))
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    try:
+        torch.save([_run(job) for job in jobs], Path(folder) / f"{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(job: Job) -> RankResult:
+    grid = job.case.grid
+    mesh = Mesh.create(
+        tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
+    )
+    with job.patch():
+        norm = None if job.case.experts == "modules" else _norm  # their parameters are no DTensors, so no norm is known
+        return run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, norm)
+
+
+def _norm(parameters: Sequence[torch.nn.Parameter], mesh: object) -> float:
+    assert isinstance(mesh, Mesh)
+    norm = float(gradient_norm(parameters, Ranks(mesh)))
+    return norm if not math.isnan(norm) else math.inf

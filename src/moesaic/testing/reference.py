@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.layer import MoE
@@ -145,22 +145,23 @@ def reference_choice(
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
     """Return one expert's output for one row, (dim,), or for several, (rows, dim), unweighted."""
     if isinstance(experts, ModuleExperts):
-        return cast(Tensor, experts.experts[expert](row.view(-1, experts.dim)).view(row.shape))
+        return cast(Tensor, list(experts.experts.children())[expert](row.view(-1, experts.dim)).view(row.shape))
     assert isinstance(experts, (GatedExperts, PlainExperts)), f"no reference for {type(experts).__name__}"
 
-    def linear(weight: nn.Parameter, bias: nn.Parameter | None, inputs: Tensor) -> Tensor:
-        return inputs @ weight[expert].T + (0 if bias is None else bias[expert])
+    def linear(number: int, inputs: Tensor) -> Tensor:
+        bias = experts.get_parameter(f"b{number}")[expert] if experts.bias else torch.zeros((), dtype=inputs.dtype)
+        return inputs @ experts.get_parameter(f"w{number}")[expert].T + bias
 
-    hidden = linear(experts.w1, experts.b1, row)
+    hidden = linear(1, row)
     if isinstance(experts, GatedExperts):
-        hidden = hidden / (1 + (-hidden).exp()) * linear(experts.w3, experts.b3, row)
+        hidden = hidden / (1 + (-hidden).exp()) * linear(3, row)
     elif experts.activation == "gelu":
         hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
     elif experts.activation == "relu":
         hidden = torch.where(hidden > 0, hidden, 0)
     else:
         hidden = hidden / (1 + (-hidden).exp())
-    return linear(experts.w2, experts.b2, hidden)
+    return linear(2, hidden)
 
 
 def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int) -> int | None:

@@ -101,7 +101,7 @@ def check_case(case: Case) -> tuple[Errors, str]:
     try:
         with observed() as runs:
             errors = run_case(case)
-        apart = disagreements(runs) if case.plan.is_lossless else []
+        apart = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
     except Exception as error:  # whatever a bug raises is what the suite is there to report
         return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     wrong = [f"{quantity} {error:.1e}" for quantity, error in failures(case, errors).items()]
@@ -111,7 +111,9 @@ def check_case(case: Case) -> tuple[Errors, str]:
 def features(case: Case) -> list[str]:
     """Return what a case is made of, as `field=value`."""
     plan = case.plan
-    found = [f"{name}={getattr(case, name)}" for name in ("router", "experts", "precision", "apply_weight", "sequences")]
+    found = [
+        f"{name}={getattr(case, name)}" for name in ("router", "experts", "precision", "apply_weight", "sequences")
+    ]
     names = ("schedule", "all_to_all", "codec", "backward_codec", "order", "chunks", "peer_groups", "gather_weights")
     found += [f"{name}={getattr(plan, name)}" for name in names]
     found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
@@ -130,6 +132,7 @@ def features(case: Case) -> list[str]:
         "several nodes": case.grid.node_of(case.grid.world - 1) > 0,
         "capacity": case.capacity.admits_by_score or case.capacity.spans_mesh or hasattr(case.capacity, "factor"),
         "capacity per rank": hasattr(case.capacity, "factor") and not case.capacity.spans_mesh,
+        "padded capacity": case.capacity.is_padded,
         "admission by score": case.capacity.admits_by_score,
     }
     return found + [name for name, holds in switches.items() if holds]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
-from moesaic.routing.gates import ROUTERS, CosineTopK, Hash, RouterFactory, group_limited
+from moesaic.routing.gates import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited
 from moesaic.testing.cases import TOP_1, Case
+
+M = TypeVar("M", bound=nn.Module)
 
 DIM, HIDDEN, SHARED_HIDDEN = 4, 4, 3
 
@@ -45,8 +48,8 @@ class Workload:
     """What each micro-batch weighs in the step."""
 
     def fresh_layer(self) -> MoE:
-        """Return a copy of the layer."""
-        return copy.deepcopy(self.layer)
+        """Return a copy of the layer, with parameters and buffers of its own."""
+        return _cloned(self.layer)
 
 
 def draw_workload(case: Case) -> Workload:
@@ -66,6 +69,18 @@ def draw_workload(case: Case) -> Workload:
     micro_batches = range(len(case.lengths))
     batches = [[batch(micro, group) for group in range(case.grid.dp)] for micro in micro_batches]
     return Workload(layer, batches, (1.0,) if len(batches) == 1 else (0.25, 0.75))
+
+
+def _cloned(module: M) -> M:
+    """Return what `deepcopy` would; a tenth of a case's time went there."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if value is None else nn.Parameter(value.detach().clone())
+        for name, value in module._parameters.items()
+    }
+    twin._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    twin._modules = {name: None if part is None else _cloned(part) for name, part in module._modules.items()}
+    return twin
 
 
 def _build_layer(case: Case) -> MoE:
@@ -108,7 +123,7 @@ def _router(case: Case) -> RouterFactory:
         top_groups = 2 if case.top_k > case.num_experts // 2 else 1
         return partial(group_limited, num_groups=2, top_groups=top_groups, bias_rate=0.1)
     if case.router == "sigmoid":
-        return partial(ROUTERS["sigmoid"], bias_rate=0.1)
+        return partial(SigmoidTopK, bias_rate=0.1)
     assert case.router not in TOP_1 or case.top_k == 1
     return ROUTERS[case.router]
 

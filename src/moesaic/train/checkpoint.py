@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.train.configfile import override
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, write_shards
 from moesaic.train.durable import checksum, flush
 from moesaic.train.ranks import Ranks

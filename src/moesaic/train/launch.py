@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,10 @@ class Launch:
     def leave(self) -> None:
         """Close the group after a run that went well; after a failure the others may be waiting in it."""
         if self._store is not None:
+            dist.barrier()  # nobody hangs up on a rank that is still sending
+            gc.collect()  # the model's meshes hold groups in cycles; a group that outlives the interpreter may abort it
             dist.destroy_process_group()
+            self._store = None
 
 
 def launch() -> Launch:

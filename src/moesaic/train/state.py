@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
@@ -26,7 +27,6 @@ from moesaic.train.checkpoint import (
     require_architecture,
 )
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.configfile import as_json, differing_fields, override, read_table
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_corpus
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize

@@ -33,9 +33,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
         )
     pairs = _pairs(program)
     if not pairs and required:
-        raise InputError(
-            f"overlap_gather: {program.name} has no all-to-all that a gather over tp follows: choose schedule s2 or s3"
-        )
+        raise InputError(f"overlap_gather clashes with {_clash(program)}")
     if grid.ep == 1 or grid.tp == 1 or not pairs:
         return program
     parts = [Part(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
@@ -56,3 +54,13 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
             if target.on("tp") is State.IDENTICAL:
                 found.append((first, readers[0]))
     return found
+
+
+def _clash(program: Program) -> str:
+    """Say why no gather over tp follows an all-to-all, and what to choose."""
+    instead = "choose plan.overlap_gather=false"
+    if any(slot.layout.flow == "visits" for slot in program.slots):
+        return f"multicast, which leaves sums over tp rather than gathers: {instead} or another plan.all_to_all"
+    if any("ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT for task in program.moves()):
+        return f"gather_weights=0, under which no token travels: {instead}"
+    return f"{program.name}, where no gather over tp follows an all-to-all: {instead} or plan.schedule=s2 or s3"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from moesaic.configfile import as_json, differing_fields, override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.train.config import TrainConfig
-from moesaic.train.configfile import as_json, differing_fields, override, read_table, suggestion
 from moesaic.train.presets import PRESETS
 
 

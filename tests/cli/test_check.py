@@ -1,0 +1,102 @@
+"""`moesaic check`: its options, its table, its claims, and that a failure is told and makes the exit code 1."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.testing import evidence, suite
+from moesaic.testing.mutants import MUTANTS
+
+
+@pytest.fixture
+def few_mutants(monkeypatch):
+    monkeypatch.setattr(evidence, "MUTANTS", MUTANTS[:2])
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    original = suite.run_case
+    monkeypatch.setattr(suite, "run_case", lambda case: original(case) | {"output": 0.5})
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_table_of_what_was_found(few_mutants, capsys):
+    assert main(["check", "--cases", "5", "--no-gloo", "--workers", "1"]) == 0
+    out = words(capsys.readouterr().out)
+    for part in ("cases on loopback │ 5, 0 failed", "planted bugs │ 2, 2 caught", "worst error, expert gradient"):
+        assert part in out
+
+
+def test_claims_as_json(few_mutants, capsys):
+    assert main(["check", "--cases", "4", "--seed", "7", "--no-gloo", "--workers", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    claims = {claim["name"]: claim for claim in found["claims"]}
+    values = {name: claim["value"] for name, claim in claims.items()}
+    assert values == {
+        "check.cases": 4,
+        "check.failures": 0,
+        "check.mutants": 2,
+        "check.mutants_caught": 2,
+        "check.gloo_worlds": None,
+    }
+    assert claims["check.cases"]["target"] == 2000
+    assert claims["check.gloo_worlds"]["reason"] == "run without processes (--no-gloo)"
+    assert {row["caught_by"] for row in found["rows"] if "mutant" in row} == {"numbers"}
+
+
+def test_a_failure_names_the_case_and_how_to_run_it_again(few_mutants, broken, capsys):
+    assert main(["check", "--cases", "2", "--seed", "40", "--no-gloo", "--workers", "1"]) == 1
+    out = capsys.readouterr().out
+    for part in ("2 failed", "failed: seed 40: output 5.0e-01", "Case(seed=41", "moesaic check --only 41"):
+        assert part in words(out)
+
+
+def test_a_bug_that_escapes_is_a_failure(monkeypatch, capsys):
+    harmless = MUTANTS[0].__class__("nothing", "own", "step", "nobody")
+    monkeypatch.setattr(evidence, "MUTANTS", (harmless,))
+    assert main(["check", "--cases", "1", "--no-gloo", "--workers", "1"]) == 1
+    assert "escaped: nothing (own)" in capsys.readouterr().out
+
+
+def test_processes_are_counted_and_their_failures_are_failures(few_mutants, monkeypatch, capsys):
+    monkeypatch.setattr(
+        evidence, "run_on_gloo", lambda jobs: [{"output": 0.0 if i else 9.0} for i, _ in enumerate(jobs)]
+    )
+    assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
+    claims = {claim["name"]: claim["value"] for claim in json.loads(capsys.readouterr().out)["claims"]}
+    assert claims["check.gloo_worlds"] == 3
+    assert claims["check.failures"] == 3  # the first case of each world
+
+
+def test_one_case_with_all_its_errors(capsys):
+    assert main(["check", "--only", "3"]) == 0
+    out = words(capsys.readouterr().out)
+    assert "Case(" in out
+    assert "expert gradient" in out
+    assert "passed" in out
+
+
+def test_one_case_that_fails(broken, capsys):
+    assert main(["check", "--only", "3", "--world", "2"]) == 1
+    out = words(capsys.readouterr().out)
+    assert "failed: output 5.0e-01" in out
+    assert "world=2" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cases", "0"], "--cases 0: must be at least 1"),
+        (["--world", "2"], "--world 2: goes with --only and is 1, 2, 4 or 8"),
+        (["--only", "1", "--world", "3"], "--world 3: goes with --only and is 1, 2, 4 or 8"),
+    ],
+)
+def test_bad_options_are_one_line(flags, message, capsys):
+    assert main(["check", *flags]) == 2
+    assert capsys.readouterr().err == f"moesaic check: {message}\n"

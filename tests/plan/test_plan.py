@@ -1,0 +1,44 @@
+"""A plan's fields: what each refuses, and that their choices are those of the tables that run them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.kernels.codecs import CODECS
+from moesaic.plan import Plan
+from moesaic.plan.plan import AllToAll, Codec, Order, Schedule
+from moesaic.program.build import SCHEDULES
+from moesaic.program.links import LINKS
+from moesaic.program.order import ORDERS
+
+
+def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice() -> None:
+    assert set(get_args(Schedule)) == set(SCHEDULES)
+    assert set(get_args(AllToAll)) == {*LINKS, "multicast"}
+    assert set(get_args(Order)) == set(ORDERS)
+    assert set(get_args(Codec)) == set(CODECS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"chunks": 0}, "plan.chunks=0: must be at least 1"),
+        ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
+        ({"gather_weights": -1}, "plan.gather_weights=-1: choose 0, or a divisor of mesh.etp"),
+    ],
+)
+def test_numbers_that_no_mesh_allows_are_refused(fields: dict, line: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        Plan(**fields)
+    assert str(refusal.value) == line
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, True), ({"chunks": 3}, True), ({"codec": "bf16"}, False), ({"backward_codec": "int8"}, False)],
+)
+def test_only_codecs_lose_anything(fields: dict, expected: bool) -> None:
+    assert Plan(**fields).is_lossless is expected

@@ -1,0 +1,251 @@
+"""Routing over several ranks is routing of their tokens laid end to end: rows, drops, counts, losses and gradients.
+
+Ranks run on loopback; the expected values come from one process that has all tokens and knows no peers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import TOP_K, make_router
+from moesaic.comm.collectives import all_gather, share_of
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.wire import AbstractWire
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.peers import AbstractPeers, kept_copies, places_before
+from moesaic.routing.route import Batch, Routed, route
+
+DIM, EXPERTS = 8, 4
+ONE_TOKEN_AT_A_TIME = ["softmax", "sigmoid", "switch", "group_limited", "cosine", "hash", "noisy", "gshard"]
+LOSSES = (LoadBalance(0.7), Importance(0.3), ZLoss(0.2))
+CAPACITIES: dict[str, AbstractCapacity] = {
+    "dropless": Dropless(),
+    "fixed": Capacity.fixed(0.6),
+    "tight": Capacity.fixed(0.1),
+    "fitted": Capacity.fitted(),
+    "at most": Capacity.fitted(at_most=0.8),
+}
+
+
+class Peers(AbstractPeers):
+    """All ranks of a wire; counts how often they exchange."""
+
+    def __init__(self, wire: AbstractWire, slices: int = 1) -> None:
+        self.number, self.place = wire.world, wire.rank
+        self.slices, self.slice = slices, wire.rank % slices
+        self.digest = torch.zeros(4, dtype=torch.float64)
+        self.exchanges = 0
+        self._wire = wire
+
+    def gather(self, message: Tensor) -> Tensor:
+        self.exchanges += 1
+        return torch.stack(all_gather(self._wire, tuple(range(self.number)), message))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens of a call, and where each rank's end."""
+
+    x: Tensor
+    valid: Tensor | None
+    ids: Tensor
+    noise: Tensor | None
+    ends: list[int]
+
+    def part(self, rank: int) -> slice:
+        return slice(self.ends[rank - 1] if rank else 0, self.ends[rank])
+
+
+def draw(name: str, lengths: Sequence[int], *, padded: bool, seed: int) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    x = torch.randn(total, DIM, generator=generator, dtype=torch.float64) + torch.linspace(-1, 2, DIM)
+    valid = torch.rand(total, generator=generator) < 0.7 if padded else None
+    ids = torch.randint(0, 50, (total,), generator=generator)
+    torch.manual_seed(seed)
+    noise = make_router(name, DIM, EXPERTS).draw(total, x.device)
+    return Tokens(x, valid, ids, noise, torch.tensor(lengths).cumsum(0).tolist())
+
+
+def run(
+    name: str,
+    tokens: Tokens,
+    part: slice,
+    capacity: AbstractCapacity,
+    losses: Sequence[AbstractLoss] = LOSSES,
+    peers: AbstractPeers | None = None,
+    **options: int | None,
+) -> tuple[Routed, Tensor, list[Tensor]]:
+    """Route a part of the tokens; returns gradients of the auxiliary loss for the input and the router too."""
+    torch.manual_seed(7)
+    router = make_router(name, DIM, EXPERTS).double()
+    x = tokens.x[part].clone().requires_grad_()
+    batch = Batch(
+        valid_T=None if tokens.valid is None else tokens.valid[part],
+        token_ids=tokens.ids[part],
+        noise=None if tokens.noise is None else tokens.noise[part],
+        **options,  # type: ignore[arg-type]
+    )
+    routed = route(router, x, top_k=TOP_K.get(name, 2), capacity=capacity, losses=losses, batch=batch, peers=peers)
+    parameters = list(router.parameters())
+    if routed.loss is None or not routed.loss.requires_grad:
+        return routed, torch.zeros_like(x), [torch.zeros_like(p) for p in parameters]
+    grads = torch.autograd.grad(routed.loss, [x, *parameters], materialize_grads=True)
+    return routed, grads[0], list(grads[1:])
+
+
+def rows(routed: Routed, first: int = 0) -> list[tuple[int, int, float]]:
+    routing = routed.routing
+    return sorted(zip((routing.token + first).tolist(), routing.expert.tolist(), routing.weight.tolist()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("name", ONE_TOKEN_AT_A_TIME)
+def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: str, seed: int) -> None:
+    rng = random.Random(seed)
+    world = rng.choice([2, 3, 4])
+    lengths = [rng.choice([0, 1, 4, 9]) for _ in range(world)]
+    tokens = draw(name, lengths, padded=seed == 1, seed=seed)
+    whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), CAPACITIES[capacity])
+
+    def rank(wire: AbstractWire) -> tuple[Routed, Tensor, list[Tensor]]:
+        return run(name, tokens, tokens.part(wire.rank), CAPACITIES[capacity], peers=Peers(wire))
+
+    found = run_ranks(world, rank, seed=seed)
+    together = [row for r, (routed, *_) in enumerate(found) for row in rows(routed, tokens.part(r).start)]
+    assert sorted(together) == rows(whole)
+    for r, (routed, *_) in enumerate(found):
+        routing, record = routed.routing, routed.record
+        assert routing.requested.tolist() == whole.routing.requested.tolist()
+        assert routing.counts.tolist() == whole.routing.counts.tolist()
+        assert int(routing.num_valid) == int(whole.routing.num_valid)
+        assert (routing.capacity is None) == (whole.routing.capacity is None)
+        if routing.capacity is not None:
+            assert int(routing.capacity) == int(whole.routing.capacity)  # type: ignore[arg-type]
+        assert record.by_rank is not None
+        own = torch.bincount(routing.expert, minlength=EXPERTS).tolist()
+        assert record.by_rank[r].tolist() == own, "what the others were told is what this rank sends"
+        for loss, value in routing.losses.items():
+            torch.testing.assert_close(value, whole.routing.losses[loss])
+    torch.testing.assert_close(torch.cat([grad for _, grad, _ in found]), dx)
+    for at, grad in enumerate(dw):
+        torch.testing.assert_close(sum(grads[at] for *_, grads in found), grad)
+
+
+@pytest.mark.parametrize("order", ["position", "score"])
+@pytest.mark.parametrize("name", ["softmax", "switch", "sigmoid"])
+def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) -> None:
+    capacity = Capacity.fixed(0.6, scope="rank", order=order)  # type: ignore[arg-type]
+    lengths = [5, 0, 9]
+    tokens = draw(name, lengths, padded=True, seed=4)
+    whole, *_ = run(name, tokens, slice(0, 14), Dropless())
+    alone = [run(name, tokens, tokens.part(r), capacity, losses=())[0] for r in range(3)]
+
+    def rank(wire: AbstractWire) -> Routed:
+        return run(name, tokens, tokens.part(wire.rank), capacity, peers=Peers(wire))[0]
+
+    found = run_ranks(3, rank)
+    for r, routed in enumerate(found):
+        assert rows(routed) == rows(alone[r])
+        assert routed.record.by_rank is not None
+        assert routed.record.by_rank.tolist() == [each.routing.counts.tolist() for each in alone]
+        assert routed.routing.counts.tolist() == sum(each.routing.counts for each in alone).tolist()
+        for loss, value in whole.routing.losses.items():
+            torch.testing.assert_close(routed.routing.losses[loss], value)  # losses span all ranks nevertheless
+    assert sum(len(rows(each)) for each in alone) < len(rows(whole)), "something was dropped"
+
+
+def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
+    tokens = draw("softmax", [6, 6], padded=False, seed=2)
+
+    def both(wire: AbstractWire) -> list[list[tuple[int, int, float]]]:
+        made = [Capacity.fixed(0.5, order="score", scope=scope) for scope in ("mesh", "rank")]  # type: ignore[arg-type]
+        return [rows(run("softmax", tokens, tokens.part(wire.rank), c, peers=Peers(wire))[0]) for c in made]
+
+    for by_mesh, by_rank in run_ranks(2, both):
+        assert by_mesh == by_rank
+
+
+@pytest.mark.parametrize("level", ["micro_batch", "sequence", "global_batch"])
+@pytest.mark.parametrize(
+    ("sequences", "length", "slices", "groups"), [(2, 5, 2, 1), (3, 3, 4, 1), (2, 4, 2, 2), (1, 7, 3, 1)]
+)
+def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
+    sequences: int, length: int, slices: int, groups: int, level: str
+) -> None:
+    """S1: each rank of a tensor group routes a contiguous share of the group's tokens, wherever sequences end."""
+    per_group = sequences * length
+    starts = [g * per_group + per_group * i // slices for g in range(groups) for i in range(slices)]
+    ends = [*starts[1:], groups * per_group]
+    tokens = draw("softmax", [b - a for a, b in zip(starts, ends)], padded=True, seed=3)
+    losses = (LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2))  # type: ignore[arg-type]
+    earlier = torch.tensor([3, 0, 9, 1])
+    whole, dx, dw = run(
+        "softmax",
+        tokens,
+        slice(0, groups * per_group),
+        Dropless(),
+        losses,
+        num_sequences=groups * sequences,
+        earlier_counts=earlier,  # type: ignore[arg-type]
+    )
+
+    def rank(wire: AbstractWire) -> tuple[Routed, Tensor, list[Tensor]]:
+        first = share_of(per_group, wire.rank % slices, slices).start
+        return run(
+            "softmax",
+            tokens,
+            tokens.part(wire.rank),
+            Dropless(),
+            losses,
+            Peers(wire, slices),
+            num_sequences=sequences,
+            first_token=first,
+            sequence_length=length,
+            earlier_counts=earlier,  # type: ignore[arg-type]
+        )
+
+    found = run_ranks(slices * groups, rank)
+    for routed, *_ in found:
+        for name, value in whole.routing.losses.items():
+            torch.testing.assert_close(routed.routing.losses[name], value)
+    torch.testing.assert_close(torch.cat([grad for _, grad, _ in found]), dx)
+    for at, grad in enumerate(dw):
+        torch.testing.assert_close(sum(grads[at] for *_, grads in found), grad)
+
+
+def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
+    tokens = draw("softmax", [3, 4], padded=False, seed=5)
+
+    def rank(wire: AbstractWire) -> tuple[int, int, bool]:
+        peers, router = Peers(wire), make_router("softmax", DIM, EXPERTS).double()
+        x = tokens.x[tokens.part(wire.rank)]
+        options = {"top_k": 2, "capacity": Capacity.fixed(0.7), "losses": LOSSES, "peers": peers}
+        first = route(router, x, **options)  # type: ignore[arg-type]
+        once = peers.exchanges
+        again = route(router, x, replay=first.record, **options)  # type: ignore[arg-type]
+        same = rows(first) == rows(again) and all(
+            torch.equal(value, again.routing.losses[name]) for name, value in first.routing.losses.items()
+        )
+        return once, peers.exchanges, same
+
+    assert run_ranks(2, rank) == [(1, 1, True)] * 2
+
+
+def test_queues_by_hand() -> None:
+    """Two ranks, two choices, two experts: first choices of both ranks stand before anybody's second."""
+    counts_PKE = torch.tensor([[[2, 0], [1, 3]], [[1, 4], [0, 2]]])
+    assert places_before(counts_PKE).tolist() == [[[0, 0], [3, 4]], [[2, 0], [4, 7]]]
+    assert kept_copies(counts_PKE, None).tolist() == [[3, 3], [1, 6]]
+    assert kept_copies(counts_PKE, torch.tensor(4)).tolist() == [[3, 0], [1, 4]]
+    assert kept_copies(counts_PKE, torch.tensor(5)).tolist() == [[3, 1], [1, 4]]
+    assert kept_copies(counts_PKE, torch.tensor([2, 5])).tolist() == [[2, 2], [1, 5]]
+    assert kept_copies(counts_PKE, torch.tensor(0)).tolist() == [[0, 0], [0, 0]]

@@ -1,0 +1,68 @@
+"""Layers on loopback meshes and the same layers alone: what tests of the runtime share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.seat import Seat
+from moesaic.comm.wire import AbstractWire
+from moesaic.experts import ModuleExperts, PlainExperts
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+
+DIM, HIDDEN, EXPERTS = 4, 8, 4
+
+
+def own_expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, DIM))
+
+
+KINDS = {
+    "swiglu": "swiglu",
+    "biases": partial(PlainExperts, bias=True),
+    "modules": lambda dim, hidden, count: ModuleExperts(own_expert, dim, count),
+}
+
+
+def make_layer(kind: str = "swiglu", seed: int = 0, num_experts: int = EXPERTS, **options: object) -> MoE:
+    torch.manual_seed(seed)
+    options = {"losses": (), **options}
+    return MoE(DIM, HIDDEN, num_experts, 2, experts=KINDS[kind], **options).double()  # type: ignore[arg-type]
+
+
+def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + group)
+    return torch.randn(count, DIM, generator=generator, dtype=torch.float64)
+
+
+def on_mesh(layer: MoE, grid: Grid, wire: AbstractWire, plan: Plan | Compiled) -> MoE:
+    """A copy of a layer, spread over a mesh."""
+    layer = copy.deepcopy(layer)
+    layer.parallelize(Seat(grid, wire), plan)
+    return layer
+
+
+def compiled(plan: Plan, grid: Grid, kind: str = "swiglu") -> Compiled:
+    return compile_plan(plan, grid, bias=kind == "biases")
+
+
+def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tensor:
+    """A rank's part of a tensor shaped like a parameter of the whole layer's stacked experts."""
+    each = EXPERTS // grid.ep
+    first = grid.coordinate(rank, "ep") * each
+    part, dim = whole[first : first + each], layer.experts.shard_dim(name)
+    return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
+
+
+def every_rank(grid: Grid, function: Callable[[AbstractWire, Tensor], object], seed: int = 0) -> list[object]:
+    """Run a function on all ranks; it gets its wire and its group's tokens."""
+    return run_ranks(
+        grid.world, lambda wire: function(wire, tokens_of(grid.coordinate(wire.rank, "dp")).requires_grad_()), seed=seed
+    )

@@ -1,0 +1,180 @@
+"""Bytes on the wire: the recorder misses none, and the volumes of programs are what crosses, task by task.
+
+Routing is whatever a random router does, so counts are ragged; rows, routing weights, indices, hidden units and biases all
+count, forward and backward, lowered and not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from meshes import DIM, HIDDEN, compiled, every_rank, make_layer, on_mesh, tokens_of
+from torch import Tensor
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.cost.coded import coded_bytes
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Op
+from moesaic.program.volume import messages_of, traffic
+from moesaic.routing.losses import LoadBalance
+
+COLUMNS = {"swiglu": 3 * DIM, "biases": 2 * DIM + 1, "modules": 2 * 6 * DIM + 6 + DIM}
+"""Values of a hidden unit, or of a whole expert where it travels whole."""
+
+
+def draw(rng: random.Random) -> tuple[Compiled, str]:
+    while True:
+        world = rng.choice([2, 4, 4, 8])
+        sizes = [size for size in (1, 2, 4) if world % size == 0]
+        pairs = [(p, s) for p in sizes for s in sizes if world % (p * s) == 0 and s <= 2]
+        ep, etp = rng.choice(pairs)
+        kind = rng.choice([*COLUMNS] if etp == 1 else ["swiglu", "biases"])
+        try:
+            grid = Grid(
+                world=world,
+                tp=rng.choice(sizes),
+                ep=ep,
+                etp=etp,
+                innermost=rng.choice(["etp", "ep"]),
+                ranks_per_node=rng.choice([1, 2, world]),
+            )
+            plan = Plan(
+                schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+                fuse=rng.random() < 0.2,
+                gather_weights=rng.choice([None, None, 0, 1]),
+                chunks=rng.choice([1, 2]),
+                peer_groups=rng.choice([1, 1, 2]),
+                overlap_gather=rng.random() < 0.2,
+                all_to_all=rng.choice(
+                    ["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]
+                ),  # type: ignore[arg-type]
+                order=rng.choice(["fifo", "early", "optsche"]),  # type: ignore[arg-type]
+            )
+            return compiled(plan, grid, kind), kind
+        except InputError:
+            continue
+
+
+def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], Sizes, dict[tuple[int, int], int]]:
+    """Run forward and backward; returns what each rank sent, the call's sizes, and the mailbox's own count."""
+    whole = make_layer(kind, losses=(LoadBalance(0.1),))
+    found: list[Any] = []
+
+    def rank(wire: AbstractWire) -> Recorder:
+        recorder = Recorder(wire)
+        layer = on_mesh(whole, work.grid, recorder, work)  # type: ignore[arg-type]
+        assert layer.on_mesh is not None
+        sizes_of = layer.on_mesh._sizes
+        layer.on_mesh._sizes = lambda *a: found.append(sizes_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
+        x = tokens_of(work.grid.coordinate(wire.rank, "dp"), count=5 + work.grid.coordinate(wire.rank, "dp"), seed=seed)
+        layer(x.requires_grad_()).sin().sum().backward()
+        found.append(wire.mailbox.bytes_sent)  # type: ignore[attr-defined]
+        return recorder
+
+    recorders = run_ranks(work.grid.world, rank, seed=seed)
+    return recorders, next(each for each in found if isinstance(each, Sizes)), found[-1]
+
+
+def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Counter[tuple[str, str, bool]]:
+    """(direction, task, whether it crosses nodes) -> bytes of all ranks."""
+    tasks = [("forward", t.name) for t in work.forward.tasks] + [("backward", t.name) for t in work.backward.tasks]
+    found: Counter[tuple[str, str, bool]] = Counter()
+    for recorder in recorders:
+        (of_program,) = [each for each in recorder.ranges if each.length == len(tasks)]
+        for sent in of_program.messages:
+            found[(*tasks[sent.tag], node_of(sent.source) != node_of(sent.target))] += sent.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_crosses_is_what_the_programs_volume_says(seed: int) -> None:
+    work, kind = draw(random.Random(seed))
+    recorders, sizes, _ = run(work, kind, seed)
+    sent = sent_by_task(work, recorders, work.grid.node_of)
+    expected: Counter[tuple[str, str, bool]] = Counter()
+    for direction, program in (("forward", work.forward), ("backward", work.backward)):
+        for moved in traffic(program, sizes, work.grid.node_of):
+            inside, across = moved.num_bytes(DIM, 8, lane_bytes=8, unit_columns=COLUMNS[kind])
+            expected[direction, moved.task, False] += inside
+            expected[direction, moved.task, True] += across
+    assert +sent == +expected, f"{work.plan} {work.grid} {kind}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_recorder_misses_nothing(seed: int) -> None:
+    work, kind = draw(random.Random(1000 + seed))
+    recorders, _, in_mailbox = run(work, kind, seed)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for recorder in recorders:
+        for each in recorder.ranges:
+            for sent in each.messages:
+                assert 0 <= sent.tag < each.length
+                assert sent.source == recorder.rank
+                pairs[sent.source, sent.target] += sent.num_bytes
+    assert +pairs == +Counter(in_mailbox)
+
+
+@pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined", "multicast"])
+@pytest.mark.parametrize("codec", ["int8", "bf16", "fp8"])
+def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: str) -> None:
+    """By parcels, each of which is encoded by itself; what only moves inside the node afterwards stays encoded."""
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    work = compiled(Plan(codec=codec, all_to_all=all_to_all), grid)  # type: ignore[arg-type]
+    recorders, sizes, _ = run(work, "swiglu")
+    sent = sent_by_task(work, recorders, lambda rank: 0)
+    slots = {slot.name: slot for slot in work.forward.slots}
+    coded = {task.of for task in work.forward.tasks if task.op is Op.PACK and task.codec}
+    assert coded
+    for of in coded:
+        hops = [task for task in work.forward.tasks if task.op is Op.HOP and task.of == of]
+        move = next(task for task in work.forward.tasks if task.op is Op.PACK and task.of == of)
+        direct = list(messages_of(replace_by_move(move), slots, sizes))
+        total = sum(sent["forward", hop.name, False] for hop in hops)
+        once = sum(coded_bytes(codec, rows, DIM, 8) for _, _, rows in direct)
+        if len({hop.link for hop in hops}) == 1 and hops[0].link == "hier2d":
+            twice = sum(
+                coded_bytes(codec, rows, DIM, 8) for a, b, rows in direct if a // 2 != b // 2 and a % 2 != b % 2
+            )
+            once += twice
+        assert total == once
+
+
+def replace_by_move(pack: Any) -> Any:
+    """The movement that a packing begins, as one task."""
+    return replace(pack, op=Op.MOVE, reads=(pack.of[0],), writes=(pack.of[1],), of=None)
+
+
+@pytest.mark.parametrize("r", [0, 1, 2])
+def test_weights_on_the_wire_are_tutels_closed_form(r: int) -> None:
+    """(q - 1) P / W, or P (W - 1) / W at r = 0, forward; again in backward, and as much for the gradients."""
+    grid = Grid(world=4, ep=2, etp=2)
+    work = compiled(Plan(schedule="s2", gather_weights=r), grid)
+    recorders, _, _ = run(work, "swiglu")
+    parameters = 4 * HIDDEN * COLUMNS["swiglu"] * 8
+    expected = parameters * 3 / 4 if r == 0 else (2 // r - 1) * parameters / 4
+    sent = sent_by_task(work, recorders, lambda rank: 0)
+    for task in (("forward", "w_full"), ("backward", "w_full"), ("backward", "w_full'")):
+        assert sent[(*task, False)] == 4 * expected
+
+
+def test_what_stays_on_a_rank_is_no_message() -> None:
+    work = compiled(Plan(schedule="s2"), Grid(world=2, ep=1))
+    recorders, _, _ = run(work, "swiglu")
+    assert not sent_by_task(work, recorders, lambda rank: 0)
+
+    def rank(wire: AbstractWire, x: Tensor) -> int:
+        with torch.no_grad():
+            on_mesh(make_layer(), Grid(world=2, tp=2), wire, Plan())(x)
+        return sum(wire.mailbox.bytes_sent.values())  # type: ignore[attr-defined]
+
+    assert min(every_rank(Grid(world=2, tp=2), rank)) > 0  # type: ignore[type-var]

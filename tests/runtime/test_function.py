@@ -1,0 +1,161 @@
+"""The autograd Function of a layer's call: gradients of everything that goes in, what it keeps, and on which wires it runs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from meshes import DIM, compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
+from torch import Tensor
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.seat import Seat
+from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Sizes
+from moesaic.runtime.call import Call
+from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.gradients import average_gradients
+
+ONE = Grid(world=1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("kind", ["swiglu", "biases", "modules"])
+def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) -> None:
+    experts = make_layer(kind, num_experts=2).experts
+    sharded, common = (tuple(w.detach().requires_grad_() for w in weights) for weights in experts.weights())
+    work = compile_plan(Plan(chunks=chunks), ONE, bias=bool(common))
+    sizes = Sizes(ONE, np.array([[2, 1]]), np.array([3]), chunks, units=experts.num_units(sharded))
+    index = torch.tensor([[1], [0], [1]])
+    x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
+    gates = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
+
+    def function(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
+        call = Run(work, NoWire(), Call(0, sizes, experts), 0, {"index": index})
+        return run_program(call, x, gates, weights[: len(sharded)], weights[len(sharded) :])
+
+    assert torch.autograd.gradcheck(function, (x, gates, *sharded, *common))
+    y = function(x, gates, *sharded, *common)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
+    """Checkpointing compares it between the first pass and the recomputation."""
+    grid, whole = Grid(world=2, ep=2), make_layer("modules")
+
+    def rank(wire: AbstractWire) -> list[int]:
+        counts, layer = [], on_mesh(whole, grid, wire, Plan(chunks=2))
+        for count in (0, 1, 7):
+            saved: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+                layer(tokens_of(wire.rank, count).requires_grad_()).sum()
+            counts.append(len(saved))
+        return counts
+
+    for counts in run_ranks(2, rank):
+        assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("frozen", ["experts", "router", "input"])
+def test_ranks_take_part_whatever_needs_no_gradient(frozen: str) -> None:
+    grid, whole = Grid(world=4, tp=2, ep=2, etp=2), make_layer("biases")
+    if frozen != "input":
+        getattr(whole, frozen).requires_grad_(False)
+
+    def rank(wire: AbstractWire) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        x = tokens_of(grid.coordinate(wire.rank, "dp")).requires_grad_(frozen != "input")
+        layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
+        layer(x).sin().sum().backward()
+        return x.grad, {name: p.grad for name, p in layer.named_parameters()}
+
+    for at, (dx, grads) in enumerate(run_ranks(4, rank)):
+        for name, grad in grads.items():
+            assert (grad is None) == name.startswith(frozen), name
+        assert (dx is None) == (frozen == "input")
+        if dx is not None:
+            x = tokens_of(grid.coordinate(at, "dp")).requires_grad_()
+            torch.testing.assert_close(dx, torch.autograd.grad(whole(x).sin().sum(), x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_and_gradients_keep_their_dtypes(dtype: torch.dtype) -> None:
+    grid, whole = Grid(world=2, ep=2), make_layer().to(dtype)
+
+    def rank(wire: AbstractWire) -> set[torch.dtype]:
+        x = tokens_of(wire.rank).to(dtype).requires_grad_()
+        layer = on_mesh(whole, grid, wire, Plan())
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            y = layer(x)
+        y.sum().backward()
+        return {y.dtype, x.grad.dtype, *(p.grad.dtype for p in layer.parameters())}  # type: ignore[union-attr]
+
+    assert run_ranks(2, rank) == [{dtype}] * 2
+
+
+def draw(rng: random.Random) -> tuple[Plan, Grid]:
+    while True:
+        world = rng.choice([2, 4, 8])
+        sizes = [size for size in (1, 2, 4) if world % size == 0]
+        ep, etp = rng.choice([(p, s) for p in sizes for s in sizes if world % (p * s) == 0])
+        grid = Grid(world=world, tp=rng.choice(sizes), ep=ep, etp=etp, ranks_per_node=rng.choice([1, 2, world]))
+        plan = Plan(
+            schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+            gather_weights=rng.choice([None, None, 0, 1, 2]),
+            chunks=rng.choice([1, 2, 3]),
+            peer_groups=rng.choice([1, 1, 2]),
+            overlap_gather=rng.random() < 0.3,
+            all_to_all=rng.choice(["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast"]),  # type: ignore[arg-type]
+            order=rng.choice(["fifo", "early", "optsche", "exact"]),  # type: ignore[arg-type]
+        )
+        try:
+            compile_plan(plan, grid, bias=True)
+        except InputError:
+            continue
+        return plan, grid
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_plan_runs_without_tags_too(seed: int) -> None:
+    """As on NCCL: batches of a lane match in the order of issue. What would swap data or hang there raises here."""
+    plan, grid = draw(random.Random(seed))
+    whole, work = make_layer("biases"), compiled(plan, grid, "biases")
+    x = [tokens_of(g, count=3 + g, seed=seed) for g in range(grid.dp)]
+
+    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor | None]:
+        layer = on_mesh(whole, grid, wire, work)
+        y = layer(x[grid.coordinate(wire.rank, "dp")])
+        y.sin().sum().backward()
+        average_gradients(layer, Seat(grid, wire))
+        return y.detach(), layer.experts.w1.grad
+
+    found = run_ranks(grid.world, rank, seed=seed, in_order=True)
+    expected = [whole(part) for part in x]
+    torch.stack([y.sin().sum() for y in expected]).mean().backward()
+    for at, (y, dw) in enumerate(found):
+        torch.testing.assert_close(y, expected[grid.coordinate(at, "dp")].detach())
+        assert whole.experts.w1.grad is not None
+        torch.testing.assert_close(dw, part_of(whole, whole.experts.w1.grad, "w1", grid, at))
+
+
+def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
+    grid, whole = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4), make_layer().float()
+
+    def rank(wire: AbstractWire, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().float().requires_grad_()
+        layer = on_mesh(whole, grid, wire, Plan(schedule="s2", all_to_all="hier2d", chunks=2, overlap_gather=True))
+        y = layer(x)
+        y.sin().sum().backward()
+        assert x.grad is not None
+        return torch.cat([y.detach(), x.grad]), layer.experts.w1.grad  # type: ignore[return-value]
+
+    runs = [every_rank(grid, rank, seed=seed) for seed in range(3)]
+    for other in runs[1:]:
+        for one, two in zip(runs[0], other):
+            assert all(torch.equal(a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
