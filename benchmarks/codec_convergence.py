@@ -9,7 +9,6 @@ data, weights and steps per seed; the codec is the only difference. Gradients tr
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from moesaic.plan import Plan
 from moesaic.plan.plan import Codec
 from moesaic.report.claims import Claim, Measurement
+from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import train
 from moesaic.train.presets import demo
@@ -109,8 +109,7 @@ def _process(rank: int, config: TrainConfig, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     train(config, console=Console(quiet=True))
-    dist.barrier()
-    os._exit(0)  # all is on disk; process groups that outlive the interpreter's modules may abort it
+    leave()
 
 
 def row(forward: str, backward: str, options: Options, losses: dict[tuple[int, str, str], float]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ which curves part for good; so there every run replays the experts that the firs
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from moesaic.plan import Plan
 from moesaic.report.claims import Claim, Measurement
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import token_choice
+from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import Trainer
 from moesaic.train.presets import demo
@@ -129,8 +129,7 @@ def _process(rank: int, world: int, config: TrainConfig, routing: Path | None, s
     if routing is not None and world == 1:
         torch.save([torch.stack(calls) for calls in written], routing)
     if world > 1:
-        dist.barrier()
-        os._exit(0)  # all is on disk; process groups that outlive the interpreter's modules may abort it
+        leave()
 
 
 Choose = Callable[[Scores, int, Tensor | None, Tensor | None], Choice]

@@ -35,6 +35,7 @@ from moesaic.program.task import Kind
 from moesaic.report.claims import Claim, Measurement
 from moesaic.routing.gates.hash import Hash
 from moesaic.routing.routing import Choice, Scores
+from moesaic.testing.processes import leave
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
 ELEMENT = 8
@@ -139,7 +140,7 @@ def _process(rank: int, grid: Grid, plans: list[Plan], folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.world)
     wire = open_wire()
     torch.save([run_rank(grid, plan, wire) for plan in plans], Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def total(per_rank: list[Counted]) -> Counted:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.experts.experts import Weights
 
@@ -215,3 +216,43 @@ def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
     assert d_gates.dtype == torch.float32
     exact, kept = experts.run(*weights_of(experts), rows.float(), gates, ends)
     torch.testing.assert_close(out.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+class Buffered(nn.Module):
+    """Whose result depends on what is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.register_buffer("scale", torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.scale
+
+
+@pytest.mark.parametrize("make", [Buffered, nn.Identity])
+def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
+    experts = ModuleExperts(make, DIM, 2)
+    with pytest.raises(
+        InputError, match=f"experts like {make.__name__} cannot travel.*leave plan.gather_weights at none"
+    ):
+        experts.pack(weights_of(experts)[0])
+    out = experts(torch.randn(3, DIM), None, ends_of([1, 2]))
+    assert out.shape == (3, DIM)
+
+
+def test_modules_of_different_kinds_are_refused() -> None:
+    kinds = iter([two_layers, Biased, two_layers])
+    with pytest.raises(InputError, match="must have parameters of the same names and shapes: make all alike"):
+        ModuleExperts(lambda: next(kinds)(), DIM, 3)
+
+
+def test_experts_run_within_functional_call() -> None:
+    """Parameters are plain tensors there: an MoE layer as a user's expert, torch.func."""
+    for make in MAKERS.values():
+        experts = make(2).double()
+        rows, ends = torch.randn(3, DIM, dtype=torch.float64), ends_of([1, 2])
+        doubled = {name: 2 * parameter.detach() for name, parameter in experts.named_parameters()}
+        out = torch.func.functional_call(experts, doubled, (rows, None, ends))
+        experts.load_state_dict(doubled)
+        torch.testing.assert_close(out, experts(rows, None, ends).detach())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
 config.json takes that run up again), or from both: the file overrides the preset, flags override both.
+--plan-file FILE takes the plan that moesaic show --write wrote.
 The defaults shown below are those of the preset and file that were given."""
 
 
@@ -41,10 +43,11 @@ def run(arguments: Sequence[str]) -> int:
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
     from moesaic.configfile import override, read_table, suggestion
+    from moesaic.plan.files import read_plan
     from moesaic.train.config import TrainConfig
     from moesaic.train.presets import PRESETS
 
-    words, chosen = _take(list(arguments), ("--preset", "--config"))
+    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan-file"))
     config = TrainConfig()
     if "--preset" in chosen:
         name = chosen["--preset"]
@@ -54,6 +57,8 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     if "--config" in chosen:
         path = Path(chosen["--config"])
         config = override(config, read_table(path), source=str(path))
+    if "--plan-file" in chosen:
+        config = replace(config, plan=read_plan(Path(chosen["--plan-file"])))
     return parse(TrainConfig, words, prog="moesaic train", description=DESCRIPTION, default=config)
 
 

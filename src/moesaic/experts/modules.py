@@ -19,14 +19,21 @@ class ModuleExperts(AbstractExperts):
     wrappers that wait for every gradient do not hang. It needs the row counts on the host, hence one sync per call.
 
     Args:
-        factory: called once per expert; each module maps (rows, dim) to (rows, dim), for zero rows too.
+        factory: called once per expert; each module maps (rows, dim) to (rows, dim), for zero rows too. All of them have
+            parameters of the same names and shapes.
         dim: width of a token.
         num_experts: how many experts there are.
+
+    Raises:
+        InputError: for modules with different parameters.
     """
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
+        first, *others = (_shapes(module) for module in self.experts.children())
+        if any(shapes != first for shapes in others):
+            raise InputError("user-defined experts must have parameters of the same names and shapes: make all alike")
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -63,8 +70,18 @@ class ModuleExperts(AbstractExperts):
         return 1
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts, parameters of one): each expert's parameters, one after the other."""
-        each = sum(1 for _ in next(self.experts.children()).parameters())
+        """Return (num_experts, parameters of one): each expert's parameters, one after the other.
+
+        Raises:
+            InputError: if the modules have buffers, which would stay behind, or no parameters.
+        """
+        module = next(self.experts.children())
+        each = sum(1 for _ in module.parameters())
+        if not each or any(True for _ in module.buffers()):
+            raise InputError(
+                f"plan.gather_weights: experts like {type(module).__name__} cannot travel, since they have buffers, or no "
+                "parameters: leave plan.gather_weights at none"
+            )
         rows = [sharded[first : first + each] for first in range(0, len(sharded), each)]
         return torch.stack([torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows])
 
@@ -73,3 +90,7 @@ class ModuleExperts(AbstractExperts):
         shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
         sizes = [shape.numel() for shape in shapes]
         return tuple(part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes))
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

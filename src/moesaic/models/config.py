@@ -40,10 +40,13 @@ class MoEConfig:
     """Groups a token may use, for the group_limited router."""
     experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
     """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
-    capacity: Literal["dropless", "fixed", "fitted"] = "dropless"
-    """dropless serves every copy; fixed drops above capacity_factor; fitted takes what is needed, at most that."""
+    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
+    """dropless serves every copy; fixed drops above capacity_factor; fitted takes what is needed, at most that; padded is
+    fixed on each rank, which sends always as many rows, so that no size waits for counts."""
     capacity_factor: float = 1.25
-    """Rows per expert over the mean load, for fixed and fitted."""
+    """Rows per expert over the mean load, for all but dropless."""
+    capacity_scope: Literal["mesh", "rank"] = "mesh"
+    """Whose copies fixed and fitted count: those of all ranks, or each rank its own."""
     admit_by: Literal["position", "score"] = "position"
     """Who gets in when an expert is full (never, when dropless): earlier tokens, or tokens with larger weights."""
     balance_loss: float = 0.01
@@ -71,9 +74,11 @@ class MoEConfig:
     def make_capacity(self) -> AbstractCapacity:
         """Return the capacity rule that the fields describe."""
         if self.capacity == "fixed":
-            return Capacity.fixed(self.capacity_factor, order=self.admit_by)
+            return Capacity.fixed(self.capacity_factor, order=self.admit_by, scope=self.capacity_scope)
         if self.capacity == "fitted":
-            return Capacity.fitted(at_most=self.capacity_factor, order=self.admit_by)
+            return Capacity.fitted(at_most=self.capacity_factor, order=self.admit_by, scope=self.capacity_scope)
+        if self.capacity == "padded":
+            return Capacity.fixed(self.capacity_factor, order=self.admit_by, scope="rank", padded=True)
         return Dropless()
 
     def make_losses(self) -> tuple[AbstractLoss, ...]:

@@ -153,9 +153,9 @@ class Sizes:
 
 
 def _lots(matched: Matched, offsets: np.ndarray) -> Lots:
-    sizes = np.diff(offsets)[matched.places]
+    sizes = (offsets[1:] - offsets[:-1])[matched.places]
     ends = np.concatenate([[0], sizes.cumsum()])[matched.starts]
-    return Lots(matched.peers, tuple(np.diff(ends).tolist()), _expand(offsets[:-1][matched.places], sizes))
+    return Lots(matched.peers, tuple((ends[1:] - ends[:-1]).tolist()), _expand(offsets[:-1][matched.places], sizes))
 
 
 def _expand(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

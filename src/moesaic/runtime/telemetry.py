@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class LoadStatistics:
     """The smallest capacity factor that would drop nothing."""
     dropped: int
     """Copies that were dropped."""
+    capacity: int | None = None
+    """Rows that an expert may take, as the last call asked for; None when dropless."""
+    padded_capacity: int | None = None
+    """Rows that every rank sends each expert where the capacity is padded; None elsewhere."""
 
     @classmethod
     def of(cls, tokens_per_expert: Sequence[int], dropped: int = 0) -> LoadStatistics:
@@ -68,6 +72,7 @@ class LoadMeter:
     def __init__(self) -> None:
         self._requested: list[Tensor] = []
         self._dropped: list[Tensor] = []
+        self._last: list[Routing] = []
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing]) -> None:
@@ -75,6 +80,7 @@ class LoadMeter:
         if not self._requested:
             self._requested = [torch.zeros_like(routing.requested) for routing in routings]
             self._dropped = [torch.zeros_like(routing.dropped) for routing in routings]
+        self._last = list(routings)
         for index, routing in enumerate(routings):
             self._requested[index] += routing.requested
             self._dropped[index] += routing.dropped
@@ -82,10 +88,14 @@ class LoadMeter:
     def take(self) -> list[LoadStatistics]:
         """Return the statistics per layer since the last `take`, and start anew."""
         statistics = [
-            LoadStatistics.of(requested.tolist(), int(dropped))
-            for requested, dropped in zip(self._requested, self._dropped)
+            replace(
+                LoadStatistics.of(requested.tolist(), int(dropped)),
+                capacity=None if routing.capacity is None else int(routing.capacity),
+                padded_capacity=routing.padded_capacity,
+            )
+            for requested, dropped, routing in zip(self._requested, self._dropped, self._last)
         ]
-        self._requested, self._dropped = [], []
+        self._requested, self._dropped, self._last = [], [], []
         return statistics
 
 

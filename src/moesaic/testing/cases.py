@@ -131,8 +131,8 @@ def draw_plan(rng: random.Random) -> Plan:
         schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
-        chunks=rng.choice([1, 1, 2, 3]),
-        peer_groups=rng.choice([1, 1, 1, 2, 4]),
+        chunks=rng.choice([1, 1, 1, 2, 3]),
+        peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
         all_to_all=_mostly(
             rng, "linear", ["hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]
@@ -144,7 +144,7 @@ def draw_plan(rng: random.Random) -> Plan:
 
 
 def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
-    return usual if rng.random() < 0.4 else rng.choice(others)
+    return usual if rng.random() < 0.5 else rng.choice(others)
 
 
 def _draw_grid(rng: random.Random, world: int) -> Grid:
@@ -169,7 +169,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     num_experts = -(-num_experts // grid.ep) * grid.ep
     if router == "group_limited" and num_experts % 2:
         num_experts *= 2
-    micro_batches = rng.choice([1, 1, 1, 2])
+    micro_batches = rng.choice([1, 1, 1, 1, 2])
     longest = rng.choice([1, 3, 5, 5])
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
@@ -195,8 +195,8 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         lengths=lengths,
         padding=rng.random() < 0.3,
         skew=rng.choice([0.0, 1.0, 4.0]),
-        recompute=rng.random() < 0.2,
-        evaluate=rng.random() < 0.2,
+        recompute=rng.random() < 0.15,
+        evaluate=rng.random() < 0.15,
         precision=rng.choice(_PRECISIONS) if plan.is_lossless else "float64",
     )
 

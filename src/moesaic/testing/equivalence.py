@@ -7,13 +7,13 @@ shared expert, the router's state after the step, a forward-only pass, and wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moesaic.comm.loopback import run_ranks
@@ -30,8 +30,8 @@ from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
 """Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
-Norm = Callable[[Sequence[nn.Parameter], AbstractMesh], float]
-"""The norm of the gradients of parameters that are spread over a mesh."""
+Norm = Callable[[MoE, AbstractMesh], float]
+"""The norm of the gradients of a layer that is spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
 """A bug to plant into what runs."""
 Patch = Callable[[], AbstractContextManager[object]]
@@ -107,7 +107,7 @@ def run_rank(
     layer.finish_step()
     result.gradients = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
     result.buffers = dict(layer.router.named_buffers())
-    result.norm = None if norm is None else norm(list(layer.parameters()), mesh)
+    result.norm = None if norm is None else norm(layer, mesh)
     return result
 
 

@@ -20,6 +20,7 @@ from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
 from moesaic.routing.losses import set_loss_scale
 from moesaic.routing.routing import Routing
+from moesaic.runtime.gradients import expert_parameters
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
 from moesaic.train.clock import Clock
@@ -127,7 +128,7 @@ class Trainer:
         saves = _due(state.step + 1, config.save_every, config.steps)
         with self.clock.training():
             loss, auxiliary = self._accumulate()
-            norm = gradient_norm(self.model.parameters(), self.ranks)
+            norm = gradient_norm(self.model.parameters(), self.ranks, expert_parameters(self.model))
             clip(self.model.parameters(), norm, config.optimizer.clip_norm)
             if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
                 self._require_finite(loss, norm)

@@ -20,19 +20,26 @@ from moesaic.train.ranks import Ranks
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks, experts: Iterable[nn.Parameter] = ()) -> Tensor:
     """Return the 2-norm of the whole model's gradient, (), the same on every rank.
 
     Args:
         parameters: of the model; those without a gradient count as zero.
         ranks: that share them.
+        experts: those among them that are experts' spread over the mesh. Modules of a user stay plain tensors there, of
+            which other ranks hold other experts.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    present = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for _, gradient in present]
     if ranks.mesh is None:
         return nn.utils.get_total_norm(gradients)
+    spread = {id(parameter) for parameter in experts}
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(num_copies(gradient, ranks.world), []).append(local_part(gradient))
+    for parameter, gradient in present:
+        holders = ranks.world
+        if id(parameter) in spread and not _knows_experts(gradient):
+            holders = ranks.mesh.grid.edp
+        by_copies.setdefault(num_copies(gradient, holders), []).append(local_part(gradient))
     device = gradients[0].device if gradients else None
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for copies, parts in by_copies.items():
@@ -66,12 +73,17 @@ def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
     return float(ranks.largest(largest))
 
 
+def _knows_experts(tensor: Tensor) -> bool:
+    """Whether a tensor's placements say which experts this rank holds."""
+    return isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
+
+
 def num_copies(tensor: Tensor, world: int) -> int:
     """Return how many ranks hold the same part of a tensor as this one.
 
     Args:
         tensor: sharded, or a plain one, of which every rank has a copy.
-        world: ranks in all.
+        world: ranks that have the tensor, whole or in part.
     """
     if not isinstance(tensor, DTensor):
         return world

@@ -1,0 +1,165 @@
+"""All passes together: any legal mix gives programs that validate, print and transpose by the rule of the states."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import multicast
+from moesaic.program.task import Kind, Op, Program, State
+from moesaic.program.text import from_text, to_text
+from moesaic.program.transpose import cotangent, transpose
+from moesaic.program.validate import ProgramError, collective, validate
+
+GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
+LINKS = ("linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast")
+
+
+def draw_plan(rng: random.Random) -> Plan:
+    return Plan(
+        schedule=rng.choice(list(SCHEDULES)),  # type: ignore[arg-type]
+        fuse=rng.random() < 0.3,
+        gather_weights=rng.choice([None, None, 0, 1, 2, 4]),
+        chunks=rng.choice([1, 2, 3]),
+        peer_groups=rng.choice([1, 1, 2, 4]),
+        overlap_gather=rng.random() < 0.3,
+        all_to_all=rng.choice(LINKS),  # type: ignore[arg-type]
+        codec=rng.choice(["none", "int8", "bf16"]),  # type: ignore[arg-type]
+        backward_codec=rng.choice(["none", "none", "fp16"]),  # type: ignore[arg-type]
+        order=rng.choice(["fifo", "early", "optsche", "exact"]),  # type: ignore[arg-type]
+    )
+
+
+def draw_grid(rng: random.Random) -> Grid:
+    world = rng.choice([2, 4, 8, 12, 16])
+    sizes = [size for size in (1, 2, 3, 4, 8) if world % size == 0]
+    ep, etp = rng.choice([(p, s) for p in sizes for s in sizes if world % (p * s) == 0])
+    node = rng.choice([None, *sizes])
+    return Grid(
+        world=world, tp=rng.choice(sizes), ep=ep, etp=etp, innermost=rng.choice(["etp", "ep"]), ranks_per_node=node
+    )
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
+    rng = random.Random(batch)
+    legal, lines = 0, []
+    while legal < 25:
+        plan, grid = draw_plan(rng), draw_grid(rng)
+        try:
+            compiled = compile_plan(plan, grid, bias=rng.random() < 0.5)
+        except InputError as refusal:
+            lines.append(str(refusal))
+            continue
+        legal += 1
+        for program in (compiled.logical, compiled.forward, compiled.backward):
+            validate(program)
+            assert from_text(to_text(program)) == program
+        experts = {task.name for task in compiled.logical.tasks if task.op is Op.EXPERT}
+        assert {cotangent(name) for name in experts} == {
+            task.name for task in compiled.backward.tasks if task.op is Op.EXPERT_GRAD
+        }
+    assert lines
+    for line in lines:
+        assert "\n" not in line
+        assert "plan." in line or "mesh." in line, line
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_movements_transpose_to_the_dual_states_and_twice_to_themselves(seed: int) -> None:
+    """What is before the experts has only movements, copies and scales: its transpose's transpose is itself."""
+    rng = random.Random(seed)
+    plan, grid = replace(draw_plan(rng), overlap_gather=False, gather_weights=None), draw_grid(rng)
+    try:
+        program = compile_plan(plan, grid).logical
+    except InputError:
+        return
+    half = dispatch_of(program)
+    twice = transpose(transpose(half))
+    slots = {slot.name.replace("''", ""): slot for slot in twice.slots}
+    for slot in half.slots:
+        if slot.kind is Kind.INDEX and slot.name not in slots:
+            continue  # the index of a movement that needs no cotangent
+        again = slots[slot.name]
+        assert (again.kind, again.layout, dict(again.state)) == (slot.kind, slot.layout, dict(slot.state))
+    ends = {
+        (task.op, task.reads, task.writes, task.group, task.power)
+        for task in half.tasks
+        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, and so no way back
+    }
+    unprimed = {
+        (
+            t.op,
+            tuple(n.replace("''", "") for n in t.reads),
+            tuple(n.replace("''", "") for n in t.writes),
+            t.group,
+            t.power,
+        )
+        for t in twice.tasks
+    }
+    assert unprimed == ends
+    backward = {task.name: task for task in transpose(program).tasks}
+    for task in program.moves():
+        source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
+        if source.kind is Kind.INDEX:
+            continue
+        back = backward[cotangent(task.name)]
+        assert back.reads == (cotangent(target.name),)
+        assert back.group == task.group
+        slots = {slot.name: slot for slot in transpose(program).slots}
+        assert all(slots[back.writes[0]].on(axis) is state.dual for axis, state in source.state)
+
+
+def dispatch_of(program: Program) -> Program:
+    """The part of a program before its experts, as a program whose outputs are what the experts read."""
+    experts = [task for task in program.tasks if task.op is Op.EXPERT]
+    needed = {name for task in experts for name in task.reads if program.slot(name).kind is not Kind.WEIGHT}
+    outputs, tasks = tuple(sorted(needed)), []
+    for task in reversed(program.tasks):
+        if needed.intersection(task.writes):
+            tasks.insert(0, task)
+            needed.update(task.reads)
+    written = {name for task in tasks for name in task.writes}
+    needed |= written
+    return replace(
+        program,
+        slots=tuple(slot for slot in program.slots if slot.name in needed),
+        tasks=tuple(tasks),
+        inputs=tuple(name for name in program.inputs if name in needed),
+        outputs=outputs,
+    )
+
+
+DUAL_WORDS = {
+    "exchange": {"exchange"},
+    "gather": {"slice", "reduce_scatter"},
+    "slice": {"gather"},
+    "deliver": {"collect"},
+    "collect": {"deliver"},
+    "reduce_scatter": {"gather"},
+    "share": {"all_reduce"},
+    "all_reduce": {"share", "all_reduce"},
+    "keep": {"keep"},
+}
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "multicast s1", "multicast s2"])
+def test_every_collective_transposes_to_its_partner(schedule: str) -> None:
+    program = multicast(schedule[-2:], GRID) if "multicast" in schedule else SCHEDULES[schedule]()
+    backward = transpose(program)
+    for task in program.moves():
+        if program.slot(task.reads[0]).kind is not Kind.INDEX:
+            assert collective(backward, f"{task.name}'") in DUAL_WORDS[collective(program, task.name)]
+
+
+def test_a_state_that_no_collective_reaches_is_refused() -> None:
+    program = SCHEDULES["s2"]()
+    slots = tuple(replace(s, state=(("etp", State.PARTIAL),)) if s.name == "h" else s for s in program.slots)
+    with pytest.raises(ProgramError, match="task h: no collective takes etp from S to P"):
+        validate(replace(program, slots=slots))
