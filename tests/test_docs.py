@@ -50,7 +50,10 @@ def test_readme_names_every_command_and_the_layer_page_every_router() -> None:
     assert all(f"| `{name}` |" in layer for name in ROUTERS)
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+PROGRAMS = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("test_"))
+
+
+@pytest.mark.parametrize("example", PROGRAMS, ids=lambda path: path.stem)
 def test_examples_run(example: Path) -> None:
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -115,8 +115,9 @@ class MoE(HasLossScale, TapedModule):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before")
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
-        self.on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before")
+        self.on_mesh = on_mesh
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...

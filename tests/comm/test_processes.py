@@ -17,6 +17,7 @@ from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, b
 from moesaic.comm.mesh import Mesh, check_same
 from moesaic.comm.wire import Transfer
 from moesaic.errors import InputError
+from moesaic.testing.processes import leave
 
 
 def refusal(function: Any) -> str:
@@ -91,12 +92,11 @@ def movements(rank: int, world: int) -> dict[str, Any]:
 def process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     found = {**meshes(rank, world), **movements(rank, world)}
     torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -17,7 +17,7 @@ from moesaic.program.order import ORDERS
 
 def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice() -> None:
     assert set(get_args(Schedule)) == set(SCHEDULES)
-    assert set(get_args(AllToAll)) == {*LINKS, "multicast"}
+    assert set(get_args(AllToAll)) == {*LINKS, "multicast", "deepep"}
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Codec)) == set(CODECS)
 

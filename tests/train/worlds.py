@@ -17,6 +17,7 @@ from torch.distributed import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from moesaic.errors import InputError, TrainingError
+from moesaic.testing.processes import leave
 from moesaic.train import loop, machine
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig
@@ -84,7 +85,7 @@ def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) 
     for module in (loop, machine):
         module.matmul_flops_per_second = lambda *_, **__: 1e9
     store = FileStore(str(Path(folder) / "store"), world)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     outcomes = []
     for run in runs:
@@ -95,4 +96,4 @@ def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) 
         except (InputError, TrainingError) as error:
             outcomes.append(Outcome(f"{type(error).__name__}: {error}", screen.getvalue(), None))
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(outcomes))
-    dist.destroy_process_group()
+    leave()

@@ -103,7 +103,7 @@ def compile_plan(
         program = halve_reduce(program)
         if plan.overlap_gather:
             program = overlap_gather(program, grid, required=is_forward)
-        if plan.all_to_all != "multicast":
+        if plan.all_to_all not in ("multicast", "deepep"):
             program = route_links(program, plan.all_to_all, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
@@ -126,6 +126,32 @@ def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
     return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
 
+def _check_deepep(plan: Plan, grid: Grid) -> None:
+    """Raise InputError for what DeepEP does not do."""
+    if plan.all_to_all != "deepep":
+        return
+    plain = Plan(all_to_all="deepep")
+    for name in (
+        "schedule",
+        "fuse",
+        "gather_weights",
+        "chunks",
+        "peer_groups",
+        "overlap_gather",
+        "codec",
+        "backward_codec",
+    ):
+        if getattr(plan, name) != getattr(plain, name):
+            raise InputError(
+                f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which moves whole tokens by its own "
+                f"kernels: leave it at {getattr(plain, name)}, or choose multicast"
+            )
+    if grid.tp > 1 or grid.etp > 1:
+        raise InputError(
+            f"plan.all_to_all=deepep needs mesh.tp=1 and mesh.etp=1, got {grid.tp} and {grid.etp}: choose multicast"
+        )
+
+
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     """Return the forward program after the passes that change what is sent, and its grid."""
     if plan.schedule == "ted" and not grid.shares_tp_and_etp:
@@ -138,6 +164,7 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
             f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
             "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
         )
+    _check_deepep(plan, grid)
     is_multicast = plan.all_to_all == "multicast"
     program = multicast(plan.schedule, grid, bias=bias) if is_multicast else SCHEDULES[plan.schedule](bias)
     if plan.fuse:

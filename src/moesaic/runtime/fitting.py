@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+from moesaic.comm import deepep
 from moesaic.comm.agree import check_same
 from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
@@ -33,7 +34,13 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
         fields["compiled plan"] = plan.digest.hex()
     codecs = (choices.codec, choices.backward_codec)
     fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
+    if choices.all_to_all == "deepep":
+        fields["why deepep cannot run"] = deepep.missing()
     check_same(wire, fields)
+    if fields.get("why deepep cannot run"):
+        raise InputError(
+            f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"
+        )
     for codec in codecs:
         codec_named(codec)
     bias = bool(experts.names[1])

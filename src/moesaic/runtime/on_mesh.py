@@ -22,6 +22,7 @@ from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
 from moesaic.runtime.call import Call
 from moesaic.runtime.fitting import fitting
 from moesaic.runtime.function import Run, run_program
@@ -56,6 +57,10 @@ class OnMesh:
         self._place = grid.coordinate(self.rank, "tp")
         self._slices = plan.plan.schedule == "s1" and grid.tp > 1
         self.peers = _Peers(wire, grid, self._slices, self.compiled.digest)
+        by_deepep = plan.plan.all_to_all == "deepep"
+        if by_deepep and weight_first:
+            raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
+        self._deepep = open_deepep(grid, self.rank, experts.num_experts) if by_deepep else None
 
     @property
     def loss_share(self) -> int:
@@ -118,6 +123,8 @@ class OnMesh:
             routed: what `route` returned.
             padded_rows: what `padded_rows` returned.
         """
+        if self._deepep is not None:
+            return run_by_deepep(self._deepep, experts, x_TD, routed)
         routing = routed.routing
         order = routing.expert.argsort(stable=True)
         token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]

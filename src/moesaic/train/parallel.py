@@ -32,7 +32,7 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, Block, Dense
 from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm, local_part
-from moesaic.plan.plan import Plan
+from moesaic.plan import Compiled, Plan, compile_plan
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
@@ -50,9 +50,14 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan, *, sequence_parallel: bool =
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
+    compiled: dict[bool, Compiled] = {}
     for module in model.modules():
         if isinstance(module, MoE):
-            module.parallelize(mesh, plan)
+            bias = bool(module.experts.names[1])
+            if bias not in compiled:
+                on_cpu = mesh.wire.device.type == "cpu"
+                compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
+            module.parallelize(mesh, compiled[bias])
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     shard_over_data(model, mesh)
