@@ -32,6 +32,11 @@ lint: $(STAMP)  ## ruff and mypy
 
 bench: $(STAMP)  ## every benchmark, results into benchmarks/results
 	$(BIN)/python benchmarks/moe_vs_dense.py --json benchmarks/results/moe_vs_dense.json
+	$(BIN)/python benchmarks/codec_error.py --json benchmarks/results/codec_error.json
+	$(BIN)/python benchmarks/schedules.py --json benchmarks/results/schedules.json
+	$(BIN)/python benchmarks/same_curves.py --json benchmarks/results/same_curves.json
+	$(BIN)/python benchmarks/codec_convergence.py --json benchmarks/results/codec_convergence.json
+	$(BIN)/moesaic check --json > benchmarks/results/check.json
 	$(BIN)/python benchmarks/performance_page.py
 
 docs: $(STAMP)  ## docs/performance.md from the committed results

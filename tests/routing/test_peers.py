@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from helpers import TOP_K, make_router
+from moesaic import Mesh, MoE, Plan
 from moesaic.comm.collectives import all_gather, share_of
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.wire import AbstractWire
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.peers import AbstractPeers, kept_copies, places_before
@@ -249,3 +252,19 @@ def test_queues_by_hand() -> None:
     assert kept_copies(counts_PKE, torch.tensor(5)).tolist() == [[3, 1], [1, 4]]
     assert kept_copies(counts_PKE, torch.tensor([2, 5])).tolist() == [[2, 2], [1, 5]]
     assert kept_copies(counts_PKE, torch.tensor(0)).tolist() == [[0, 0], [0, 0]]
+
+
+def test_different_numbers_of_sequences_are_refused_on_every_rank() -> None:
+    grid = Grid(world=2, ep=2)
+    said: list[str] = []
+
+    def rank(wire: AbstractWire) -> None:
+        layer = MoE(8, 8, 4, 2, losses=(LoadBalance(0.1, level="sequence"),))
+        layer.parallelize(Mesh(grid, wire), Plan())
+        with pytest.raises(InputError, match=r"needs equally many sequences on all ranks, got \[2, 3\]") as caught:
+            layer(torch.randn(2 + wire.rank, 5, 8))
+        said.append(str(caught.value))
+
+    run_ranks(2, rank)
+    assert len(said) == 2
+    assert said[0] == said[1]
