@@ -6,6 +6,7 @@ python benchmarks/performance_page.py --check    # exit code 1 if the page is no
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -49,10 +50,14 @@ def section(name: str, result: dict[str, Any]) -> str:
         value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
         holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
         claims.append([f"`{claim['name']}`", value, claim["unit"], target, holds])
-    keys = list(result["rows"][0])
-    rows = [keys, *([number(row[key]) for key in keys] for row in result["rows"])]
+    tables = [rows_table(list(keys), list(rows)) for keys, rows in itertools.groupby(result["rows"], key=tuple)]
     head = [f"## {name}", result["notes"], f"{result['date']}; {where}; {with_what}."]
-    return "\n\n".join([*head, table(claims), table(rows)]) + "\n"
+    return "\n\n".join([*head, table(claims), *tables]) + "\n"
+
+
+def rows_table(keys: list[str], rows: list[dict[str, Any]]) -> str:
+    """Return rows of the same keys as a table."""
+    return table([keys, *([number(row[key]) for key in keys] for row in rows)])
 
 
 def table(lines: list[list[str]]) -> str:
