@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.comm.seat import AbstractMesh
+from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.kernels.permute import permute, sort_by_expert, unpermute

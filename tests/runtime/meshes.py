@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
@@ -45,7 +45,7 @@ def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
 def on_mesh(layer: MoE, grid: Grid, wire: AbstractWire, plan: Plan | Compiled) -> MoE:
     """A copy of a layer, spread over a mesh."""
     layer = copy.deepcopy(layer)
-    layer.parallelize(Seat(grid, wire), plan)
+    layer.parallelize(Mesh(grid, wire), plan)
     return layer
 
 

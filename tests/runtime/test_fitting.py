@@ -9,7 +9,7 @@ import pytest
 from meshes import DIM, make_layer, on_mesh, tokens_of
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire, NoWire
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
@@ -89,13 +89,13 @@ def test_a_plan_that_fits_no_mesh_is_refused_on_all_ranks_alike() -> None:
 )
 def test_layers_that_do_not_split_are_refused(layer: Any, mesh: dict, words: str) -> None:
     with pytest.raises(InputError, match=words.replace(".", r"\.")):
-        layer().parallelize(Seat(Grid(**{"world": 4, **mesh}), NoWire()), Plan())
+        layer().parallelize(Mesh(Grid(**{"world": 4, **mesh}), NoWire()), Plan())
 
 
 def test_a_layer_goes_on_a_mesh_once() -> None:
     layer = on_mesh(make_layer(), Grid(world=1), NoWire(), Plan())
     with pytest.raises(InputError, match=r"MoE\.parallelize: the layer is on a mesh already"):
-        layer.parallelize(Seat(Grid(world=1), NoWire()), Plan())
+        layer.parallelize(Mesh(Grid(world=1), NoWire()), Plan())
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -11,7 +11,7 @@ from meshes import DIM, compiled, every_rank, make_layer, on_mesh, part_of, toke
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire, NoWire
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -132,7 +132,7 @@ def test_any_plan_runs_without_tags_too(seed: int) -> None:
         layer = on_mesh(whole, grid, wire, work)
         y = layer(x[grid.coordinate(wire.rank, "dp")])
         y.sin().sum().backward()
-        average_gradients(layer, Seat(grid, wire))
+        average_gradients(layer, Mesh(grid, wire))
         return y.detach(), layer.experts.w1.grad
 
     found = run_ranks(grid.world, rank, seed=seed, in_order=True)

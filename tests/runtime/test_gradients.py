@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire
 from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
@@ -52,7 +52,7 @@ def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_
         for parameter in module.parameters():
             if parameter.requires_grad and parameter is not module.unused:
                 parameter.grad = torch.full_like(parameter, float(2**wire.rank))
-        average_gradients(module, Seat(grid, wire))
+        average_gradients(module, Mesh(grid, wire))
         assert module.shared.w1.grad is not None
         assert module.dense.grad is not None
         assert module.experts.w1.grad is not None
@@ -74,7 +74,7 @@ def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
         module = nn.Linear(2, 1, bias=False)
         if wire.rank == 1:
             module.weight.grad = torch.full_like(module.weight, 6.0)
-        average_gradients(module, Seat(Grid(world=3), wire))
+        average_gradients(module, Mesh(Grid(world=3), wire))
         return module.weight.grad
 
     for found in run_ranks(3, rank):
@@ -98,10 +98,10 @@ def test_a_step_on_a_mesh_is_a_step_of_one_process_on_all_tokens(grid: Grid, sch
 
     def rank(wire: AbstractWire) -> dict[str, Tensor | None]:
         layer = copy.deepcopy(whole)
-        layer.parallelize(Seat(grid, wire), Plan(schedule=schedule))  # type: ignore[arg-type]
+        layer.parallelize(Mesh(grid, wire), Plan(schedule=schedule))  # type: ignore[arg-type]
         group = grid.coordinate(wire.rank, "dp")
         (layer(x[group]) * weight[group]).sum(-1).mean().backward()
-        average_gradients(layer, Seat(grid, wire))
+        average_gradients(layer, Mesh(grid, wire))
         return {name: parameter.grad for name, parameter in layer.named_parameters()}
 
     for at, grads in enumerate(run_ranks(grid.world, rank)):

@@ -78,11 +78,11 @@ def test_outputs_are_compared(world):
 
 def test_rows_go_where_they_are_sent_whatever_their_number():
     from moesaic.comm.loopback import run_ranks
-    from moesaic.comm.seat import Seat
+    from moesaic.comm.mesh import Mesh
     from moesaic.testing.your_layer import Rank
 
     def run(wire):
-        rank = Rank(Seat(Grid(world=4, ep=4), wire))
+        rank = Rank(Mesh(Grid(world=4, ep=4), wire))
         parts = [torch.full((peer + rank.number, 2), 10 * rank.number + peer) for peer in range(4)]
         return rank.all_to_all(parts, "ep")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.collectives import all_reduce_sum
-from moesaic.comm.seat import AbstractMesh
 from moesaic.experts import AbstractExperts
 from moesaic.program.grid import Axis
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import AbstractMesh, Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
@@ -70,7 +71,7 @@ def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontex
         compiled = compile_case(case, change)
 
         def rank(wire: AbstractWire) -> RankResult:
-            return run_rank(case, work, compiled, Seat(case.grid, wire))
+            return run_rank(case, work, compiled, Mesh(case.grid, wire))
 
         results = run_ranks(case.grid.world, rank, seed=case.seed)
     return compare(case, work, expected, results)

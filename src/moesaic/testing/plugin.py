@@ -42,12 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
     """Give a function that runs code on all ranks of the mesh, in lock step, and returns what each rank returned."""
     from moesaic.comm.loopback import run_ranks
-    from moesaic.comm.seat import Seat
+    from moesaic.comm.mesh import Mesh
     from moesaic.testing.your_layer import Rank
 
     def run(function: Callable[[Rank], T]) -> list[T]:
         def rank(wire: AbstractWire) -> T:
-            return function(Rank(Seat(moe_mesh, wire)))
+            return function(Rank(Mesh(moe_mesh, wire)))
 
         return run_ranks(moe_mesh.world, rank)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.seat import AbstractMesh
 from moesaic.layer import MoE
 from moesaic.runtime.gradients import expert_parameters
 from moesaic.testing.cases import Case, draw_case

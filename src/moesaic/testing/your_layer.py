@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.seat import Seat
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire, Transfer
 from moesaic.program.grid import Axis, Grid
 
@@ -25,7 +25,7 @@ Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
 class Rank:
     """One of the ranks of a mesh, as your layer sees it. All ranks of a group call a collective together."""
 
-    seat: Seat
+    seat: Mesh
 
     @property
     def grid(self) -> Grid:
@@ -137,7 +137,7 @@ def assert_equivalent(
     gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
 
     def run(wire: AbstractWire) -> None:
-        rank = Rank(Seat(grid, wire))
+        rank = Rank(Mesh(grid, wire))
         group = grid.coordinate(rank.number, "dp")
         layer, x = make_layer(rank), xs[group].clone().requires_grad_()
         y = layer(x)

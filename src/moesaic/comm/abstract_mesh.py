@@ -1,8 +1,7 @@
-"""What a layer needs of a mesh: the coordinates, this rank, and a wire."""
+"""What a layer needs of a mesh: coordinates, this rank, a wire. `Mesh` is one; on a loopback rank `Mesh(grid, wire)`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,17 +28,3 @@ class AbstractMesh(Protocol):
     @property
     def expert_mesh(self) -> DeviceMesh | None:
         """The dims ("ep", "etp") of this rank's copy of the experts; None where there are no process groups."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A mesh on any wire, without process groups: a loopback rank, or one's own experiments."""
-
-    grid: Grid
-    wire: AbstractWire
-    expert_mesh: DeviceMesh | None = None
-
-    @property
-    def rank(self) -> int:
-        """The rank whose wire it is."""
-        return self.wire.rank
