@@ -25,17 +25,17 @@ Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
 class Rank:
     """One of the ranks of a mesh, as your layer sees it. All ranks of a group call a collective together."""
 
-    seat: Mesh
+    mesh: Mesh
 
     @property
     def grid(self) -> Grid:
         """The mesh: `grid.dp`, `grid.ep`, `grid.coordinate(rank, "ep")`."""
-        return self.seat.grid
+        return self.mesh.grid
 
     @property
     def number(self) -> int:
         """This rank."""
-        return self.seat.rank
+        return self.mesh.rank
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending."""
@@ -43,11 +43,11 @@ class Rank:
 
     def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
         """Return the sum over a group; not differentiable."""
-        return all_reduce_sum(self.seat.wire, self.group(*axes), tensor)
+        return all_reduce_sum(self.mesh.wire, self.group(*axes), tensor)
 
     def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
         """Return every rank's tensor of a group, all of one shape; not differentiable."""
-        return all_gather(self.seat.wire, self.group(*axes), tensor)
+        return all_gather(self.mesh.wire, self.group(*axes), tensor)
 
     def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
         """Send part i to the i-th rank of a group and return what its ranks sent here; not differentiable.
@@ -56,7 +56,7 @@ class Rank:
             parts: one per rank of the group, (rows, ...); rows may differ, the rest may not.
             axes: of the group.
         """
-        peers, wire = self.group(*axes), self.seat.wire
+        peers, wire = self.group(*axes), self.mesh.wire
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
