@@ -6,8 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from meshes import DIM, make_layer, on_mesh, tokens_of
 
+from moesaic import MoE
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire, NoWire
@@ -112,3 +114,20 @@ def test_a_plan_compiled_for_another_mesh_is_refused() -> None:
     for r in (0, 1, 2):
         compiled = compile_plan(Plan(gather_weights=r), GRID)
         run_ranks(4, lambda wire, c=compiled: on_mesh(make_layer(), GRID, wire, c)(tokens_of(0)))
+
+
+def test_ranks_that_come_to_differ_later_stop_at_the_next_call() -> None:
+    said: list[str] = []
+
+    def rank(wire: AbstractWire) -> None:
+        layer = MoE(8, 8, 4, 2)
+        layer.parallelize(Mesh(Grid(world=2, ep=2), wire), Plan())
+        assert layer.on_mesh is not None
+        layer.on_mesh.peers.digest = layer.on_mesh.peers.digest + wire.rank
+        with pytest.raises(InputError, match=r"ranks \[1\] run another plan or mesh than rank 0") as caught:
+            layer(torch.randn(3, 8))
+        said.append(str(caught.value))
+
+    run_ranks(2, rank)
+    assert len(set(said)) == 1
+    assert len(said) == 2

@@ -96,6 +96,11 @@ def run(arguments: Sequence[str]) -> int:
     description = "Print a plan as programs, the bytes that they move on a mesh, and when each task runs."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
+    if plan.all_to_all == "deepep":
+        raise InputError(
+            "plan.all_to_all=deepep runs DeepEP's kernels, which are no program to show: choose multicast, which sends a token "
+            "once per node"
+        )
     grid = Grid(**vars(options.mesh))
     shape = LayerShape(dim=options.layer.dim, hidden=options.layer.hidden, element_bytes=options.layer.element_bytes)
 

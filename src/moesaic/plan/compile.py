@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.cost.coded import ROWS_PER_BLOCK
@@ -107,7 +107,9 @@ def compile_plan(
             program = route_links(program, plan.all_to_all, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
-            program = exact(program, (durations or _nominal)(program, grid), host_runs_compute=host_runs_compute)
+            program = exact(
+                program, (durations or partial(_nominal, plan))(program, grid), host_runs_compute=host_runs_compute
+            )
         else:
             program = ORDERS[plan.order](program, None)
         validate(program)
@@ -115,14 +117,12 @@ def compile_plan(
     return Compiled(plan, grid, logical, *programs)
 
 
-def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
+def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
     """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing."""
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
-    chunks = 1 + max((slot.layout.chunk or 0 for slot in program.slots), default=0)
-    layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": chunks}
+    layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
     visits = even_visits(grid, **layer) if grid.nodes_per_replica else None
-    schedule = "baseline" if program.name.startswith("baseline") else "s1"
-    sizes = even_sizes(grid, schedule, **layer, visits=visits, units=2816 // grid.etp)
+    sizes = even_sizes(grid, plan.schedule, **layer, visits=visits, units=2816 // grid.etp)
     return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
 
