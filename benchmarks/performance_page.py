@@ -15,6 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+PICTURES = ROOT / "docs" / "images" / "bench"
+LONG = 16
+"""Tables of more rows are folded."""
 
 INTRODUCTION = """# Performance
 
@@ -52,12 +55,16 @@ def section(name: str, result: dict[str, Any]) -> str:
         claims.append([f"`{claim['name']}`", value, claim["unit"], target, holds])
     tables = [rows_table(list(keys), list(rows)) for keys, rows in itertools.groupby(result["rows"], key=tuple)]
     head = [f"## {name}", result["notes"], f"{result['date']}; {where}; {with_what}."]
-    return "\n\n".join([*head, table(claims), *tables]) + "\n"
+    pictures = [f"![{path.stem}](images/bench/{path.name})" for path in sorted(PICTURES.glob(f"{name}*.svg"))]
+    return "\n\n".join([*head, table(claims), *pictures, *tables]) + "\n"
 
 
 def rows_table(keys: list[str], rows: list[dict[str, Any]]) -> str:
-    """Return rows of the same keys as a table."""
-    return table([keys, *([number(row[key]) for key in keys] for row in rows)])
+    """Return rows of the same keys as a table, folded if it is long."""
+    text = table([keys, *([number(row[key]) for key in keys] for row in rows)])
+    if len(rows) <= LONG:
+        return text
+    return f"<details><summary>{len(rows)} rows</summary>\n\n{text}\n\n</details>"
 
 
 def table(lines: list[list[str]]) -> str:

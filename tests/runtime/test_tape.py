@@ -194,3 +194,19 @@ def test_checkpoint_passes_keyword_arguments_and_several_results() -> None:
     y, routing = checkpoint(layer, x, return_routing=True, mask=torch.tensor([True, True, True, False]))
     assert y.shape == x.shape
     assert int(routing.num_valid) == 3
+
+
+def test_what_draws_behind_a_noisy_router_draws_the_same_again() -> None:
+    """A replay draws no noise; the dropout that follows must still find the generator where the first pass left it."""
+    torch.manual_seed(0)
+    moe = MoE(8, 16, 4, 2, router="noisy").double()
+    block = nn.Sequential(moe, nn.Dropout(0.5))
+    x = torch.randn(2, 16, 8, dtype=torch.float64)
+    gradients = []
+    for run in (block, lambda x: checkpoint(block, x)):
+        block.zero_grad()
+        torch.manual_seed(1)
+        run(x).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 3
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))

@@ -16,16 +16,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moesaic.routing.route import RoutingRecord
 
 
+class Taped(NamedTuple):
+    """A record, and the random generators around the call it is of."""
+
+    record: RoutingRecord
+    before: tuple[Tensor, ...]
+    after: tuple[Tensor, ...]
+
+
 class RoutingTape:
     """The routing records of one checkpointed call: per layer, in call order.
+
+    A replay draws no noise, so what draws after the layer (dropout, say) would find the generators elsewhere than in the
+    first pass. Where the checkpoint has put them back, as torch's does by default, a replay moves them on.
 
     Args:
         outer: the tape of the surrounding checkpoint, for each layer that is in one.
@@ -33,7 +45,8 @@ class RoutingTape:
 
     def __init__(self, outer: dict[TapedModule, RoutingTape]) -> None:
         self._outer = outer
-        self._records: dict[TapedModule, list[RoutingRecord]] = {}
+        self._records: dict[TapedModule, list[Taped]] = {}
+        self._before: dict[TapedModule, tuple[Tensor, ...]] = {}
         self._position: dict[TapedModule, int] | None = None
 
     @property
@@ -43,7 +56,7 @@ class RoutingTape:
 
     def write(self, layer: TapedModule, record: RoutingRecord) -> None:
         """Append a record of the first pass, to the surrounding tapes that record too."""
-        self._records.setdefault(layer, []).append(record)
+        self._records.setdefault(layer, []).append(Taped(record, self._before[layer], _generators()))
         outer = self._outer.get(layer)
         if outer is not None and not outer.is_replaying:
             outer.write(layer, record)
@@ -51,11 +64,15 @@ class RoutingTape:
     def read(self, layer: TapedModule) -> RoutingRecord | None:
         """Return the layer's next record, from the innermost tape that replays; None in a first pass."""
         if self._position is None:
+            self._before[layer] = _generators()
             outer = self._outer.get(layer)
             return None if outer is None else outer.read(layer)
         position = self._position.get(layer, 0)
         self._position[layer] = position + 1
-        return self._records[layer][position]
+        record, before, after = self._records[layer][position]
+        if all(map(torch.equal, before, _generators())):
+            _set_generators(after)
+        return record
 
     def start_replay(self) -> None:
         """Rewind; a tape may be replayed any number of times (`retain_graph`, several backward passes)."""
@@ -99,6 +116,17 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         What the module returns.
     """
     return torch_checkpoint(module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs)
+
+
+def _generators() -> tuple[Tensor, ...]:
+    """Return the states of the random generators: the CPU's, and the current GPU's where one is in use."""
+    return (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
+
+
+def _set_generators(states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 class _Reusable(AbstractContextManager[None]):

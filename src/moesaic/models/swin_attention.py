@@ -1,0 +1,132 @@
+"""Attention within windows of an image (Liu et al., "Swin Transformer V2", 2022, section 3.2 and 3.3).
+
+Similarity is a cosine over a learnt temperature, so that no value grows with depth; positions enter as a bias that a small
+network computes from logarithms of relative coordinates, so that weights carry over to windows of another size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SHARPEST = 100.0
+"""Largest factor on the cosines (section 3.2: a temperature of at least 0.01)."""
+BIAS_RANGE = 16.0
+"""The bias of a pair of positions lies between 0 and this."""
+
+
+class WindowAttention(nn.Module):
+    """Multi-head attention among the tokens of each window.
+
+    Args:
+        dim: width of a token.
+        num_heads: heads; must divide dim.
+        resolution: tokens along a side of the image.
+        window: tokens along a side of a window; must divide the resolution.
+        shift: by how many tokens windows are shifted to the right and down. What leaves the image on one side comes in on
+            the other, in windows where only tokens that are neighbours in the image see each other.
+    """
+
+    coordinates: Tensor
+    pairs: Tensor
+    hidden: Tensor | None
+
+    def __init__(self, dim: int, num_heads: int, *, resolution: int, window: int, shift: int = 0) -> None:
+        super().__init__()
+        self.num_heads, self.window, self.shift = num_heads, window, shift
+        self.per_side = resolution // window
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        # A bias of the keys would turn them all; Swin V2 has none.
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+        self.log_scale = nn.Parameter(torch.full((num_heads,), math.log(10.0)))
+        self.position_bias = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False))
+        self.out = nn.Linear(dim, dim)
+        self.register_buffer("coordinates", log_coordinates(window), persistent=False)
+        self.register_buffer("pairs", pair_index(window), persistent=False)
+        hidden = strangers(resolution, window, shift) if shift else None
+        self.register_buffer("hidden", hidden, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (batch, height, width, dim) with height and width of the resolution.
+
+        Returns:
+            The same shape.
+        """
+        if self.shift:
+            x = x.roll((-self.shift, -self.shift), dims=(1, 2))
+        y = self._join(self._attend(self._cut(x)))
+        return y.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else y
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.num_heads, -1))
+        # Windows and heads make one axis: the bias then has no batch axis to be copied over.
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
+        scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
+        q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0)
+        return self.out(attended.unflatten(1, (x.shape[1], self.num_heads)).transpose(2, 3).flatten(3))
+
+    def _bias(self, num_windows: int) -> Tensor:
+        """Return what is added to the similarities, (1, windows * heads, tokens, tokens)."""
+        table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
+        bias = table[self.pairs].permute(2, 0, 1).expand(num_windows, -1, -1, -1)
+        if self.hidden is not None:
+            bias = bias.masked_fill(self.hidden[:, None], -math.inf)
+        return bias.flatten(0, 1)[None]
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens, dim)."""
+        tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(1, (self.per_side, self.window))
+        return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+    def _join(self, x: Tensor) -> Tensor:
+        """Put windows together, the inverse of `_cut`."""
+        tiles = x.unflatten(2, (self.window, self.window)).unflatten(1, (self.per_side, self.per_side))
+        return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def log_coordinates(window: int) -> Tensor:
+    """Return the relative positions of a window on a logarithmic scale (section 3.3, equation 4).
+
+    Distances are first scaled so that the window's side is 8.
+
+    Returns:
+        ((2 * window - 1) ** 2, 2): vertical and horizontal, in units of log2(8).
+    """
+    steps = torch.arange(1 - window, window, dtype=torch.float32) * (8 / max(window - 1, 1))
+    logs = steps.sign() * (steps.abs() + 1).log2() / 3
+    return torch.cartesian_prod(logs, logs)
+
+
+def pair_index(window: int) -> Tensor:
+    """Return which row of `log_coordinates` each pair of a window's tokens has, (tokens, tokens) int64."""
+    side = torch.arange(window)
+    apart = side[:, None] - side + window - 1
+    rows, columns = apart[:, None, :, None], apart[None, :, None, :]
+    return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
+
+
+def strangers(resolution: int, window: int, shift: int) -> Tensor:
+    """Return which tokens share a shifted window only because the image wraps around.
+
+    Args:
+        resolution: tokens along a side of the image.
+        window: tokens along a side of a window.
+        shift: of the windows; at least 1.
+
+    Returns:
+        (windows, tokens, tokens) bool.
+    """
+    # Along a side, the last `shift` tokens of the rolled image came from its start.
+    side = (torch.arange(resolution) >= resolution - shift).view(-1, window)
+    region = 2 * side[:, None, :, None] + side[None, :, None, :].long()
+    region = region.reshape(-1, window**2)
+    return region[:, :, None] != region[:, None, :]

@@ -1,0 +1,165 @@
+"""The shape of an image classifier: what `SwinMoE` is built from, and the published sizes by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moesaic.errors import InputError
+from moesaic.models.config import RouterName
+from moesaic.routing.capacity import AbstractCapacity, Capacity
+from moesaic.routing.gates import ROUTERS
+
+PUBLISHED_CAPACITY = Capacity.fixed(1.0)
+"""What Tutel trains Swin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwinConfig:
+    """A Swin Transformer V2, dense or with MoE feed-forward layers. The default is the small one, dense."""
+
+    ffn: Literal["moe", "dense"] = "dense"
+    """Whether every other feed-forward layer from stage `dense_stages` on is an MoE layer, or none."""
+    image_size: int = 192
+    """Height and width of an image in pixels."""
+    channels: int = 3
+    """Colours of an image."""
+    num_classes: int = 21841
+    """Logits per image; ImageNet-22K has 21,841 classes."""
+    patch_size: int = 4
+    """Height and width in pixels of what becomes one token."""
+    window: int = 12
+    """Height and width in tokens of an attention window; a stage with fewer tokens has one window for all of them."""
+    dim: int = 96
+    """Width of a token in the first stage; every later stage doubles it and halves height and width."""
+    depths: Sequence[int] = (2, 2, 18, 2)
+    """Blocks of each stage. Every second block shifts its windows."""
+    heads: Sequence[int] = (3, 6, 12, 24)
+    """Attention heads of each stage."""
+    mlp_ratio: float = 4.0
+    """Inner width of a feed-forward layer, and of one expert, over the width of a token."""
+    norm: Literal["post", "pre"] = "post"
+    """Where a block normalises: what it adds to the residual stream ("post", Swin V2), or what it reads from there ("pre").
+    Behind an MoE layer of top_k 1 a norm divides the routing weight out again, so that the router learns from little more
+    than the auxiliary loss: Swin's published MoE code has "pre", and so have the presets with MoE layers."""
+    drop_path: float = 0.0
+    """Probability to leave out a block's additions for an image in training: that of the last block, growing from 0."""
+    num_experts: int = 32
+    """Experts per MoE layer."""
+    top_k: int = 1
+    """Experts per token."""
+    dense_stages: int = 2
+    """Stages at the start without MoE layers."""
+    router: RouterName = "switch"
+    """Who chooses the experts; docs/layer.md describes each. "switch" is Tutel's linear router, "cosine" its other one."""
+    capacity: AbstractCapacity = PUBLISHED_CAPACITY
+    """Rows per expert; `order="score"` admits by batch-prioritised routing."""
+    eval_capacity: AbstractCapacity | None = None
+    """Capacity in evaluation; None for that of training."""
+    balance_loss: float = 0.01
+    """Coefficient of the load-balance loss; 0 turns it off."""
+    checkpoint_activations: bool = False
+    """Recompute each block in backward instead of keeping its activations; routing is replayed."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):
+            _check(self, name, getattr(self, name) >= 1, "at least 1")
+        _check(self, "dense_stages", self.dense_stages >= 0, "at least 0")
+        _check(self, "balance_loss", 0 <= self.balance_loss < math.inf, "at least 0 and finite")
+        _check(self, "drop_path", 0 <= self.drop_path < 1, "at least 0 and below 1")
+        _check(self, "mlp_ratio", 0 < self.mlp_ratio < math.inf, "above 0 and finite")
+        for name, allowed in (("ffn", ("moe", "dense")), ("norm", ("post", "pre"))):
+            _check(self, name, getattr(self, name) in allowed, " or ".join(allowed))
+        _check(self, "router", self.router in ROUTERS and self.router != "hash", "a router that reads no token ids")
+        _check(self, "depths", bool(self.depths) and min(self.depths) >= 1, "blocks of at least one stage")
+        if self.ffn == "moe" and self.top_k > self.num_experts:
+            raise InputError(f"swin.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """Raise InputError where heads or windows do not divide what they split."""
+        if len(self.heads) != self.num_stages:
+            raise InputError(
+                f"swin.heads={tuple(self.heads)} does not fit swin.depths={tuple(self.depths)}: give one number per stage"
+            )
+        least = self.patch_size * 2 ** (self.num_stages - 1)
+        if self.image_size % least:
+            raise InputError(
+                f"swin.image_size={self.image_size} does not split into patches of {self.patch_size} pixels that "
+                f"{self.num_stages - 1} stages halve: choose a multiple of {least}"
+            )
+        for stage, heads in enumerate(self.heads):
+            if heads < 1 or self.width(stage) % heads:
+                raise InputError(
+                    f"swin.heads[{stage}]={heads} does not divide the width {self.width(stage)} of that stage: choose a "
+                    "divisor of it"
+                )
+            if self.resolution(stage) % self.window_of(stage):
+                raise InputError(
+                    f"swin.window={self.window} does not divide the {self.resolution(stage)} tokens of a side in stage "
+                    f"{stage}: choose a divisor of them"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.depths)
+
+    def resolution(self, stage: int) -> int:
+        """Tokens along a side of an image in a stage."""
+        return self.image_size // self.patch_size // 2**stage
+
+    def width(self, stage: int) -> int:
+        """Width of a token in a stage."""
+        return self.dim * int(2**stage)
+
+    def hidden(self, stage: int) -> int:
+        """Inner width of a feed-forward layer of a stage."""
+        return int(self.width(stage) * self.mlp_ratio)
+
+    def window_of(self, stage: int) -> int:
+        """Tokens along a side of a window in a stage."""
+        return min(self.window, self.resolution(stage))
+
+    def shift(self, stage: int, block: int) -> int:
+        """By how many tokens a block's windows are shifted; a stage of one window has no use for it."""
+        return self.window // 2 if block % 2 and self.resolution(stage) > self.window else 0
+
+    def is_sparse(self, stage: int, block: int) -> bool:
+        """Whether a block has an MoE layer: every other one, from stage `dense_stages` on."""
+        return self.ffn == "moe" and stage >= self.dense_stages and block % 2 == 1
+
+
+def _check(config: SwinConfig, name: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"swin.{name}={getattr(config, name)!r}: must be {wanted}")
+
+
+_SMALL = SwinConfig()
+_BASE = replace(_SMALL, dim=128, heads=(4, 8, 16, 32))
+_DIGITS = SwinConfig(
+    image_size=8,
+    channels=1,
+    num_classes=10,
+    patch_size=2,
+    window=2,
+    dim=32,
+    depths=(2, 2),
+    heads=(2, 4),
+    mlp_ratio=2.0,
+    norm="pre",
+    num_experts=8,
+    dense_stages=0,
+)
+
+PRESETS: dict[str, SwinConfig] = {
+    "swinv2-s": _SMALL,
+    "swinv2-moe-s": replace(_SMALL, ffn="moe", norm="pre"),
+    "swinv2-b": _BASE,
+    "swinv2-moe-b": replace(_BASE, ffn="moe", norm="pre"),
+    "digits": replace(_DIGITS, ffn="moe"),
+    "digits-dense": _DIGITS,
+}
+"""Models by name: SwinV2-S and -B, those of Tutel's section 5.3 with 32 experts, and one for 8x8 images of digits."""
