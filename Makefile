@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 
-.PHONY: help setup demo test test-all lint bench docs clean
+.PHONY: help setup demo test test-all lint bench bench-all docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -30,13 +30,24 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## every benchmark, results into benchmarks/results
-	$(BIN)/python benchmarks/moe_vs_dense.py --json benchmarks/results/moe_vs_dense.json
-	$(BIN)/python benchmarks/codec_error.py --json benchmarks/results/codec_error.json
-	$(BIN)/python benchmarks/schedules.py --json benchmarks/results/schedules.json
-	$(BIN)/python benchmarks/same_curves.py --json benchmarks/results/same_curves.json
-	$(BIN)/python benchmarks/codec_convergence.py --json benchmarks/results/codec_convergence.json
-	$(BIN)/moesaic check --json > benchmarks/results/check.json
+RESULTS := benchmarks/results
+PICTURES := docs/images/bench
+
+bench: $(STAMP)  ## the emulated cluster's benchmarks (needs the rights for network namespaces), 20 minutes
+	$(BIN)/moesaic testbed info
+	$(BIN)/moesaic bench comm --json $(RESULTS)/comm.json --picture $(PICTURES)/comm.svg
+	$(BIN)/moesaic bench layer --json $(RESULTS)/layer.json --picture $(PICTURES)/layer.svg
+	$(BIN)/moesaic bench train --json $(RESULTS)/train.json --picture $(PICTURES)/train.svg
+	$(BIN)/python benchmarks/performance_page.py
+
+bench-all: bench  ## every benchmark, the long trainings too
+	$(BIN)/python benchmarks/moe_vs_dense.py --json $(RESULTS)/moe_vs_dense.json
+	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
+	$(BIN)/python benchmarks/schedules.py --json $(RESULTS)/schedules.json
+	$(BIN)/python benchmarks/simulator.py --json $(RESULTS)/simulator.json
+	$(BIN)/python benchmarks/same_curves.py --json $(RESULTS)/same_curves.json
+	$(BIN)/python benchmarks/codec_convergence.py --json $(RESULTS)/codec_convergence.json
+	$(BIN)/moesaic check --json > $(RESULTS)/check.json
 	$(BIN)/python benchmarks/performance_page.py
 
 docs: $(STAMP)  ## docs/performance.md from the committed results

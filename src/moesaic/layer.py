@@ -19,6 +19,7 @@ from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.kernels.permute import permute, sort_by_expert, unpermute
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.lending.lender import AbstractLender
 from moesaic.routing.capacity import AbstractCapacity, Dropless
 from moesaic.routing.gates import ROUTERS, RouterFactory
 from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
@@ -98,7 +99,7 @@ class MoE(HasLossScale, TapedModule):
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.on_mesh: OnMesh | None = None
 
-    def parallelize(self, mesh: AbstractMesh, plan: Plan | Compiled) -> None:
+    def parallelize(self, mesh: AbstractMesh, plan: Plan | Compiled, lender: AbstractLender | None = None) -> None:
         """Spread the experts over a mesh, in place; from then on all ranks call the layer together.
 
         Call it on a layer with the same weights on every rank. Each expert's parameters become DTensors, sharded over ep
@@ -109,15 +110,36 @@ class MoE(HasLossScale, TapedModule):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
+            lender: under a plan that lends copies, what decides which; None takes the policy that the plan names.
 
         Raises:
             InputError: if experts, plan and mesh do not fit together.
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before")
+        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before", lender)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
+
+    def use_plan(self, plan: Plan | Compiled) -> None:
+        """Run under another plan of the same mesh from the next call on: another schedule, another r, other chunks.
+
+        Weights have one layout for every plan, so nothing moves, and nothing is sent. Plans are compiled once and kept: coming
+        back to one is a look-up. All ranks call it, between steps, with the same plan; a difference is found by the next call,
+        whose exchange of counts then goes to all ranks, with a digest of what they run.
+
+        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes.
+
+        Args:
+            plan: which of the equivalent ways it runs in; a compiled one serves several layers, which then share its caches.
+
+        Raises:
+            InputError: if the layer is on no mesh, or the plan does not fit it (the layer keeps the plan that it has); for
+                deepep, whose process groups only `parallelize` makes, on a layer that was not parallelized with it.
+        """
+        if self.on_mesh is None:
+            raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
+        self.on_mesh.use(plan, self.experts)
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...

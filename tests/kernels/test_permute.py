@@ -71,7 +71,7 @@ def test_the_order_is_by_expert_and_stable(build) -> None:
 
 def test_the_inverse_undoes_the_order() -> None:
     permutation = uniform(9, 4, 2)
-    assert torch.equal(permutation.order[permutation.inverse], torch.arange(18))
+    assert torch.equal(permutation.order[permutation.dispatch.by_token], torch.arange(18))
 
 
 @BUILDERS

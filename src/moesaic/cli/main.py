@@ -20,6 +20,8 @@ COMMANDS = {
     "report": "write one HTML page about one or more runs",
     "show": "print a schedule as a program and the bytes that it moves",
     "check": "prove on this machine that every plan computes what the plain layer computes",
+    "testbed": "run a command on an emulated cluster on this machine",
+    "bench": "measure ways to run a layer against each other and against the limit of the links",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""
@@ -66,7 +68,7 @@ _EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report"}
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<9} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help tells what a command takes."]
     )

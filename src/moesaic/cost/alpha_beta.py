@@ -84,13 +84,21 @@ def _moving(task: Task, slots: dict[str, Slot], codec: str, sizes: Sizes, shape:
         inside = sizes.grid.node_of(sender) == sizes.grid.node_of(receiver)
         gbps = machine.intra_gbps if inside else machine.inter_gbps
         latency = machine.intra_latency_us if inside else machine.inter_latency_us
-        seconds = latency * 1e-6 + _row_bytes(source, codec, rows, shape) * 8 / (gbps * 1e9)
+        seconds = latency * 1e-6 + row_bytes(source, codec, rows, shape) * 8 / (gbps * 1e9)
         for key in (("out", sender), ("in", receiver)):
             spent[key] = spent.get(key, 0.0) + seconds
     return max(spent.values(), default=0.0)
 
 
-def _row_bytes(slot: Slot, codec: str, rows: int, shape: LayerShape) -> int:
+def row_bytes(slot: Slot, codec: str, rows: float, shape: LayerShape) -> float:
+    """Return the bytes of a message.
+
+    Args:
+        slot: that the rows come from.
+        codec: of token rows; "" for none.
+        rows: of the message; fractions are expected values.
+        shape: of the layer.
+    """
     if slot.kind is Kind.LANE:
         return rows * 4
     if slot.kind is Kind.INDEX:
@@ -107,7 +115,7 @@ def _computing(
     rows = sizes.num_rows(rows_slot.layout, rank) if rows_slot else 0
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
-        shards = len(sizes.shapes.pieces(weights.layout, rank).number) / sizes.num_held(weights.layout, rank)
+        shards = len(sizes.shapes.pieces(weights.layout, rank).number) / len(sizes.shapes.experts(weights.layout, rank))
         flops = 2 * rows * shape.dim * shape.hidden * shards / sizes.grid.etp * shape.matrices
         return flops * (2 if task.op is Op.EXPERT_GRAD else 1) / (machine.tflops * 1e12)
     moved = (

@@ -8,7 +8,7 @@ ROWS_PER_BLOCK = {"zfp": 4}
 """Rows that a codec codes together, where it is more than one."""
 
 
-def coded_bytes(codec: str, rows: int, dim: int, element_bytes: int) -> int:
+def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
     """Return the bytes of one message.
 
     Args:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moesaic.kernels.permute import Permutation, permute, unpermute
+
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
@@ -57,6 +59,34 @@ class AbstractExperts(nn.Module, ABC):
             (R, dim).
         """
 
+    def compute_tokens(
+        self,
+        sharded: Weights,
+        common: Weights,
+        x: Tensor,
+        weight: Tensor,
+        permutation: Permutation,
+        *,
+        weight_first: bool = False,
+    ) -> Tensor:
+        """Dispatch tokens to experts, run them, and sum each token's results by routing weight; differentiable.
+
+        Args:
+            sharded, common: as for `compute`.
+            x: (tokens, dim).
+            weight: (R,) routing weights in the order of the routing.
+            permutation: the routing, sorted by expert.
+            weight_first: multiply by the routing weight before the expert rather than after it.
+
+        Returns:
+            (tokens, dim) in the dtype of `x`.
+        """
+        rows, gates = permute(x, permutation), weight.index_select(0, permutation.order)
+        if weight_first:
+            rows = rows * gates.to(rows.dtype).unsqueeze(1)
+        out = self.compute(sharded, common, rows, None if weight_first else gates, permutation.ends)
+        return unpermute(out, permutation, dtype=x.dtype)
+
     @abstractmethod
     def init_normal(self, std: float, out_std: float) -> None:
         """Draw the weights anew, as a model wants them, and set biases to zero; modules of a user stay as they are.
@@ -73,6 +103,10 @@ class AbstractExperts(nn.Module, ABC):
     @abstractmethod
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the split parameters of experts from their rows; the inverse of `pack`."""
+
+    def first(self, sharded: Weights, num_experts: int) -> Weights:
+        """Return the split parameters of the first experts of `sharded`, as views."""
+        return tuple(parameter[:num_experts] for parameter in sharded)
 
     def shard_dim(self, name: str) -> int | None:
         """Return the dimension along which a split parameter splits over etp; None where it does not."""
@@ -182,22 +216,6 @@ def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: fl
     weight.normal_(std=std)
     if bias is not None:
         bias.zero_()
-
-
-def add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Add each row's expert's bias, scaled by the row's weight where there is one.
-
-    Args:
-        rows: (R, width).
-        bias: (num_experts, width) or None.
-        ends: (num_experts,) int32.
-        weight: (R,) or None for 1.
-    """
-    if bias is None:
-        return rows
-    counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-    per_row = bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
-    return rows + (per_row if weight is None else per_row * weight.to(rows.dtype).unsqueeze(1))
 
 
 def compute_dtype(rows: Tensor) -> torch.dtype:

@@ -65,6 +65,10 @@ class ModuleExperts(AbstractExperts):
         named = dict(self.experts.named_children())
         self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
 
+    def first(self, sharded: Weights, num_experts: int) -> Weights:
+        """Return the parameters of the first experts: as many each as one module has."""
+        return sharded[: num_experts * sum(1 for _ in next(self.experts.children()).parameters())]
+
     def num_units(self, sharded: Weights) -> int:
         """Return 1: an expert travels whole."""
         return 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,15 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import (
     AbstractExperts,
     Weights,
-    add_bias,
     compute_dtype,
     init_stacked,
     init_stacked_normal,
     stacked,
 )
-from moesaic.kernels.activation import ACTIVATIONS, activate, swiglu
-from moesaic.kernels.grouped_matmul import grouped_matmul, outer_products, rows_times
+from moesaic.kernels.activation import ACTIVATIONS, GATE
+from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
+from moesaic.kernels.permute import Permutation
+from moesaic.kernels.work import ExpertWork
 
 
 class StackedExperts(AbstractExperts):
@@ -34,6 +35,8 @@ class StackedExperts(AbstractExperts):
 
     ups: tuple[str, ...]
     """Names of the matrices that read the token; the bias of w1 is b1."""
+    activation: str
+    """Between the products; of two matrices that read the token the first, activated, gates the second."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, *, bias: bool) -> None:
         super().__init__(dim, num_experts)
@@ -45,10 +48,6 @@ class StackedExperts(AbstractExperts):
             width = dim if name == "w2" else hidden
             self.register_parameter(_bias_of(name), nn.Parameter(torch.empty(num_experts, width)) if bias else None)
         self.reset_parameters()
-
-    @abstractmethod
-    def activated(self, read: Sequence[Tensor], gates: Tensor | None) -> Tensor:
-        """Return the hidden rows, times the gates, from what the `ups` give: (R, hidden) each."""
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -72,27 +71,32 @@ class StackedExperts(AbstractExperts):
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> Tensor:
         dtype = compute_dtype(rows)
-        rows = rows.to(dtype)
-        read = [
-            add_bias(grouped_matmul(rows, matrix.to(dtype), ends), bias, ends)
-            for matrix, bias in zip(*self._reading(sharded))
-        ]
-        out = grouped_matmul(self.activated(read, gates), sharded[len(self.ups)].to(dtype), ends)
-        return add_bias(out, common[0] / shards if common else None, ends, gates)
+        sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
+        return expert_ffn(self._work(sharded, common, rows.to(dtype), gates, ends, shards))
 
-    @torch.no_grad()
+    def compute_tokens(
+        self,
+        sharded: Weights,
+        common: Weights,
+        x: Tensor,
+        weight: Tensor,
+        permutation: Permutation,
+        *,
+        weight_first: bool = False,
+    ) -> Tensor:
+        dtype = compute_dtype(x)
+        sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
+        gates = weight.index_select(0, permutation.order)
+        work = self._work(sharded, common, x.to(dtype), gates, permutation.ends, 1)
+        return expert_ffn(replace(work, dispatch=permutation.dispatch, gates_first=weight_first), x.dtype)
+
     def run(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> tuple[Tensor, Weights]:
         """Run; kept is what the `ups` give."""
-        read = tuple(
-            add_bias(rows_times(rows, matrix.transpose(1, 2), ends), bias, ends)
-            for matrix, bias in zip(*self._reading(sharded))
-        )
-        out = rows_times(self.activated(read, gates), sharded[len(self.ups)].transpose(1, 2), ends)
-        return add_bias(out, common[0] / shards if common else None, ends, gates), read
+        out, pre = run_experts(self._work(sharded, common, rows, gates, ends, shards))
+        return out, tuple(pre)
 
-    @torch.no_grad()
     def gradients(
         self,
         sharded: Weights,
@@ -104,30 +108,30 @@ class StackedExperts(AbstractExperts):
         dy: Tensor,
         shards: int = 1,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the gradients by explicit products; only the activation goes through autograd."""
-        leaves = [read.detach().requires_grad_() for read in kept]
-        leaves += [] if gates is None else [gates.detach().requires_grad_()]
-        with torch.enable_grad():
-            hidden = self.activated(leaves[: len(kept)], None if gates is None else leaves[-1])
-        write = sharded[len(self.ups)]
-        grads = torch.autograd.grad(hidden, leaves, rows_times(dy, write, ends))
-        d_gates = None if gates is None else grads[-1]
-        d_common: Weights = ()
-        if common:
-            counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-            weighted = dy if gates is None else dy * gates.to(dy.dtype).unsqueeze(1)
-            d_common = (_sums(weighted, counts).to(common[0].dtype) / shards,)
-            if d_gates is not None:
-                per_row = common[0].to(dy.dtype).repeat_interleave(counts, dim=0, output_size=len(dy)) / shards
-                d_gates = d_gates + (dy * per_row).sum(1).to(d_gates.dtype)
-        matrices = self._reading(sharded)[0]
-        d_rows = torch.stack([rows_times(grad, matrix, ends) for grad, matrix in zip(grads, matrices)]).sum(0)
-        d_sharded = [outer_products(grad, rows, ends) for grad in grads[: len(kept)]]
-        d_sharded.append(outer_products(dy, hidden.detach(), ends))
-        if self.bias:
-            counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-            d_sharded += [_sums(grad, counts) for grad in grads[: len(kept)]]
-        return d_rows, d_gates, tuple(d_sharded), d_common
+        """Return the gradients by explicit products."""
+        found = expert_gradients(self._work(sharded, common, rows, gates, ends, shards), kept, dy)
+        assert found.x is not None
+        assert found.down is not None
+        d_common = () if found.down_bias is None else (found.down_bias / shards,)
+        return found.x, found.gates, (*found.ups, found.down, *found.up_biases), d_common
+
+    def _work(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int
+    ) -> ExpertWork:
+        """Return one call as the kernels take it."""
+        ups = len(self.ups)
+        return ExpertWork(
+            x=rows,
+            dispatch=None,
+            gates=gates,
+            gates_first=False,
+            ends=ends,
+            ups=sharded[:ups],
+            up_biases=sharded[ups + 1 :],
+            down=sharded[ups],
+            down_bias=common[0] / shards if common else None,
+            activation=self.activation,
+        )
 
     def num_units(self, sharded: Weights) -> int:
         """Return the hidden width of (a shard of) an expert."""
@@ -175,10 +179,6 @@ class PlainExperts(StackedExperts):
         super().__init__(dim, hidden, num_experts, bias=bias)
         self.activation = activation
 
-    def activated(self, read: Sequence[Tensor], gates: Tensor | None) -> Tensor:
-        """Return the activation of what w1 gives, times the gates."""
-        return activate(read[0], self.activation, gates)
-
 
 class GatedExperts(StackedExperts):
     """Three matrices, SwiGLU: `(silu(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`; the names are Mixtral's.
@@ -191,19 +191,11 @@ class GatedExperts(StackedExperts):
     """
 
     ups = ("w1", "w3")
+    activation = GATE
 
     def __init__(self, dim: int, hidden: int, num_experts: int, *, bias: bool = False) -> None:
         super().__init__(dim, hidden, num_experts, bias=bias)
 
-    def activated(self, read: Sequence[Tensor], gates: Tensor | None) -> Tensor:
-        """Return what w3 gives, gated by the activation of what w1 gives, times the gates."""
-        return swiglu(read[0], read[1], gates)
-
 
 def _bias_of(name: str) -> str:
     return f"b{name[1:]}"
-
-
-def _sums(rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of each expert's rows, (num_experts, width), in a fixed order."""
-    return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True, initial=0)

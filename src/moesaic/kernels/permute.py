@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from moesaic.kernels.work import Dispatch, accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,20 @@ class Permutation:
 
     order: Tensor
     """(R,) int64: row i of the expert order is row `order[i]` of the routing."""
-    token: Tensor
-    """(R,) int64: the token of row i of the expert order."""
     counts: Tensor
     """(E,) int64: rows per expert."""
-    num_tokens: int
-    inverse: Tensor | None
-    """(R,) int64, the inverse of `order`, when every token has exactly `R / num_tokens` rows; else None."""
+    dispatch: Dispatch
+    """Each row's token, and each token's rows."""
+
+    @property
+    def token(self) -> Tensor:
+        """(R,) int64: the token of row i of the expert order."""
+        return self.dispatch.token
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.dispatch.starts)
 
     @property
     def ends(self) -> Tensor:
@@ -45,17 +55,26 @@ def sort_by_expert(
         num_tokens: T.
         rows_per_token: R / T when every token has that many rows, token after token; else None.
     """
-    order = expert.argsort(stable=True)
-    inverse = None
-    if rows_per_token is not None:
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-    return Permutation(order, token[order], counts, num_tokens, inverse)
+    narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # half the time of a sort of int64
+    order = narrow.argsort(stable=True)
+    of_rows = token[order]
+    if rows_per_token is None:
+        by_token = of_rows.argsort(stable=True)
+        per_token = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
+        starts = per_token.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
+        starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
+    else:
+        by_token = torch.empty_like(order)
+        by_token[order] = torch.arange(len(order), device=order.device)
+        starts = torch.arange(num_tokens, device=order.device) * rows_per_token
+    return Permutation(
+        order, counts, Dispatch(token=of_rows, by_token=by_token, starts=starts, per_token=rows_per_token)
+    )
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
     """Gather tokens into expert order: (T, D) -> (R, D), differentiable."""
-    rows: Tensor = _Permute.apply(x, permutation)
+    rows: Tensor = _Permute.apply(x, permutation.dispatch)
     return rows
 
 
@@ -70,7 +89,7 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
     Returns:
         (T, D).
     """
-    x: Tensor = _Unpermute.apply(rows, permutation, rows.dtype if dtype is None else dtype)
+    x: Tensor = _Unpermute.apply(rows, permutation.dispatch, rows.dtype if dtype is None else dtype)
     return x
 
 
@@ -82,40 +101,59 @@ def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
     return out
 
 
-def _sum_rows(rows: Tensor, permutation: Permutation, dtype: torch.dtype) -> Tensor:
-    """Sum each token's rows into `dtype`, by the deterministic sum that suits the routing and the device."""
-    accumulate = torch.promote_types(rows.dtype, torch.float32)
-    num_tokens, dim = permutation.num_tokens, rows.shape[1]
-    if permutation.inverse is not None:
-        by_token = rows.index_select(0, permutation.inverse).view(num_tokens, len(rows) // max(num_tokens, 1), dim)
-        return by_token.sum(1, dtype=accumulate).to(dtype)
-    if rows.device.type == "cpu":  # index_add runs in row order on the CPU; on CUDA it uses atomics
-        zeros = torch.zeros(num_tokens, dim, dtype=accumulate)
-        return zeros.index_add_(0, permutation.token, rows.to(accumulate)).to(dtype)
-    order = permutation.token.argsort(stable=True)
-    lengths = torch.bincount(permutation.token, minlength=num_tokens)
-    sums = torch.segment_reduce(rows.index_select(0, order).to(accumulate), "sum", lengths=lengths, initial=0.0)
-    return sums.to(dtype)
+def sum_rows(
+    rows: Tensor, dispatch: Dispatch, *, weights: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sum each token's rows, times their weights; not differentiable, deterministic on every device.
+
+    16-bit rows are summed in float32 and rounded once. On a CPU torch's `embedding_bag` does it: each token is a bag of
+    rows. It writes no buffer of all rows and takes a fifth of the time of a gather and a sum.
+
+    Args:
+        rows: (R, D) in expert order.
+        dispatch: which rows a token has.
+        weights: (R,), or None for weights of 1; rounded to the dtype of `rows`.
+        dtype: of the result; None for that of `rows`.
+
+    Returns:
+        (T, D).
+    """
+    dtype = rows.dtype if dtype is None else dtype
+    weights = None if weights is None else weights.to(rows.dtype)
+    num_tokens, accumulate = len(dispatch.starts), accumulate_dtype(rows.dtype)
+    if rows.device.type == "cpu":
+        of_bag = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+        summed: Tensor = F.embedding_bag(
+            dispatch.by_token, rows.to(dtype), dispatch.starts, mode="sum", per_sample_weights=of_bag
+        )
+        return summed
+    by_token = rows.index_select(0, dispatch.by_token).to(accumulate)
+    if weights is not None:
+        by_token *= weights.index_select(0, dispatch.by_token).unsqueeze(1)
+    if dispatch.per_token is not None:
+        return by_token.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
+    ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])
+    return torch.segment_reduce(by_token, "sum", lengths=ends - dispatch.starts, initial=0.0).to(dtype)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return x.index_select(0, permutation.token)
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return x.index_select(0, dispatch.token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(grad, ctx.permutation, grad.dtype), None
+        return sum_rows(grad, ctx.dispatch), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation, dtype: torch.dtype) -> Tensor:
-        ctx.permutation = permutation
+    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
+        ctx.dispatch = dispatch
         ctx.rows_dtype = rows.dtype
-        return _sum_rows(rows, permutation, dtype)
+        return sum_rows(rows, dispatch, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.to(ctx.rows_dtype).index_select(0, ctx.permutation.token), None, None
+        return grad.to(ctx.rows_dtype).index_select(0, ctx.dispatch.token), None, None

@@ -19,6 +19,7 @@ from moesaic.program.order.exact import exact
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
+from moesaic.program.passes.lend import lend
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.route_links import compress, route_links
@@ -53,6 +54,11 @@ class Compiled:
         return self.plan.all_to_all == "multicast"
 
     @property
+    def lends(self) -> bool:
+        """Whether copies may be computed by other ranks than their experts' homes."""
+        return self.plan.lending != "none"
+
+    @property
     def capacity_multiple(self) -> int:
         """What a padded capacity is rounded up to, so that its rows split evenly over tp, shards and chunks."""
         blocks = max(ROWS_PER_BLOCK.get(codec, 1) for codec in (self.plan.codec, self.plan.backward_codec))
@@ -68,7 +74,7 @@ class Compiled:
     def shapes(self, num_experts: int) -> Shapes:
         """Return the pieces of every slot for a number of experts, made once."""
         if num_experts not in self._shapes:
-            self._shapes[num_experts] = Shapes(self.grid, num_experts, self.plan.chunks)
+            self._shapes[num_experts] = Shapes(self.grid, num_experts, self.plan.chunks, lends=self.lends)
         return self._shapes[num_experts]
 
     @cached_property
@@ -122,7 +128,9 @@ def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
     layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
     visits = even_visits(grid, **layer) if grid.nodes_per_replica else None
-    sizes = even_sizes(grid, plan.schedule, **layer, visits=visits, units=2816 // grid.etp)
+    sizes = even_sizes(
+        grid, plan.schedule, **layer, visits=visits, units=2816 // grid.etp, lends=plan.lending != "none"
+    )
     return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
 
@@ -138,6 +146,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
         "chunks",
         "peer_groups",
         "overlap_gather",
+        "lending",
         "codec",
         "backward_codec",
     ):
@@ -171,4 +180,6 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
         program = fuse_ep_etp(program)
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
+    if plan.lending == "none":
+        return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
+    return split_peers(lend(program, plan.chunks), plan.peer_groups, grid), grid

@@ -11,6 +11,7 @@ AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive",
 Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
 Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
 Order = Literal["early", "fifo", "optsche", "exact"]
+Lending = Literal["none", "shadow", "published", "spill", "least_loaded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class Plan:
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
     backward_codec: Codec = "none"
     """Of gradients that cross ep."""
+    lending: Lending = "none"
+    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
+    (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
+    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time."""
     order: Order = "optsche"
     """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
     after chunk; exact: searched, never worse than these by the durations it is given."""

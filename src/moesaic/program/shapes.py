@@ -13,7 +13,7 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Flow, Layout
+from moesaic.program.task import Layout
 
 
 class Move(NamedTuple):
@@ -62,17 +62,19 @@ class Shapes:
         grid: the mesh.
         num_experts: of the layer.
         num_chunks: parts that each run of copies is cut into.
+        lends: after these parts, each run has one more for every rank of ep, which that rank computes.
 
     Raises:
         InputError: if the experts do not split over ep.
     """
 
-    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1) -> None:
+    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1, *, lends: bool = False) -> None:
         if num_experts % grid.ep:
             raise InputError(
                 f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
             )
-        self.grid, self.num_experts, self.num_chunks = grid, num_experts, num_chunks
+        self.grid, self.num_experts, self.num_chunks, self.lends = grid, num_experts, num_chunks, lends
+        self._all_chunks = num_chunks + grid.ep * lends
         self._base = max(num_experts, grid.nodes_per_replica)
         self._pieces: dict[tuple[Layout, int], Pieces] = {}
         self._sent: dict[tuple[Move, int], Matched] = {}
@@ -103,7 +105,7 @@ class Shapes:
         """Return what a slot of a layout holds on a rank."""
         key = (layout, rank)
         if key not in self._pieces:
-            chunks = np.arange(self._chunks(layout.flow)) if layout.chunk is None else np.array([layout.chunk])
+            chunks = self._chunks(layout, rank)
             grids = np.meshgrid(self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij")
             expert, origin, chunk = (values.reshape(-1) for values in grids)
             if layout.step is not None:
@@ -115,7 +117,11 @@ class Shapes:
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """Return the numbers of pieces."""
-        return (origin * self._base + expert) * self.num_chunks + chunk
+        return (origin * self._base + expert) * self._all_chunks + chunk
+
+    def helper_chunk(self, rank: int) -> int:
+        """Return the chunk that a rank computes for others."""
+        return self.num_chunks + self.grid.coordinate(rank, "ep")
 
     def sent(self, move: Move, rank: int) -> Matched:
         """Return what a rank sends in a movement."""
@@ -149,8 +155,14 @@ class Shapes:
         for source, lots in sends.items():
             self._sent[(move, source)] = _matched(lots)
 
-    def _chunks(self, flow: Flow) -> int:
-        return self.num_chunks if flow in ("copies", "visits") else 1
+    def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
+        if layout.flow not in ("copies", "visits"):
+            return np.zeros(1, dtype=np.int64)
+        if layout.chunk is None:
+            return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
+        if layout.chunk == "lent":
+            return np.arange(self.num_chunks, self._all_chunks)
+        return np.array([self.helper_chunk(rank) if layout.chunk == "here" else layout.chunk])
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
         grid = self.grid

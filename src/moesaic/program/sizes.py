@@ -39,6 +39,8 @@ class Sizes:
         visits: (world, nodes, num_chunks) int64: distinct tokens among the copies that each origin sends to each node;
             for programs that send a token to a node once.
         units: rows into which one shard of an expert is packed when weights travel.
+        lent: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
+            for programs that lend. The first ones of a run stay with its home. None: all.
         shapes: of the same grid, experts and chunks, to share between calls; None to make them.
 
     Raises:
@@ -54,6 +56,7 @@ class Sizes:
         *,
         visits: np.ndarray | None = None,
         units: int = 0,
+        lent: np.ndarray | None = None,
         shapes: Shapes | None = None,
     ) -> None:
         if copies.ndim != 2 or copies.shape[0] != grid.world or tokens.shape != (grid.world,):
@@ -62,11 +65,16 @@ class Sizes:
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
         self.grid, self.num_chunks = grid, num_chunks
-        self.shapes = shapes or Shapes(grid, int(copies.shape[1]), num_chunks)
+        self.shapes = shapes or Shapes(grid, int(copies.shape[1]), num_chunks, lends=lent is not None)
         self.num_experts = self.shapes.num_experts
-        cuts = copies[:, :, None] * np.arange(num_chunks + 1) // num_chunks
+        if lent is None and self.shapes.lends:
+            lent = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+        staying = copies if lent is None else copies - lent.sum(2)
+        assert (staying >= 0).all(), "more copies are lent than there are"
+        cuts = np.diff(staying[:, :, None] * np.arange(num_chunks + 1) // num_chunks, axis=2)
+        self._lent = lent
         self._rows: dict[Flow, np.ndarray] = {
-            "copies": np.diff(cuts, axis=2),
+            "copies": cuts if lent is None else np.concatenate([cuts, lent], axis=2),
             "tokens": tokens.reshape(-1, 1, 1),
             "weights": np.full((grid.etp, self.num_experts, 1), units),
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
@@ -76,10 +84,25 @@ class Sizes:
         self._offsets: dict[tuple[Layout, int], np.ndarray] = {}
         self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
+        self._helped: dict[int, np.ndarray] = {}
+
+    def helped(self, rank: int) -> np.ndarray:
+        """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
+        if rank not in self._helped:
+            mates = self.grid.group(rank, ("ep", "etp"))
+            origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
+            assert self._lent is not None, "these sizes lend nothing"
+            lent = self._lent[origins, :, self.grid.coordinate(rank, "ep")]
+            self._helped[rank] = lent.sum(0) > 0
+        return self._helped[rank]
+
+    def held(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the experts whose rows or weights a slot of this layout has on a rank, ascending."""
+        return np.flatnonzero(self.helped(rank)) if layout.chunk == "here" else self.shapes.experts(layout, rank)
 
     def num_held(self, layout: Layout, rank: int) -> int:
         """Return of how many experts a slot of this layout has rows on a rank."""
-        return len(self.shapes.experts(layout, rank))
+        return len(self.held(layout, rank))
 
     def num_rows(self, layout: Layout, rank: int) -> int:
         """Return how many rows a slot of this layout has on a rank."""
@@ -91,16 +114,18 @@ class Sizes:
         if key not in self._offsets:
             pieces = self.shapes.pieces(layout, rank)
             offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
-            np.cumsum(self._rows[layout.flow][pieces.origin, pieces.expert, pieces.chunk], out=offsets[1:])
+            rows = self._rows[layout.flow][pieces.origin, pieces.expert, pieces.chunk]
+            if layout.chunk == "here" and layout.flow in ("weights", "bias"):
+                rows = rows * self.helped(rank)[pieces.expert]
+            np.cumsum(rows, out=offsets[1:])
             self._offsets[key] = offsets
         return self._offsets[key]
 
     def rows_per_expert(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the rows of each expert in a slot of copies, (experts of the layout,) int64."""
-        experts = self.shapes.experts(layout, rank)
-        rows = np.zeros(len(experts), dtype=np.int64)
-        np.add.at(rows, self.shapes.pieces(layout, rank).expert - experts[0], np.diff(self.offsets(layout, rank)))
-        return rows
+        rows = np.zeros(self.num_experts, dtype=np.int64)
+        np.add.at(rows, self.shapes.pieces(layout, rank).expert, np.diff(self.offsets(layout, rank)))
+        return rows[self.held(layout, rank)]
 
     def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return where the tokens of each copy's origin start in a slot of tokens or visits, (copies,) int64.
@@ -124,20 +149,27 @@ class Sizes:
 
     def outgoing(self, move: Move, rank: int) -> Lots:
         """Return the rows that a rank sends in a movement, those that stay among them."""
-        return _lots(self.shapes.sent(move, rank), self.offsets(move.source, rank))
+        return self._lots(move.source, move.target, self.shapes.sent(move, rank), rank)
 
     def incoming(self, move: Move, rank: int) -> Lots:
         """Return the rows that a rank receives in a movement, those that stay among them."""
-        return _lots(self.shapes.received(move, rank), self.offsets(move.target, rank))
+        return self._lots(move.target, move.source, self.shapes.received(move, rank), rank)
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""
-        matched = self.shapes.received(move, target)
-        if source not in matched.peers:
-            return 0
-        at = matched.peers.index(source)
-        places = matched.places[matched.starts[at] : matched.starts[at + 1]]
-        return int(np.diff(self.offsets(move.target, target))[places].sum())
+        incoming = self.incoming(move, target)
+        return incoming.counts[incoming.peers.index(source)] if source in incoming.peers else 0
+
+    def _lots(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Lots:
+        """Return the rows of matched pieces: a helper has weights of the experts that it helps, and of no others."""
+        offsets = self.offsets(mine, rank)
+        sizes = np.diff(offsets)[matched.places]
+        if theirs.chunk == "here" and theirs.flow in ("weights", "bias"):
+            experts = self.shapes.pieces(mine, rank).expert[matched.places]
+            cuts = zip(matched.peers, matched.starts[:-1], matched.starts[1:])
+            sizes = sizes * np.concatenate([self.helped(peer)[experts[a:b]] for peer, a, b in cuts])
+        ends = np.concatenate([[0], sizes.cumsum()])[matched.starts]
+        return Lots(matched.peers, tuple(np.diff(ends).tolist()), _expand(offsets[:-1][matched.places], sizes))
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
@@ -150,12 +182,6 @@ class Sizes:
         else:
             place = np.searchsorted(held.origin, of_copies.origin)
         return np.repeat(self.offsets(tokens, rank)[:-1][place], np.diff(offsets))
-
-
-def _lots(matched: Matched, offsets: np.ndarray) -> Lots:
-    sizes = (offsets[1:] - offsets[:-1])[matched.places]
-    ends = np.concatenate([[0], sizes.cumsum()])[matched.starts]
-    return Lots(matched.peers, tuple((ends[1:] - ends[:-1]).tolist()), _expand(offsets[:-1][matched.places], sizes))
 
 
 def _expand(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

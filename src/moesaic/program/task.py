@@ -16,6 +16,7 @@ Flow = Literal["copies", "tokens", "visits", "weights", "bias"]
 FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "weights", "bias")
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
+Chunk = int | Literal["lent", "here"]
 
 
 class State(str, Enum):
@@ -118,8 +119,9 @@ class Layout:
     """Each origin stands for its whole tensor group."""
     experts: Which = "all"
     """Only the experts that live on the rank, or on its node; else all."""
-    chunk: int | None = None
-    """Only this chunk of each run; else all."""
+    chunk: Chunk | None = None
+    """Only this chunk of each run; "lent": the chunks after these, one for each rank of ep that helps; "here": the one of
+    these that the rank itself computes. Else all."""
     step: tuple[int, int] | None = None
     """(j, n): the ranks of ep form n groups; only runs whose expert lives j groups after their origin. Else all."""
 

@@ -9,6 +9,7 @@ from moesaic.program.grid import AXES, Axis
 from moesaic.program.task import (
     FLOWS,
     WHICH,
+    Chunk,
     Flow,
     Kind,
     Lane,
@@ -120,7 +121,7 @@ def _read_slot(words: list[str]) -> Slot:
         spread=() if origins == ["own"] else tuple(map(_axis, origins)),
         whole_tp="whole-tp" in rest,
         experts=_which(rest[rest.index("at") + 1]) if "at" in rest else "all",
-        chunk=int(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
+        chunk=_chunk(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
         step=_step(rest[rest.index("step") + 1]) if "step" in rest else None,
     )
     return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))
@@ -161,6 +162,11 @@ def _which(word: str) -> Which:
         if word == which:
             return which
     raise ValueError(f"{word!r} says nowhere which experts")
+
+
+def _chunk(word: str) -> Chunk:
+    named: dict[str, Chunk] = {"lent": "lent", "here": "here"}
+    return named[word] if word in named else int(word)
 
 
 def _step(word: str) -> tuple[int, int]:

@@ -157,7 +157,8 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
 def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:
     """Return the one chunk that a task reads or writes; None if it works on none, or on several."""
     chunks = {slots[name].layout.chunk for name in (*task.reads, *task.writes)} - {None}
-    return chunks.pop() if len(chunks) == 1 else None
+    chunk = chunks.pop() if len(chunks) == 1 else None
+    return chunk if isinstance(chunk, int) else None
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:

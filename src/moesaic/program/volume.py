@@ -12,7 +12,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.links import LINKS
 from moesaic.program.links.link import Places
-from moesaic.program.shapes import Move
+from moesaic.program.shapes import Move, Shapes
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
@@ -135,6 +135,7 @@ def even_sizes(
     num_chunks: int = 1,
     visits: np.ndarray | None = None,
     units: int = 0,
+    lends: bool = False,
 ) -> Sizes:
     """Return the sizes of a call in which every expert gets equally many copies from every origin.
 
@@ -147,6 +148,7 @@ def even_sizes(
         num_chunks: as the program was cut.
         visits: as for `Sizes`.
         units: as for `Sizes`.
+        lends: the program can lend copies; none are.
 
     Raises:
         InputError: if a token has more copies than there are experts.
@@ -159,7 +161,9 @@ def even_sizes(
         run = tokens * top_k // num_experts
         share = run * (place + 1) // grid.tp - run * place // grid.tp
         own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    return Sizes(grid, np.repeat(share[:, None], num_experts, axis=1), own, num_chunks, visits=visits, units=units)
+    copies = np.repeat(share[:, None], num_experts, axis=1)
+    shapes = Shapes(grid, num_experts, num_chunks, lends=lends)
+    return Sizes(grid, copies, own, num_chunks, visits=visits, units=units, shapes=shapes)
 
 
 def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:

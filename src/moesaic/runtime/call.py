@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from moesaic.experts.experts import AbstractExperts, Weights
+from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.program.sizes import Sizes
 
 Value = Tensor | Weights
 """Of a slot: rows, or parameters of experts."""
 Environment = dict[str, Value]
 """Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+Codecs = Callable[[str], AbstractCodec]
+"""From a codec's name to what encodes."""
+
+
+@lru_cache(maxsize=64)
+def known_codec(name: str) -> AbstractCodec:
+    """Return the codec of that name with its default options, made once."""
+    return codec_named(name)
 
 
 @dataclass
@@ -29,6 +40,8 @@ class Call:
     """Multiply by the routing weight before the expert rather than after it."""
     has_empty_rows: bool = False
     """Some rows have no token: their index is negative."""
+    codecs: Codecs = known_codec
+    """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
 
 
 def kept(task_name: str) -> str:

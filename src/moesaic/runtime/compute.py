@@ -83,10 +83,11 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
 
 
 def _sum(values: list[Value]) -> Value:
-    """Add rows, or parameters one by one."""
-    if isinstance(values[0], Tensor):
+    """Add rows, or parameters one by one, of which () stands for none."""
+    if all(isinstance(value, Tensor) for value in values):
         return torch.stack(list(map(rows, values))).sum(0)
-    return tuple(torch.stack(parameters).sum(0) for parameters in zip(*values))
+    given = [value for value in (_parameters(value) for value in values) if value]
+    return given[0] if len(given) == 1 else tuple(torch.stack(parameters).sum(0) for parameters in zip(*given))
 
 
 def _places(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -101,6 +102,8 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     tokens, gates = rows(reads[0]), rows(reads[1]).squeeze(1)
     sharded, common = _weights(reads[2:])
     ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
+    if not len(ends):  # a rank that helps nobody
+        return {task.writes[0]: tokens, kept(task.name): ()}
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     gate = None if call.weight_first else gates
@@ -112,6 +115,8 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     dy, tokens, gates = rows(reads[0]), rows(reads[1]), rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])
     ends, shards = _ends(slots[task.reads[1]], tokens, call), _shards(slots[task.reads[1]], call)
+    if not len(ends):
+        return dict(zip(task.writes, (dy, gates.unsqueeze(1), *reads[3:])))
     activations = environment[kept(task.name)]
     assert not isinstance(activations, Tensor)
     seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
@@ -128,8 +133,13 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
 
 def _weights(values: list[Value]) -> tuple[Weights, Weights]:
     """Return split and common parameters from the slots that an expert task reads."""
-    found = [value if not isinstance(value, Tensor) else (value,) for value in values]
+    found = list(map(_parameters, values))
     return found[0], found[1] if len(found) > 1 else ()
+
+
+def _parameters(value: Value) -> Weights:
+    """Return parameters as a tuple: what an expert's shards hold in common travels as one tensor."""
+    return (value,) if isinstance(value, Tensor) else value
 
 
 def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:

@@ -41,7 +41,20 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
         raise InputError(
             f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"
         )
-    for codec in codecs:
+    return compiled_for(plan, grid, wire, experts)
+
+
+def compiled_for(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: AbstractExperts) -> Compiled:
+    """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent.
+
+    Args:
+        plan, grid, wire, experts: as for `fitting`.
+
+    Raises:
+        InputError: as `fitting` does, but for what only a comparison of ranks shows.
+    """
+    choices = plan if isinstance(plan, Plan) else plan.plan
+    for codec in (choices.codec, choices.backward_codec):
         codec_named(codec)
     bias = bool(experts.names[1])
     if isinstance(plan, Plan):

@@ -93,10 +93,12 @@ def _start_hop(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call:
 def _start_move(task: Task, slots: Mapping[str, Slot], environment: Environment, call: Call, tag: int) -> _Arriving:
     """Gather what goes out, make buffers for what comes in, keep what stays."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
-    value, experts = _as_rows(environment[source.name], source, target, call)
     sizes, rank = call.sizes, call.rank
     move = Move(source.layout, target.layout, task.group, reduces(source, target))
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+    held = environment[source.name]
+    value = _as_rows(source, environment, call, travels=bool(len(outgoing.rows)))
+    experts = sizes.num_held(target.layout, rank) if target.layout.flow == "weights" else None
     leaving = dict(zip(outgoing.peers, take(value, outgoing.rows).split(outgoing.counts)))
     arrived = value.new_empty(len(incoming.rows), value.shape[1])
     buffers = dict(zip(incoming.peers, arrived.split(incoming.counts)))
@@ -106,17 +108,25 @@ def _start_move(task: Task, slots: Mapping[str, Slot], environment: Environment,
     receives = {peer: buffer for peer, buffer in buffers.items() if len(buffer)}
 
     def settle() -> Value:
+        if experts is not None and move.reduce and not len(incoming.rows):
+            return ()  # nobody has computed anything for this rank's experts: no gradient, rather than one of zeros
+        if experts == 0:
+            assert not isinstance(held, Tensor)
+            return call.experts.first(held, 0)
         out = placed(arrived, incoming.rows, sizes.num_rows(target.layout, rank), move.reduce)
         return out if experts is None else call.experts.unpack(out, experts)
 
     return _Arriving(Ticket(Transfer(rank, tag, sends, receives, wire_lane(task))), settle)
 
 
-def _as_rows(value: Value, source: Slot, target: Slot, call: Call) -> tuple[Tensor, int | None]:
-    """Return what travels, and of how many experts it will be parameters (None for what is not)."""
-    if source.kind is not Kind.WEIGHT:
-        return rows(value), None
+def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor:
+    """Return a slot's value as rows to be sent. Of weights that do not travel, only what tells the width of a row."""
+    value = environment[slot.name]
+    if slot.kind is not Kind.WEIGHT:
+        return rows(value)
+    if slot.layout.flow == "bias":
+        return value if isinstance(value, Tensor) else value[0]
+    if not travels:
+        value = environment["w"]
     assert not isinstance(value, Tensor)
-    if source.layout.flow == "bias":
-        return value[0], None
-    return call.experts.pack(value), call.sizes.num_held(target.layout, call.rank)
+    return call.experts.pack(value if travels else call.experts.first(value, 1))

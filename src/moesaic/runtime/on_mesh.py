@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesaic.comm.collectives import all_gather, broadcast, share, share_of, slice_rows
+from moesaic.comm.collectives import all_gather, broadcast, share_of, slice_rows
+from moesaic.comm.deepep import DeepEP
 from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.lending import LENDERS
+from moesaic.plan.lending.lender import AbstractLender, Load
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
-from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
-from moesaic.runtime.call import Call
-from moesaic.runtime.fitting import fitting
+from moesaic.runtime.call import Call, Codecs, known_codec
+from moesaic.runtime.fitting import compiled_for, fitting
 from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.padding import pad_copies
+from moesaic.runtime.peers import Peers, check_digests
+from moesaic.runtime.sharing import shared_parameters
 from moesaic.runtime.visits import Visits, find_visits
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a layer keeps of one plan: nothing here is as large as a weight."""
+
+    compiled: Compiled
+    slices: bool
+    """Each rank of a tensor group routes a slice of its tokens."""
+    peers: Peers
+    deepep: DeepEP | None
 
 
 class OnMesh:
@@ -38,29 +53,72 @@ class OnMesh:
         plan: the choices, compiled for this mesh or not yet.
         experts: of the layer, sharded already.
         weight_first: multiply by the routing weight before the expert.
+        lender: under plans that lend copies, decides which; None takes the policy that the plan names.
 
     Raises:
         InputError: if the plan does not fit the mesh; on every rank, if they brought different plans.
     """
 
     def __init__(
-        self, grid: Grid, wire: AbstractWire, plan: Plan | Compiled, experts: AbstractExperts, weight_first: bool
+        self,
+        grid: Grid,
+        wire: AbstractWire,
+        plan: Plan | Compiled,
+        experts: AbstractExperts,
+        weight_first: bool,
+        lender: AbstractLender | None = None,
     ) -> None:
-        plan = fitting(plan, grid, wire, experts)
-        self.compiled = plan
-        self.grid, self.wire, self.rank = self.compiled.grid, wire, wire.rank
-        self.num_experts = experts.num_experts
-        self._shapes = plan.shapes(experts.num_experts)
+        compiled = fitting(plan, grid, wire, experts)
+        self._mesh, self.wire, self.rank = grid, wire, wire.rank
+        self.num_experts, self._dim, self._given_lender = experts.num_experts, experts.dim, lender
+        self.codecs: Codecs = known_codec
+        """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
         self._weight_first = weight_first
-        self._agreed = False
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._place = grid.coordinate(self.rank, "tp")
-        self._slices = plan.plan.schedule == "s1" and grid.tp > 1
-        self.peers = _Peers(wire, grid, self._slices, self.compiled.digest)
-        by_deepep = plan.plan.all_to_all == "deepep"
+        by_deepep = compiled.plan.all_to_all == "deepep"
         if by_deepep and weight_first:
             raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
-        self._deepep = open_deepep(grid, self.rank, experts.num_experts) if by_deepep else None
+        deepep = open_deepep(grid, self.rank, experts.num_experts) if by_deepep else None
+        way = self._prepare(compiled, deepep)
+        self._ways: dict[Plan | bytes, _Way] = {_key(plan): way}
+        self._enter(way)
+
+    def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
+        """Run under another plan from the next call on; see `MoE.use_plan`.
+
+        Args:
+            plan: the choices; what was made for them is kept, so that coming back costs a look-up.
+            experts: of the layer.
+
+        Raises:
+            InputError: if the plan does not fit the layer, or wants process groups that the layer does not have.
+        """
+        way = self._ways.get(_key(plan))
+        if way is None:
+            choices = plan if isinstance(plan, Plan) else plan.plan
+            if choices.all_to_all == "deepep":
+                raise InputError(
+                    "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
+                    "parallelize the layer with deepep"
+                )
+            way = self._prepare(compiled_for(plan, self._mesh, self.wire, experts), None)
+            self._ways[_key(plan)] = way
+        if way.compiled is not self.compiled:
+            self._enter(way)
+            self.peers.all_agree = False
+
+    def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
+        slices = compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+        return _Way(compiled, slices, Peers(self.wire, compiled.grid, slices, compiled.digest), deepep)
+
+    def _enter(self, way: _Way) -> None:
+        self.compiled, self.grid = way.compiled, way.compiled.grid
+        self._shapes = way.compiled.shapes(self.num_experts)
+        self._slices, self.peers, self._deepep = way.slices, way.peers, way.deepep
+        lends = way.compiled.lends
+        self._lender = (self._given_lender or LENDERS[way.compiled.plan.lending]()) if lends else None
+        self._agreed = False
 
     @property
     def loss_share(self) -> int:
@@ -102,7 +160,7 @@ class OnMesh:
             sequence_length=max(len(x_TD) // batch.num_sequences, 1),
         )
         x_mine = slice_rows(self.wire, self._tensor_group, x_TD)
-        with _shared_parameters(router, self.wire, self._tensor_group):
+        with shared_parameters(router, self.wire, self._tensor_group):
             return route(
                 router,
                 x_mine,
@@ -143,7 +201,7 @@ class OnMesh:
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
             sizes = self._sizes(*counts, visits, experts.num_units(sharded))
-            call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None)
+            call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, self.codecs)
             forward, backward = (len(p.tasks) for p in (self.compiled.forward, self.compiled.backward))
             call.first_tag = self.wire.take_tags(forward + backward)
             work = Run(self.compiled, self.wire, call, call.first_tag + forward, indices)
@@ -166,6 +224,11 @@ class OnMesh:
         """
         if not isinstance(capacity, Capacity) or not capacity.is_padded:
             return None
+        if self.compiled.lends:
+            raise InputError(
+                f"a padded capacity clashes with plan.lending={self.compiled.plan.lending}, which is decided from counts "
+                "that no rank then has: choose a capacity that is not padded, or lending none"
+            )
         if self.compiled.is_multicast:
             raise InputError(
                 "a padded capacity clashes with multicast, whose visits depend on the routing: choose another "
@@ -212,17 +275,17 @@ class OnMesh:
         return np.full((grid.world, self.num_experts), copies), np.full(grid.world, tokens)
 
     def _check_digests(self, routed: Routed) -> None:
-        """Make sure that all ranks run the same programs.
+        """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
 
         Raises:
             InputError: on every rank, if they do not.
         """
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests.cpu()
-        if bool((digests != digests[0]).any()):
-            ranks = [rank for rank, row in zip(self.peers.ranks, digests) if bool((row != digests[0]).any())]
+        check_digests(digests, self.peers.ranks)
+        if bool((digests[self.peers.place] != self.peers.digest).any()):
             raise InputError(
-                f"ranks {ranks} run another plan or mesh than rank {self.peers.ranks[0]}: give every rank the same plan"
+                "the layer's plan was changed between a forward pass and its recomputation: call MoE.use_plan between steps"
             )
         self._agreed = True
 
@@ -232,7 +295,11 @@ class OnMesh:
             told = all_gather(self.wire, tuple(range(self.grid.world)), visits.counts)
             table = torch.stack(told).cpu().numpy()
         chunks = self.compiled.plan.chunks
-        return Sizes(self.grid, copies, tokens, chunks, visits=table, units=units, shapes=self._shapes)
+        lent = None if self._lender is None else self._lender.decide(self._load(copies, units))
+        return Sizes(self.grid, copies, tokens, chunks, visits=table, units=units, lent=lent, shapes=self._shapes)
+
+    def _load(self, copies: np.ndarray, units: int) -> Load:
+        return Load(self.grid, copies, self.num_experts, units, self._dim)
 
     def _visits(self, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
         """Find the visits of the copies that this rank sends."""
@@ -251,57 +318,11 @@ def share_of_each(counts: Tensor, index: int, count: int) -> tuple[Tensor, Tenso
     return counts * index // count, counts * (index + 1) // count
 
 
-class _Peers(AbstractPeers):
-    """Ranks that route different tokens: one per data-parallel group, or all where tensor groups slice theirs."""
-
-    def __init__(self, wire: AbstractWire, grid: Grid, slices: bool, digest: bytes) -> None:
-        self._wire = wire
-        self.ranks = tuple(range(grid.world)) if slices else grid.group(wire.rank, ("dp",))
-        self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
-        self.slices = grid.tp if slices else 1
-        self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
-        self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
-
-    def gather(self, message: Tensor) -> Tensor:
-        """Gather messages over the wire."""
-        return torch.stack(all_gather(self._wire, self.ranks, message))
-
-
-def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Give every expert the same number of rows; the empty ones have no token and weight 0.
-
-    Args:
-        gates: (copies,) differentiable, expert after expert.
-        token: (copies,) int64.
-        expert: (copies,) int64, at most `rows` copies each.
-        num_experts: of the layer.
-        rows: per expert.
-
-    Returns:
-        gates and tokens, (num_experts * rows,); the token of an empty row is -1.
-    """
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
-    counts_E = counts_E.scatter_add(0, expert, torch.ones_like(expert))
-    start_E = counts_E.cumsum(0) - counts_E
-    row = expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]
-    padded = gates.new_zeros(num_experts * rows).scatter(0, row, gates)
-    return padded, torch.full_like(padded, -1, dtype=torch.int64).scatter(0, row, token)
-
-
-@contextmanager
-def _shared_parameters(module: nn.Module, wire: AbstractWire, group: tuple[int, ...]) -> Iterator[None]:
-    """Let a module's parameters be used on different tokens by the ranks of a group: their gradients are summed."""
-    held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
-    try:
-        for part, name, value in held:
-            if value is not None and value.requires_grad and torch.is_grad_enabled():
-                part._parameters[name] = share(wire, group, value)  # type: ignore[assignment]
-        yield
-    finally:
-        for part, name, value in held:
-            part._parameters[name] = value
-
-
 def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return the share that each rank of a tensor group has of its group's runs."""
     return counts * (place + 1) // size - counts * place // size
+
+
+def _key(plan: Plan | Compiled) -> Plan | bytes:
+    """Return what a plan is found by again."""
+    return plan if isinstance(plan, Plan) else plan.digest

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.wire import Transfer
-from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.links import LINKS
 from moesaic.program.links.link import Leg, Places
@@ -56,7 +55,7 @@ class Hopping:
 
 def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Parcels:
     """Encode what this rank sends, message by message."""
-    codec = _codec(task.codec)
+    codec = call.codecs(task.codec or "none")
     parcels = Parcels(value.shape[1], value.dtype, value.device, task.codec or "none")
     outgoing = call.sizes.outgoing(_move(task, slots), call.rank)
     for peer, rows in zip(outgoing.peers, take(value, outgoing.rows).split(outgoing.counts)):
@@ -71,7 +70,7 @@ def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call: 
     """Join the parcels that go to a peer in this hop to one message, and make buffers for those that come."""
     arriving = Parcels(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
     at_hand = {pair: item for parcels in held for pair, item in parcels.items.items()}
-    codec, move = _codec(arriving.codec), _move(task, slots)
+    codec, move = call.codecs(arriving.codec), _move(task, slots)
     leaving: dict[int, list[Tensor]] = {}
     order: dict[int, list[tuple[Pair, int]]] = {}
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
@@ -93,7 +92,7 @@ def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call: 
 
 def unpack(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call: Call) -> Tensor:
     """Decode what arrived and put it in place; rows that several ranks sent are summed in the order of the ranks."""
-    codec, first, move = _codec(task.codec), held[0], _move(task, slots)
+    codec, first, move = call.codecs(task.codec or "none"), held[0], _move(task, slots)
     items = {pair: item for parcels in held for pair, item in parcels.items.items()}
     incoming = call.sizes.incoming(move, call.rank)
     parts = []
@@ -112,11 +111,6 @@ def _move(task: Task, slots: Mapping[str, Slot]) -> Move:
     assert task.of is not None
     source, target = (slots[name] for name in task.of)
     return Move(source.layout, target.layout, task.group, reduces(source, target))
-
-
-@lru_cache(maxsize=64)
-def _codec(name: str) -> AbstractCodec:
-    return codec_named(name or "none")
 
 
 @lru_cache(maxsize=4096)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
+
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.plan import AllToAll, Order
+from moesaic.plan.lending.lender import AbstractLender, Lent
+from moesaic.plan.plan import AllToAll, Lending, Order
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
@@ -72,7 +75,7 @@ class Case:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
         plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
-        plain = plain and not self.capacity.is_padded
+        plain = plain and not self.capacity.is_padded and self.plan.lending == "none"
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
 
@@ -89,6 +92,17 @@ class Case:
         """Whether ranks that must agree have the same bits. Under the baseline the ranks of a tensor group send copies of
         their own, which are multiplied at different places of one product: they agree to rounding only."""
         return self.plan.schedule != "baseline" or self.grid.tp == 1
+
+    @property
+    def lender(self) -> AbstractLender | None:
+        """Lends copies at random, every kind of lending among them, under the plan "shadow"; None for the plan's policy."""
+        if self.plan.lending != "shadow":
+            return None
+        rng = np.random.default_rng(self.seed)
+        lent = rng.integers(0, 4, size=(self.grid.world, self.num_experts, self.grid.ep))
+        lent *= rng.random(lent.shape) < rng.choice([0.1, 0.5, 1.0])
+        lent[:, np.arange(self.num_experts), np.arange(self.num_experts) // (self.num_experts // self.grid.ep)] = 0
+        return Lent(lent)
 
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's batch without dim: (sequences, length)."""
@@ -140,6 +154,7 @@ def draw_plan(rng: random.Random) -> Plan:
         ),
         codec=codec,  # type: ignore[arg-type]
         backward_codec=backward_codec,  # type: ignore[arg-type]
+        lending=_mostly(rng, "none", _others(Lending, "none")) if rng.random() < 0.4 else "none",
         order=_mostly(rng, "early", _others(Order, "early")),
     )
 
@@ -180,7 +195,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
-    if even and plan.all_to_all != "multicast" and rng.random() < 0.5:
+    if even and plan.all_to_all != "multicast" and plan.lending == "none" and rng.random() < 0.5:
         longest += -longest % grid.tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
     if even:

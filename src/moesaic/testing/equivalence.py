@@ -96,7 +96,7 @@ def run_rank(
         norm: computes the norm of all gradients, where there is something that can.
     """
     layer, result = work.fresh_layer(), RankResult()
-    layer.parallelize(mesh, compiled)
+    layer.parallelize(mesh, compiled, case.lender)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)

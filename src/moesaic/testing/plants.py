@@ -25,7 +25,7 @@ from moesaic.program.links.link import Leg, Places, legs_of
 from moesaic.program.task import Op, Program, State, Task
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity
-from moesaic.runtime import compute, function, gradients, interpret, on_mesh, parcels
+from moesaic.runtime import compute, function, gradients, interpret, on_mesh, parcels, peers
 from moesaic.runtime.tape import RoutingTape
 from moesaic.runtime.visits import Visits, find_visits
 from moesaic.testing.equivalence import Patch
@@ -214,14 +214,14 @@ def drops_per_rank() -> AbstractContextManager[object]:
 
 def counted_over_tp() -> AbstractContextManager[object]:
     """Counts are exchanged over the tensor group, whose ranks have the same tokens."""
-    original = on_mesh._Peers.__init__
+    original = peers.Peers.__init__
 
     def wrapped(self: Any, wire: AbstractWire, grid: Any, *rest: Any) -> None:
         original(self, wire, grid, *rest)
         self.ranks = grid.group(wire.rank, ("tp",))
         self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
 
-    return mock.patch.object(on_mesh._Peers, "__init__", wrapped)
+    return mock.patch.object(peers.Peers, "__init__", wrapped)
 
 
 # Moving and computing

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moesaic.program.order.graph import in_order
+from moesaic.program.order.graph import chunk_numbers, in_order
 from moesaic.program.task import Op, Program, Task
 
 
 def early(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """Return the program in that order; the same on all ranks, since it reads nothing but the program."""
     slots = {slot.name: slot for slot in program.slots}
+    number = chunk_numbers(program)
 
     def rank(task: Task) -> tuple[bool, int]:
-        chunk = slots[task.reads[0]].layout.chunk
+        chunk = number(slots[task.writes[0]].layout)
         return task.op not in (Op.MOVE, Op.HOP), -1 if chunk is None else chunk
 
     return replace(program, tasks=in_order(program, rank))

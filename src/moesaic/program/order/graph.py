@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from moesaic.program.task import Program, Task
+from moesaic.program.task import Layout, Op, Program, Task
 
 
 def predecessors(program: Program) -> list[tuple[int, ...]]:
@@ -45,3 +45,20 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
                 heapq.heappush(ready, (rank(program.tasks[other]), other))
     assert len(ordered) == len(program.tasks), f"{program.name}: some tasks wait for each other"
     return tuple(ordered)
+
+
+def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
+    """Return what numbers the chunk of a layout, None where it is not one.
+
+    Lent copies come last in a forward program, where their experts wait for weights to arrive. They come first in a backward
+    one, so that the weights' gradients travel home behind everything else (FasterMoE, He et al., PPoPP 2022, section 4.2).
+    """
+    backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
+    last = 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
+
+    def number(layout: Layout) -> int | None:
+        if isinstance(layout.chunk, str):
+            return 0 if backward else last
+        return layout.chunk if layout.chunk is None else layout.chunk + backward
+
+    return number

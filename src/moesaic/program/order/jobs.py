@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from moesaic.program.order.graph import predecessors, successors
+from moesaic.program.order.graph import chunk_numbers, predecessors, successors
 from moesaic.program.task import Lane, Layout, Program
 from moesaic.program.timeline import Free, durations, resource
 
@@ -136,8 +136,10 @@ def _parts(program: Program) -> dict[int, list[int]]:
     slots = {slot.name: slot for slot in program.slots}
     has_chunks = any(slot.layout.chunk is not None for slot in program.slots)
 
+    chunk = chunk_numbers(program)
+
     def number(layout: Layout) -> int | None:
-        return layout.chunk if has_chunks else layout.step and layout.step[0]
+        return chunk(layout) if has_chunks else layout.step and layout.step[0]
 
     parts: dict[int, list[int]] = {}
     for job, task in enumerate(program.tasks):

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import IntEnum
 
-from moesaic.program.order.graph import in_order, predecessors
+from moesaic.program.order.graph import chunk_numbers, in_order, predecessors
 from moesaic.program.task import Lane, Layout, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
@@ -77,8 +77,11 @@ def _parts(program: Program) -> dict[str, int]:
     """Return the place of the chunk, or step of peers, that each task works on; before or behind all if of several."""
     slots = {slot.name: slot for slot in program.slots}
 
+    number = chunk_numbers(program)
+
     def part(layout: Layout) -> tuple[int, int]:
-        return -1 if layout.chunk is None else layout.chunk, -1 if layout.step is None else layout.step[0]
+        chunk = number(layout)
+        return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
 
     whole = (-1, -1)
     found = {

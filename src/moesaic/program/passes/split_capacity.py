@@ -6,7 +6,6 @@ expert) run is cut into contiguous parts, nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.errors import InputError
@@ -33,7 +32,7 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
         raise InputError("split_capacity: the program is chunked already: choose the number of chunks in one pass")
     if num_chunks == 1:
         return program
-    parts = [Part(f".{chunk}", _chunk(chunk)) for chunk in range(num_chunks)]
+    parts = [chunk_part(chunk) for chunk in range(num_chunks)]
     whole = split_stretch(program, to_experts_and_back(program), parts)
     return replace(whole, name=f"{program.name}, {num_chunks} chunks")
 
@@ -56,8 +55,10 @@ def to_experts_and_back(program: Program) -> list[str]:
     return [task.name for task in program.tasks[moved[0] : moved[-1] + 1]]
 
 
-def _chunk(chunk: int) -> Callable[[Layout], Layout]:
+def chunk_part(chunk: int) -> Part:
+    """Return the part that is one chunk of every run."""
+
     def cut(layout: Layout) -> Layout:
         return replace(layout, chunk=chunk)
 
-    return cut
+    return Part(f".{chunk}", cut)

@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.passes.parts import Part, split_stretch
 from moesaic.program.passes.split_capacity import to_experts_and_back
-from moesaic.program.task import Layout, Program
+from moesaic.program.task import Chunk, Layout, Program
 
 
 def split_peers(program: Program, groups: int, grid: Grid) -> Program:
@@ -39,7 +39,7 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
             "group: choose plan.peer_groups=1 or another plan.all_to_all"
         )
     parts = [Part(f"~{step}", steps(step, groups)) for step in range(groups)]
-    numbered = sorted({slot.layout.chunk for slot in program.slots if slot.layout.chunk is not None})
+    numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
     chunks: list[int | None] = [*numbered] or [None]
     for chunk in chunks:
         names = to_experts_and_back(program)
@@ -58,6 +58,6 @@ def steps(step: int, groups: int) -> Callable[[Layout], Layout]:
     return cut
 
 
-def _chunk_of(program: Program, task_name: str) -> int | None:
+def _chunk_of(program: Program, task_name: str) -> Chunk | None:
     task = next(task for task in program.tasks if task.name == task_name)
     return program.slot(task.writes[0]).layout.chunk

@@ -1,0 +1,105 @@
+"""The cases of `moesaic bench device`: shapes, and inputs that make any linear router choose what the case asks for.
+
+A token's first features are its logits, and a router's matrix is the identity on them: every layer in the comparison runs
+its own, unchanged router, and all of them route alike. Balanced: token t chooses the experts after `top_k * t`, in turn.
+Zipf 0.7: the logit of expert i is -0.7 ln i plus unit normal noise; the fullest expert then has 2.3 (8 experts), 7.7 (32)
+and 6.5 (64) times the mean load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.layer import MoE
+from moesaic.routing.gates import SoftmaxTopK
+
+Routed = Literal["balanced", "zipf"]
+ZIPF_EXPONENT = 0.7
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = ("gelu", "swiglu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One layer and the tokens that it gets."""
+
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+    @property
+    def name(self) -> str:
+        """As claims name it."""
+        return f"t{self.tokens}_d{self.dim}_h{self.hidden}_e{self.experts}_k{self.top_k}"
+
+
+SHAPES = (
+    Shape(tokens=2048, dim=512, hidden=1024, experts=8, top_k=2),
+    Shape(tokens=2048, dim=512, hidden=1024, experts=32, top_k=2),
+    Shape(tokens=4096, dim=512, hidden=256, experts=64, top_k=8),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One cell of the table."""
+
+    shape: Shape
+    dtype: str
+    activation: str
+    routed: Routed
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of activations and weights; a router computes in float32."""
+        return DTYPES[self.dtype]
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens, which want a gradient, and the gradient of the result: (tokens, dim) both."""
+        shape, generator = self.shape, torch.Generator().manual_seed(0)
+        x = torch.randn(shape.tokens, shape.dim, generator=generator)
+        logits = torch.randn(shape.tokens, shape.experts, generator=generator)
+        if self.routed == "zipf":
+            logits -= ZIPF_EXPONENT * torch.arange(1, shape.experts + 1).log()
+        else:
+            first = shape.top_k * torch.arange(shape.tokens).unsqueeze(1)
+            chosen = (first + torch.arange(shape.top_k)) % shape.experts
+            logits = (0.1 * logits).scatter_add(1, chosen, torch.full(chosen.shape, 2.0))
+        x[:, : shape.experts] = logits
+        dy = torch.randn(shape.tokens, shape.dim, generator=generator)
+        return x.to(self.torch_dtype).requires_grad_(), dy.to(self.torch_dtype)
+
+    def layer(self) -> MoE:
+        """Return our layer, as a user makes it, its router steered by the inputs."""
+        shape = self.shape
+        torch.manual_seed(0)
+        layer = MoE(shape.dim, shape.hidden, shape.experts, shape.top_k, experts=self.activation)
+        assert isinstance(layer.router, SoftmaxTopK)
+        with torch.no_grad():
+            layer.router.weight.copy_(torch.eye(shape.experts, shape.dim))
+        return layer.to(self.torch_dtype)
+
+
+def cases(shapes: tuple[Shape, ...] = SHAPES) -> list[Case]:
+    """Return every cell of the table."""
+    return [
+        Case(shape=shape, dtype=dtype, activation=activation, routed=routed)
+        for shape in shapes
+        for dtype in DTYPES
+        for activation in ACTIVATIONS
+        for routed in ("balanced", "zipf")
+    ]
+
+
+def step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """Run forward and backward with the input's gradient, from cleared gradients, as a training step does."""
+    x.grad = None
+    for parameter in module.parameters():
+        parameter.grad = None
+    module(x).backward(dy)

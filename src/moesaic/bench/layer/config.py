@@ -1,0 +1,227 @@
+"""What the layer benchmark runs: read from a file, so that shapes, links and the virtual rate are fixed before measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.configfile import override, read_table, suggestion
+from moesaic.errors import InputError
+from moesaic.plan.plan import AllToAll, Codec, Order
+from moesaic.testbed.bed import Bed
+
+COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
+PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")
+"""Parts of the benchmark, as a user asks for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A bed, the accelerators on it and the layer that runs there: what all parts share."""
+
+    nodes: int = 4
+    """Nodes of the bed."""
+    ranks_per_node: int = 4
+    """Ranks on each."""
+    inter: str = "200mbit"
+    """Rate of each node's link, each direction."""
+    intra: str | None = None
+    """Rate of `lo` inside each node; None: unshaped."""
+    gflops: float = 10.0
+    """Of each rank's virtual accelerator, in units of 1e9 per second."""
+    coded_mb_per_second: float = 200.0
+    """Rows that it encodes or decodes, in units of 1e6 bytes per second."""
+    dim: int = 256
+    """Width of a token."""
+    hidden: int = 1024
+    """Inner width of an expert, of two matrices."""
+    num_experts: int = 16
+    """Of the layer."""
+    top_k: int = 2
+    """Copies per token."""
+    tokens_per_rank: int = 64
+    """A tensor group of tp ranks has tp times as many."""
+    repeats: int = 8
+    """How often each method is timed."""
+    pairs: int = 30
+    """How often methods are timed whose times are less than 1.10 apart."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise InputError(f"{each.name}={value}: must be above 0")
+        if self.tokens_per_rank % self.num_experts:
+            raise InputError(
+                f"tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts={self.num_experts}, so that loads "
+                "are balanced"
+            )
+        if self.top_k > self.num_experts:
+            raise InputError(f"top_k={self.top_k} of num_experts={self.num_experts}")
+        _ = self.bed
+
+    @property
+    def bed(self) -> Bed:
+        """The emulated cluster."""
+        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules(Place):
+    """Every schedule over sizes of tp and etp."""
+
+    tp: tuple[int, ...] = (1, 2, 4)
+    """Ranks that hold the same tokens."""
+    etp: tuple[int, ...] = (1, 2, 4)
+    """Shards of an expert."""
+    trial_plans: int = 3
+    """Plans, the best by prediction, that the search tries."""
+    trial_repeats: int = 3
+    """How often it tries each."""
+    margin: float = 0.06
+    """The best of ted, s1 and s2 by prediction is chosen unless another plan's trial is shorter by more than this share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveR(Place):
+    """Tutel's r over capacity factors, for one size of weights."""
+
+    name: str = "base"
+    """Of the size."""
+    etp: int = 4
+    """Shards of an expert; ep takes the other ranks."""
+    factors: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    """Capacity factors, padded: rows that each expert takes over the mean load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelining(Place):
+    """Numbers of chunks, in OptSche's order."""
+
+    chunks: tuple[int, ...] = (1, 2, 4, 8)
+    """Tutel's pipelining degree."""
+    codecs: tuple[Codec, ...] = ("none", "zfp")
+    """Each with all of the above, both directions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders(Place):
+    """Orders of the tasks of one program."""
+
+    orders: tuple[Order, ...] = ("optsche", "fifo", "early", "exact")
+    """The first one is what the others are compared with."""
+    chunks: int = 2
+    """Of the program."""
+    all_to_all: AllToAll = "linear"
+    codec: Codec = "none"
+    """In both directions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs(Place):
+    """All codecs."""
+
+    codecs: tuple[Codec, ...] = ("none", "bf16", "int8", "fp8", "zfp")
+    """In both directions."""
+    chunks: int = 2
+    """Of each plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(Place):
+    """ScheMoE's steps, one on top of the other."""
+
+    codec: Codec = "zfp"
+    """In both directions, as its code has it."""
+    chunks: int = 2
+    """Of the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole benchmark; None where a part is left out."""
+
+    warmup: int = 1
+    """Rounds before those that count."""
+    seed: int = 0
+    """Of the routing."""
+    schedules: Schedules | None = None
+    adaptive_r: tuple[AdaptiveR, ...] = ()
+    pipelining: Pipelining | None = None
+    orders: tuple[Orders, ...] = ()
+    """They belong to pipelining."""
+    codecs: Codecs | None = None
+    ablation: Ablation | None = None
+
+    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> Config:
+        """Return the part of the benchmark that was asked for.
+
+        Args:
+            only: parts; () for all.
+            repeats: of every method, the close ones too; None as the file says.
+
+        Raises:
+            InputError: for a part that the configuration does not have, or repeats below 1.
+        """
+        for name in only:
+            if name not in PARTS:
+                raise InputError(f"--only {name}: unknown part{suggestion(name, list(PARTS))}")
+            if not getattr(self, name):
+                raise InputError(f"--only {name}: the configuration has no such part: add a table of that name")
+        wanted = only or PARTS
+        kept = {name: getattr(self, name) for name in TABLES if ("pipelining" if name == "orders" else name) in wanted}
+        changes: dict[str, Any] = {name: () if name in LISTS else None for name in TABLES} | kept
+        if repeats is not None:
+            changes = {name: _repeated(value, repeats) for name, value in changes.items()}
+        return replace(self, **changes)
+
+
+TABLES: dict[str, type[Place]] = {
+    "schedules": Schedules,
+    "adaptive_r": AdaptiveR,
+    "pipelining": Pipelining,
+    "orders": Orders,
+    "codecs": Codecs,
+    "ablation": Ablation,
+}
+"""Of the file."""
+LISTS = ("adaptive_r", "orders")
+"""Those of which a file may have several."""
+
+
+def read_config(path: Path = COMMITTED) -> Config:
+    """Read the benchmark from a TOML or JSON file: fields of `Config`, and a table, or a list of them, for each part.
+
+    Raises:
+        InputError: naming the file and the field.
+    """
+    table = read_table(path)
+    source = f"config {path}"
+    parts: dict[str, Any] = {}
+    for name, kind in TABLES.items():
+        if name not in table:
+            continue
+        value = table.pop(name)
+        if name in LISTS:
+            if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+                raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
+            parts[name] = tuple(
+                override(kind(), each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value)
+            )
+        elif isinstance(value, dict):
+            parts[name] = override(kind(), value, source=source, prefix=f"{name}.")
+        else:
+            raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
+    plain = ("warmup", "seed")
+    unknown = [name for name in table if name not in plain]
+    if unknown:
+        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], [*TABLES, *plain])}")
+    return replace(override(Config(), table, source=source), **parts)
+
+
+def _repeated(part: Any, repeats: int) -> Any:
+    """Return a part, or several, or none, with another number of repeats."""
+    if isinstance(part, tuple):
+        return tuple(_repeated(each, repeats) for each in part)
+    return part and replace(part, repeats=repeats, pairs=repeats)

@@ -1,0 +1,67 @@
+"""Which plans do the same on a mesh: where a group is one rank, schedules differ in name only, and are timed once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from moesaic.plan import Compiled
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Layout, Op, Program, Task
+from moesaic.program.validate import reduces
+
+
+def distinct(plans: Mapping[str, Compiled], *, in_order: bool = False) -> tuple[dict[str, Compiled], dict[str, str]]:
+    """Return the plans that differ in what they do, and for each other one the name of that which does the same.
+
+    Args:
+        plans: by name, of one mesh.
+        in_order: plans that do the same in another order differ.
+    """
+    of_work: dict[Hashable, str] = {}
+    same = {}
+    for name, compiled in plans.items():
+        first = of_work.setdefault(work(compiled, in_order), name)
+        if first != name:
+            same[name] = first
+    return {name: plans[name] for name in of_work.values()}, same
+
+
+def work(compiled: Compiled, in_order: bool) -> Hashable:
+    """Return what a plan does: its tasks without names and without those that do nothing on its mesh.
+
+    Without their order, tasks are told apart by what they read and write; what they wait for follows from that.
+    """
+    found: list[Hashable] = []
+    for program in (compiled.forward, compiled.backward):
+        tasks = [_work_of(task, program, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
+        found.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
+    return tuple(found)
+
+
+def _is_idle(task: Task, grid: Grid) -> bool:
+    return task.op in (Op.MOVE, Op.SCALE) and _size(grid, task.group) == 1
+
+
+def _work_of(task: Task, program: Program, grid: Grid) -> Hashable:
+    ends = task.of or (task.reads[0], task.writes[0])
+    source, target = (program.slot(name) for name in ends)
+    reads = tuple(_where(program.slot(name).layout, grid) for name in task.reads)
+    writes = tuple(_where(program.slot(name).layout, grid) for name in task.writes)
+    group = tuple(axis for axis in task.group if _size(grid, (axis,)) > 1)
+    sums = task.op in (Op.MOVE, Op.UNPACK) and grid.etp > 1 and reduces(source, target)
+    kinds = tuple(program.slot(name).kind for name in (*task.reads, *task.writes))
+    power = task.power if task.op is Op.SCALE else 0
+    return task.op, task.lane, group, task.link, task.codec, task.hop, sums, power, kinds, reads, writes
+
+
+def _where(layout: Layout, grid: Grid) -> Layout:
+    """Return a layout without what makes no difference: axes of one rank, tensor groups of one."""
+    spread = tuple(axis for axis in layout.spread if _size(grid, (axis,)) > 1)
+    return replace(layout, spread=spread, whole_tp=layout.whole_tp and grid.tp > 1)
+
+
+def _size(grid: Grid, group: tuple[Axis, ...]) -> int:
+    return math.prod(grid.size(axis) for axis in group)

@@ -1,0 +1,84 @@
+"""What the training benchmark claims: ratios of paired steps, held against targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesaic.bench.measure import Ratio
+from moesaic.bench.peers.absence import absence
+from moesaic.bench.train import Cell, Outcome, Results, ratio
+from moesaic.report.claims import Claim
+
+LEAST, MANY = 12, 30
+"""Pairs under any ratio, and under one above 0.9."""
+TARGET = 0.67
+
+
+def claims(results: Results) -> list[Claim]:
+    """Return all claims, also those that this run did not measure."""
+    demo, top8 = _case(results.cells, "demo"), _case(results.cells, "demo top 8")
+    inference, beside = _case(results.cells, "demo inference"), _case(results.cells, "demo beside DeepSpeed")
+    return [
+        _over("train.step_over_torch_ep", demo, "plain", TARGET),
+        _over("train.step_over_deepspeed", beside, "deepspeed", TARGET),
+        _over("train.step_over_torch_ep_own_exchange", demo, "plain", None, exchange="torch's"),
+        _over("train.step_over_deepspeed_own_exchange", beside, "deepspeed", None, exchange="torch's"),
+        _over("train.coded_step_over_torch_ep", demo, "plain", None, coded=True),
+        _over("train.top8.step_over_torch_ep", top8, "plain", TARGET),
+        _over("train.inference_over_torch_ep", inference, "plain", None),
+        _flexible(results),
+    ]
+
+
+def coded(cell: Cell) -> Outcome | None:
+    """Return our fastest coded plan that was timed."""
+    found = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _case(cells: Sequence[Cell], name: str) -> Cell | None:
+    return next((cell for cell in cells if cell.case.name == name), None)
+
+
+def _over(
+    name: str,
+    cell: Cell | None,
+    kind: str,
+    target: float | None,
+    *,
+    exchange: str = "receive-first",
+    coded: bool = False,
+) -> Claim:
+    """Return our step over a peer's; without a value where one of them was not timed, or not often enough."""
+    found = _ratio(cell, kind, exchange, coded)
+    value, reason = (None, found) if isinstance(found, str) else (found.median, "")
+    return Claim(name=name, value=value, unit="1", target=target, op="<=", reason=reason)
+
+
+def _ratio(cell: Cell | None, kind: str, exchange: str, of_coded: bool) -> Ratio | str:
+    """Return the ratio, or why there is none."""
+    if cell is None:
+        return "its case was not run"
+    ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
+    if peer is None:
+        return (absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}"
+    if ours is None:
+        return "the case has no such plan of ours"
+    found = ratio(cell, ours, peer)
+    if found.repeats < LEAST:
+        return f"{found.repeats} pairs, {LEAST} are needed"
+    if found.median > 0.9 and found.repeats < MANY:
+        return f"{found.median:.2f} on {found.repeats} pairs; a ratio above 0.9 needs {MANY}"
+    return found
+
+
+def _flexible(results: Results) -> Claim:
+    """Return how much more throughput ordering by expert gives on the largest world, the ordering included."""
+    name = "train.flexible_layout_speedup"
+    if not results.layout:
+        return Claim(name=name, value=None, unit="1", target=None, op=">=", reason="the layouts were left out")
+    from moesaic.bench.train_layout import BY_SOURCE, ORDERED
+
+    last = max(results.layout, key=lambda point: point.world)
+    value = last.timings[BY_SOURCE].median / last.timings[ORDERED].median
+    return Claim(name=name, value=value, unit="1", target=None, op=">=")

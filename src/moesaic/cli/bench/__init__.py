@@ -1,0 +1,32 @@
+"""`moesaic bench`: measured comparisons, each with a table, JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from moesaic.errors import InputError
+
+BENCHES = {
+    "comm": "all-to-alls on an emulated cluster, beside the limit of its links",
+    "layer": "schedules, adaptive r, pipelining, codecs and orders on an emulated cluster, with virtual compute",
+    "train": "the demo model end to end on an emulated cluster, beside plain expert parallelism and DeepSpeed",
+}
+"""Benchmarks; each lives in `moesaic.cli.bench.<name>` and has `run(arguments) -> exit code`."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one benchmark; returns its exit code."""
+    words = list(arguments)
+    if not words or words[0] in ("-h", "--help"):
+        lines = [f"  {name:<8} {summary}" for name, summary in BENCHES.items()]
+        print(
+            "\n".join(
+                ["usage: moesaic bench WHAT ...", "", *lines, "", "moesaic bench WHAT --help tells what it takes."]
+            )
+        )
+        return 0
+    if words[0] not in BENCHES:
+        raise InputError(f"unknown benchmark {words[0]}: choose one of {', '.join(BENCHES)}")
+    code: int = import_module(f"moesaic.cli.bench.{words[0]}").run(words[1:])
+    return code

@@ -1,0 +1,72 @@
+"""`moesaic bench layer`: ways to run one MoE layer, in turn on an emulated cluster, with virtual compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    config: str | None = None
+    """Beds, shapes and virtual rates from this TOML file; the committed one if not given."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+    picture: str | None = None
+    """Draw the results into this .html or .svg file."""
+    svg: str | None = None
+    """Also draw them into this folder, as layer.svg: for documentation."""
+    only: str | None = None
+    """Only these parts: schedules, adaptive_r, pipelining, codecs, ablation; several as "codecs,ablation"."""
+    repeats: int | None = None
+    """How often each method is timed, everywhere; ratios near 1 are claimed from 30 on only."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure; returns the exit code."""
+    description = "Measure ways to run an MoE layer in turn on an emulated cluster, with virtual compute."
+    options = parse(Options, arguments, prog="moesaic bench layer", description=description)
+    from moesaic.bench.layer.claims import claims
+    from moesaic.bench.layer.config import COMMITTED, read_config
+    from moesaic.bench.layer.pictures import panels
+    from moesaic.bench.layer.rows import NOTES, all_rows, tables
+    from moesaic.bench.layer.run import run as measure
+    from moesaic.bench.pictures import check_picture, write_picture
+    from moesaic.bench.tables import claims_table
+    from moesaic.report.claims import Measurement
+    from moesaic.testbed import refusal
+
+    config = read_config(Path(options.config) if options.config else COMMITTED)
+    config = config.narrowed(only=tuple(options.only.split(",")) if options.only else (), repeats=options.repeats)
+    pictures = [Path(options.picture)] if options.picture else []
+    pictures += [Path(options.svg) / "layer.svg"] if options.svg else []
+    for path in pictures:
+        check_picture(path)
+    missing = refusal()
+    if missing:
+        raise InputError(f"no emulated cluster on this machine: {missing}")
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        cells = measure(config, lambda what, done: bar.update(task, description=f"{done} done; {what}"))
+    found = claims(cells)
+    shown = Console(stderr=options.json == "-")
+    for each in tables(cells):
+        shown.print(each)
+    shown.print(claims_table(found))
+    if options.json:
+        Measurement(rows=all_rows(cells), claims=found, notes=NOTES).write(options.json)
+    for path in pictures:
+        write_picture(path, "One MoE layer over emulated links, virtual compute", panels(cells), NOTES)
+        console.print(f"wrote {path}")
+    return 0

@@ -1,0 +1,75 @@
+"""`moesaic bench train`: the demo model end to end on an emulated cluster, beside the layers of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    config: str | None = None
+    """Cases and plans from this TOML file; the committed one if not given."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+    picture: str | None = None
+    """Draw the results into this .html or .svg file."""
+    svg: str | None = None
+    """Also draw them into this folder, as train.svg: for documentation."""
+    repeats: int | None = None
+    """How often each system is timed, everywhere; claims need 12, and 30 for ratios above 0.9."""
+    only: str | None = None
+    """Only these cases, by name, as "demo,layout"."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure; returns the exit code."""
+    description = "Train the demo model on an emulated cluster, its MoE layers by our plans and by others, in turn."
+    options = parse(Options, arguments, prog="moesaic bench train", description=description)
+    from moesaic.bench.pictures import check_picture, write_picture
+    from moesaic.bench.tables import claims_table
+    from moesaic.bench.train import NOTES, measurement_rows, tables
+    from moesaic.bench.train import run as measure
+    from moesaic.bench.train_claims import claims
+    from moesaic.bench.train_config import COMMITTED, read_config
+    from moesaic.bench.train_pictures import panels
+    from moesaic.report.claims import Measurement
+    from moesaic.testbed import refusal
+
+    config = read_config(Path(options.config) if options.config else COMMITTED)
+    config = config.narrowed(only=tuple(options.only.split(",")) if options.only else (), repeats=options.repeats)
+    pictures = [Path(options.picture)] if options.picture else []
+    pictures += [Path(options.svg) / "train.svg"] if options.svg else []
+    for path in pictures:
+        check_picture(path)
+    missing = refusal() if config.cases else None
+    if missing:
+        raise InputError(f"no emulated cluster on this machine: {missing}")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        results = measure(
+            config, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        )
+    found = claims(results)
+    shown = Console(stderr=options.json == "-")
+    for each in tables(results):
+        shown.print(each)
+    shown.print(claims_table(found))
+    if options.json:
+        packages = ("torch", "numpy", "deepspeed")
+        Measurement(rows=measurement_rows(results), claims=found, notes=NOTES, packages=packages).write(options.json)
+    for path in pictures:
+        write_picture(path, "The demo model over emulated links", panels(results), NOTES, columns=2)
+        console.print(f"wrote {path}")
+    return 0

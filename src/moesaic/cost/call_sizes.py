@@ -1,0 +1,100 @@
+"""From counts per data-parallel group to the `Sizes` of a call, for any program: who of a tensor group sends what."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.cost.workload import Workload, uniform_counts
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+from moesaic.program.shapes import Shapes
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Op, Program
+
+
+def chunks_of(program: Program) -> int:
+    """Return into how many chunks a program cuts each run of copies."""
+    return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
+
+
+def is_redundant(program: Program) -> bool:
+    """Whether every rank of a tensor group sends all tokens of the group, as the baseline does."""
+    return any(task.op is Op.SCALE and task.group == ("tp",) for task in program.tasks)
+
+
+def sizes_of(
+    program: Program,
+    workload: Workload,
+    grid: Grid,
+    counts: np.ndarray | None = None,
+    *,
+    lent: np.ndarray | None = None,
+    shapes: Shapes | None = None,
+) -> Sizes:
+    """Return the sizes of a call.
+
+    Ranks of a tensor group share each run of copies evenly, in contiguous parts. The distinct tokens among the copies for
+    a node, which multicast sends, are estimated: a token's experts are taken as drawn one after the other.
+
+    Args:
+        program: forward or backward.
+        workload: of the layer.
+        grid: the mesh, etp factored as the plan wants it.
+        counts: (dp, num_experts) copies that each data-parallel group sends to each expert; None: even ones.
+        lent: as for `Sizes`, for programs that lend copies; None: none is lent.
+        shapes: of the same grid, experts and chunks (`Compiled.shapes`), to share between calls: most of the cost.
+
+    Raises:
+        InputError: if the counts do not fit the mesh.
+    """
+    if counts is None:
+        counts = uniform_counts(grid.dp, workload)
+    if counts.shape != (grid.dp, workload.num_experts):
+        raise InputError(
+            f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
+            f"give ({grid.dp}, {workload.num_experts})"
+        )
+    ranks = np.arange(grid.world)
+    group, place = ranks // grid.tp, ranks % grid.tp
+    tokens = np.full(grid.world, workload.tokens)
+    share = 1
+    if is_redundant(program):
+        copies = counts[group]
+    else:
+        share = grid.tp
+        high, low = (place + 1)[:, None], place[:, None]
+        copies = counts[group] * high // grid.tp - counts[group] * low // grid.tp
+        tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
+    visits = None
+    if any(slot.layout.flow == "visits" for slot in program.slots):
+        visits = _visits(copies, workload, share, grid, chunks_of(program))
+    if lent is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
+        lent = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
+    units = max(1, workload.hidden // grid.etp)
+    return Sizes(grid, copies, tokens, chunks_of(program), visits=visits, units=units, lent=lent, shapes=shapes)
+
+
+def visits_per_node(workload: Workload, nodes: int, chunks: int) -> float:
+    """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
+
+    A token with k of E experts has one on a node of E / nodes experts with probability 1 - C(E - E / nodes, k) / C(E, k).
+    """
+    experts = workload.num_experts
+    elsewhere, nowhere = experts - experts // nodes, 1.0
+    for taken in range(workload.top_k):
+        nowhere *= max(elsewhere - taken, 0) / (experts - taken)
+    each = min(workload.tokens * (1 - nowhere ** (1 / chunks)), workload.copies / chunks / nodes)
+    return each * chunks
+
+
+def _visits(copies: np.ndarray, workload: Workload, share: int, grid: Grid, chunks: int) -> np.ndarray:
+    """Return the expected visits, (world, nodes, chunks) int64."""
+    nodes = grid.nodes_per_replica
+    there = copies.reshape(len(copies), nodes, -1).sum(axis=2)
+    even = workload.copies / share / nodes
+    per_copy = visits_per_node(workload, nodes, chunks) / chunks / share
+    tokens = workload.tokens / share
+    most = there / chunks
+    expected = tokens * (1 - (1 - min(per_copy / tokens, 1.0)) ** (there / even)) if even else most
+    each = np.minimum(np.maximum(expected, most / workload.top_k), most)
+    return np.repeat(np.rint(each).astype(np.int64)[:, :, None], chunks, axis=2)

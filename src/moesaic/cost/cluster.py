@@ -1,0 +1,258 @@
+"""`ClusterSpec`: what of a cluster decides how long a layer takes: its devices, its links, its hosts. Data, no torch.
+
+Links form a tree of levels (a device's own, its socket's, its node's, its leaf switch's), each one directed link up and
+one down, plus direct links between pairs of devices. A message climbs from its source to the first switch above both
+ends and comes down again. `topology.py` makes the graph of it, `cluster_file.py` reads it from TOML.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Literal
+
+from moesaic.errors import InputError
+
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of an element by dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A level of the tree: every run of `devices` consecutive devices has one link up and one down, out of the run."""
+
+    name: str
+    """Shown where it is the bottleneck: nvlink, pcie, nic, leaf."""
+    devices: int
+    """Consecutive devices behind each of these links: 1 for a device's own, all of a node's for a node's only NIC."""
+    gbps: tuple[float, ...]
+    """Rate in each direction, gigabits per second: one for all, one per link of a node, or one per link of the cluster."""
+    latency_us: float = 0.0
+    """Microseconds that a movement which uses the link takes longer, once, whatever the number of messages."""
+    message_us: float = 0.0
+    """Microseconds that the link is taken by each message besides its bytes: the start-up cost paid per message in turn."""
+    carries: Literal["all", "inside", "outside"] = "all"
+    """Which messages use it: those between devices of one node, those between nodes, or both. NVLink beside a NIC per
+    device is two levels of one device each, the one inside and the other outside."""
+    shared: bool = False
+    """One medium for all messages between devices of the run, both directions together, in place of links out of it:
+    a bus, the loopback interface of a host."""
+    units: tuple[int, ...] = ()
+    """Which of these links each node hangs on, where nodes do not fill them in equal runs; () where they do."""
+
+    def __post_init__(self) -> None:
+        where = f"cluster link {self.name!r}"
+        if self.devices < 1:
+            raise InputError(f"{where}: devices={self.devices}: must be at least 1")
+        if not self.gbps:
+            raise InputError(f"{where}: gbps is missing: give gigabits per second, each direction")
+        for rate in self.gbps:
+            check_above_zero(f"{where}: gbps", rate)
+        for name in ("latency_us", "message_us"):
+            check_not_negative(f"{where}: {name}", getattr(self, name))
+
+    def rate(self, unit: int) -> float:
+        """Return bytes per second of one of the links, each direction."""
+        return self.gbps[unit % len(self.gbps)] * 1e9 / 8
+
+    @property
+    def slowest(self) -> float:
+        """Bytes per second of the slowest of the links."""
+        return min(self.gbps) * 1e9 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A direct link between two devices of every node, used in place of the tree: an NVLink bridge."""
+
+    devices: tuple[int, int]
+    """The two, counted within the node from 0."""
+    gbps: float
+    """Rate in each direction, gigabits per second."""
+    latency_us: float = 0.0
+    """As of `Link`."""
+    message_us: float = 0.0
+    """As of `Link`."""
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != 2 or self.devices[0] == self.devices[1] or min(self.devices) < 0:
+            raise InputError(f"cluster peers: devices={list(self.devices)}: give two different devices of a node")
+        check_above_zero(f"cluster peers {list(self.devices)}: gbps", self.gbps)
+        for name in ("latency_us", "message_us"):
+            check_not_negative(f"cluster peers {list(self.devices)}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tflops:
+    """Dense matrix products that a device reaches with large matrices, 10^12 operations per second; 0: not known."""
+
+    fp64: float = 0.0
+    fp32: float = 0.0
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    fp8: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_not_negative(f"cluster.device.tflops.{each.name}", getattr(self, each.name))
+        if not any(getattr(self, each.name) for each in fields(self)):
+            raise InputError("cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say")
+
+    def of(self, dtype: str) -> float:
+        """Return operations per second.
+
+        Raises:
+            InputError: if the rate of this dtype is not known.
+        """
+        rate = getattr(self, dtype, 0.0)
+        if not rate:
+            known = ", ".join(each.name for each in fields(self) if getattr(self, each.name))
+            raise InputError(f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}")
+        return float(rate) * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or on CPU one process."""
+
+    tflops: Tflops
+    """Rates of large products by dtype."""
+    memory_gib: float
+    """Memory, in GiB."""
+    memory_gigabytes_per_second: float
+    """Rate of copies: bytes read plus bytes written."""
+    gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
+    """Rows per expert at which `gemm_share` is given, ascending."""
+    gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
+    """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
+    plus 170; `moesaic profile` measures it."""
+    codec_gigabytes_per_second: float | None = None
+    """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gib", "memory_gigabytes_per_second"):
+            check_above_zero(f"cluster.device.{name}", getattr(self, name))
+        if self.codec_gigabytes_per_second is not None:
+            check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
+        if not self.gemm_rows or len(self.gemm_rows) != len(self.gemm_share):
+            raise InputError(
+                f"cluster.device.gemm_rows has {len(self.gemm_rows)} values and gemm_share {len(self.gemm_share)}: "
+                "give one share per number of rows"
+            )
+        if any(a >= b for a, b in pairwise(self.gemm_rows)) or self.gemm_rows[0] <= 0:
+            raise InputError(f"cluster.device.gemm_rows={list(self.gemm_rows)}: must be above 0 and ascending")
+        for share in self.gemm_share:
+            check_above_zero("cluster.device.gemm_share", share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What issues the work."""
+
+    runs_compute: bool = False
+    """True as on CPU with Gloo: the thread that issues movements also computes, and waits for what it reads."""
+    task_us: float = 0.0
+    """Microseconds of the issuing thread per task: a kernel launch, a Python call."""
+    message_us: float = 0.0
+    """Microseconds of the issuing thread per message that a rank sends or receives."""
+    messages: Literal["together", "in_turn"] = "together"
+    """together: all messages of a movement share the links at once. in_turn: a rank sends one after the other, and
+    receives one after the other, as ScheMoE (eq. 17) takes NCCL to do."""
+
+    def __post_init__(self) -> None:
+        for name in ("task_us", "message_us"):
+            check_not_negative(f"cluster.host.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """A cluster of equal nodes."""
+
+    nodes: int
+    """Machines."""
+    devices_per_node: int
+    """Devices in each; as many ranks."""
+    device: Device
+    """What each device is."""
+    links: tuple[Link, ...] = ()
+    """Levels, innermost first."""
+    peers: tuple[Peer, ...] = ()
+    """Direct links between devices of a node."""
+    host: Host = field(default_factory=Host)
+    """What issues the work."""
+    name: str = "cluster"
+    """Shown in tables."""
+    description: str = ""
+    """What it stands for."""
+    source: str = ""
+    """Where the numbers come from."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise InputError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        for peer in self.peers:
+            if max(peer.devices) >= self.devices_per_node:
+                raise InputError(
+                    f"cluster peers: devices={list(peer.devices)}: a node has devices 0 to {self.devices_per_node - 1}"
+                )
+        for link in self.links:
+            self._check_link(link)
+        if self.devices_per_node > 1 and not self._has_link("inside"):
+            raise InputError(
+                f"cluster {self.name}: no link carries messages inside a node of {self.devices_per_node} devices: add one "
+                'with carries = "inside" or "all"'
+            )
+        if self.nodes > 1 and not self._has_link("outside"):
+            raise InputError(
+                f"cluster {self.name}: no link carries messages between its {self.nodes} nodes: add one with devices = "
+                f'{self.devices_per_node} and carries = "outside" or "all"'
+            )
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+    def _check_link(self, link: Link) -> None:
+        where, per_node = f"cluster link {link.name!r}", self.devices_per_node
+        fits = per_node % link.devices == 0 if link.devices < per_node else link.devices % per_node == 0
+        if not fits:
+            raise InputError(
+                f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: choose a divisor or a multiple"
+            )
+        if link.units and len(link.units) != self.nodes:
+            raise InputError(f"{where}: units has {len(link.units)} values: give one per node, {self.nodes}")
+        count = 1 + max(link.units) if link.units else math.ceil(self.world / link.devices)
+        per_node_count = per_node // link.devices if link.devices < per_node else 1
+        if len(link.gbps) not in (1, count, per_node_count):
+            raise InputError(
+                f"{where}: gbps has {len(link.gbps)} values: give one, or one for each of the {count} links"
+            )
+
+    def _has_link(self, kind: Literal["inside", "outside"]) -> bool:
+        """Whether every message of a kind has a link to use."""
+        for link in self.links:
+            if link.carries not in ("all", kind):
+                continue
+            if link.devices == 1 or (kind == "outside" and link.devices <= self.devices_per_node and not link.shared):
+                return True
+            if link.shared and link.devices >= self.devices_per_node and kind == "inside":
+                return True
+        size = self.devices_per_node
+        return kind == "inside" and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
+
+
+def check_above_zero(where: str, value: float) -> None:
+    """Raise InputError unless a number is finite and above 0."""
+    if not (value > 0 and math.isfinite(value)):
+        raise InputError(f"{where}={value}: must be a finite number above 0")
+
+
+def check_not_negative(where: str, value: float) -> None:
+    """Raise InputError unless a number is finite and at least 0."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise InputError(f"{where}={value}: must be a finite number of at least 0")

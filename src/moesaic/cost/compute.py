@@ -1,0 +1,130 @@
+"""How long a rank computes: experts by their rows, copies and codecs by their bytes.
+
+Small matrix products run far below a device's peak, so an expert's time comes from a curve of the share that so many rows
+reach, and never falls below the time to read its weights. Everything else moves bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import row_bytes
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.movement import AbstractVolumes
+from moesaic.program.task import Kind, Op, Slot, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """A device's rates for one dtype."""
+
+    flops: float
+    """Operations per second of large products."""
+    rows: tuple[float, ...]
+    """Where `share` is known."""
+    share: tuple[float, ...]
+    """Share of `flops` that a product of so many rows reaches."""
+    memory: float
+    """Bytes per second of copies."""
+    codec: float | None
+    """Bytes of rows per second; None: as copies."""
+
+    def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
+        """Return the seconds of products, one expert each.
+
+        The share is interpolated over the logarithm of the rows; below the first point a product takes as long as there,
+        above the last one the share stays. No product is faster than reading its weights.
+
+        Args:
+            rows: (n,) of each expert.
+            flops_per_row: 2 * columns in * columns out, added up over the matrices.
+            weight_bytes: of one expert.
+        """
+        found = np.zeros(len(rows))
+        some = rows > 0
+        at = np.maximum(rows[some], self.rows[0])
+        share = np.interp(np.log(at), np.log(self.rows), self.share)
+        found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
+        return found
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of reading and writing so many bytes together."""
+        return num_bytes / self.memory
+
+
+def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
+    """Return the rates of a cluster's devices.
+
+    Raises:
+        InputError: if the rate of this dtype is not known.
+    """
+    device = spec.device
+    codec = device.codec_gigabytes_per_second
+    return Rates(
+        flops=device.tflops.of(dtype),
+        rows=device.gemm_rows,
+        share=device.gemm_share,
+        memory=device.memory_gigabytes_per_second * 1e9,
+        codec=None if codec is None else codec * 1e9,
+    )
+
+
+def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    """Return how long each actor computes on a task, (actors,); of a movement, the copies before and after it.
+
+    Args:
+        task: any.
+        slots: of its program, by name.
+        volumes: the rows.
+        rates: of the devices.
+    """
+    if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+        return _experts(task, slots, volumes, rates)
+    read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
+    if task.op is Op.HOP or (task.op is Op.SCALE and task.power == 0):
+        return np.zeros(volumes.num_actors)
+    if task.op in (Op.PACK, Op.UNPACK):
+        return _coding(task, slots, volumes, rates)
+    if task.op in (Op.MOVE, Op.TAKE, Op.JOIN):
+        return (read + written) / rates.memory
+    if task.op is Op.PERMUTE:
+        return 2 * written / rates.memory
+    return (read + written) / rates.memory
+
+
+def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    shape = volumes.shape
+    rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
+    weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
+    units = shape.hidden * volumes.shards(weights.layout)
+    per_row = 2.0 * shape.dim * units * shape.matrices
+    weight_bytes = shape.dim * units * shape.matrices * shape.element_bytes
+    passes = 2 if task.op is Op.EXPERT_GRAD else 1
+    each = (rates.product_seconds(held, per_row, weight_bytes) for held in volumes.rows_per_expert(rows.layout))
+    return np.array([float(seconds.sum()) * passes for seconds in each])
+
+
+def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    """Rows in and messages out, or the other way round."""
+    assert task.of is not None
+    slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
+    rows = volumes.rows(slot.layout)
+    plain = np.array([row_bytes(slot, "", float(each), volumes.shape) for each in rows])
+    codec = task.codec if slot.kind is Kind.ROWS else ""
+    coded = np.array([row_bytes(slot, codec, float(each), volumes.shape) for each in rows])
+    if codec and rates.codec is not None:
+        return plain / rates.codec
+    return (plain + coded) / rates.memory
+
+
+def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
+    """Return the bytes of rows, tokens and lanes in some slots."""
+    total = np.zeros(volumes.num_actors)
+    for name in names:
+        slot = slots[name]
+        if slot.kind is not Kind.PARCELS:
+            total += [row_bytes(slot, "", float(rows), volumes.shape) for rows in volumes.rows(slot.layout)]
+    return total

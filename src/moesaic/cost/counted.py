@@ -1,0 +1,115 @@
+"""`Counted`: rows and messages of a call from its counts, every rank apart: what the interpreter would send, to the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import LayerShape, row_bytes
+from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
+from moesaic.cost.topology import Topology
+from moesaic.program.grid import Axis
+from moesaic.program.links import LINKS
+from moesaic.program.links.link import Places
+from moesaic.program.shapes import Move
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Layout, Op, Slot, Task
+
+Legs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of a hop: source and target of each parcel, and of the leg that it takes."""
+
+
+class Counted(AbstractVolumes):
+    """Rows and messages with an actor per rank.
+
+    Args:
+        sizes: of the call, on the grid that the plan wants.
+        topology: of the cluster, not folded.
+        shape: of the layer.
+    """
+
+    def __init__(self, sizes: Sizes, topology: Topology, shape: LayerShape) -> None:
+        self.sizes, self.topology, self.shape = sizes, topology, shape
+        self._rows: dict[Layout, np.ndarray] = {}
+        self._moved: dict[Move, np.ndarray] = {}
+        self._legs: dict[tuple[str, tuple[Axis, ...]], dict[int, Legs]] = {}
+        self._found: dict[tuple[object, ...], list[Movement]] = {}
+
+    @property
+    def num_actors(self) -> int:
+        """Ranks."""
+        return self.sizes.grid.world
+
+    def rows(self, layout: Layout) -> np.ndarray:
+        """Return the rows of a slot of this layout on each rank."""
+        if layout not in self._rows:
+            self._rows[layout] = np.array([self.sizes.num_rows(layout, rank) for rank in range(self.num_actors)], float)
+        return self._rows[layout]
+
+    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
+        """Return for each rank the rows of each expert that it runs."""
+        return [self.sizes.rows_per_expert(layout, rank).astype(np.float64) for rank in range(self.num_actors)]
+
+    def shards(self, weights: Layout) -> float:
+        """Return the share of an expert's hidden width that a rank runs."""
+        pieces = len(self.sizes.shapes.pieces(weights, 0).number)
+        return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
+
+    def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
+        """Return the movements of a move or hop, one per connected set of ranks."""
+        source, move = ends_of(task, slots)
+        key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
+        if key not in self._found:
+            rows = self._matrix(move)
+            if task.op is Op.HOP:
+                s, t, a, b = self._paths(task)
+                joined = np.zeros_like(rows)
+                np.add.at(joined, (a, b), rows[s, t])
+                rows = joined
+            self._found[key] = self._split(rows, source, codec)
+        return self._found[key]
+
+    def _split(self, rows: np.ndarray, slot: Slot, codec: str) -> list[Movement]:
+        """Return the movements that a matrix of rows from rank to rank falls into."""
+        source, target = np.nonzero(rows)
+        if not len(source):
+            return []
+        amounts, kind = np.unique(rows[source, target], return_inverse=True)
+        num_bytes = np.array([row_bytes(slot, codec, each, self.shape) for each in amounts.tolist()])[kind]
+        ones = np.ones(len(source))
+        posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
+        found = []
+        for part in connected(source, target, self.num_actors):
+            actors = np.unique([source[part], target[part]])
+            load = self.topology.loads(source[part], target[part], num_bytes[part], ones[part])
+            found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+        return found
+
+    def _matrix(self, move: Move) -> np.ndarray:
+        """Return the rows that each rank sends to each other, (world, world) int64."""
+        if move not in self._moved:
+            rows = np.zeros((self.num_actors, self.num_actors), dtype=np.int64)
+            for rank in range(self.num_actors):
+                lots = self.sizes.outgoing(move, rank)
+                rows[rank, list(lots.peers)] = lots.counts
+            np.fill_diagonal(rows, 0)
+            self._moved[move] = rows
+        return self._moved[move]
+
+    def _paths(self, task: Task) -> Legs:
+        key = (task.link, task.group)
+        if key not in self._legs:
+            grid = self.sizes.grid
+            found: dict[int, list[tuple[int, int, int, int]]] = {}
+            for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
+                places = Places(grid, ranks)
+                for source in ranks:
+                    for target in ranks:
+                        path = LINKS[task.link].path(places, source, target) if source != target else ()
+                        for leg in path:
+                            found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+            tables = {hop: np.array(legs, dtype=np.int64) for hop, legs in found.items()}
+            self._legs[key] = {hop: (t[:, 0], t[:, 1], t[:, 2], t[:, 3]) for hop, t in tables.items()}
+        nothing = np.zeros(0, dtype=np.int64)
+        return self._legs[key].get(task.hop, (nothing, nothing, nothing, nothing))

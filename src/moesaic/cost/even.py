@@ -1,0 +1,229 @@
+"""`Even`: rows and messages of a workload in which every rank does the same. One actor stands for all of them, or one for
+the ranks that have the same place in every block.
+
+The rows that go from one rank to another are counted by digits (`symmetry.py`); the algorithms' own paths say which ranks
+their parcels pass. Nothing here is as long as the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import LayerShape, row_bytes
+from moesaic.cost.boxes import box_of, pieces_of_step, steps_of
+from moesaic.cost.hops import hop_messages
+from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
+from moesaic.cost.symmetry import Digits, NotNestedError, Pairs
+from moesaic.cost.topology import Topology
+from moesaic.program.grid import Grid
+from moesaic.program.links.hier3d import nodes_per_group
+from moesaic.program.shapes import Move
+from moesaic.program.task import Flow, Layout, Op, Slot, Task
+
+_UNLIKE_IN_STEPS = ("hier1d", "hier3d", "naive")
+"""All-to-alls in which nodes play different roles once only some of them exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceRows:
+    """Rows of one piece of every flow: what one rank contributes for one expert, before it is cut into chunks."""
+
+    copies: float
+    tokens: float
+    visits: float
+    units: float
+    """Hidden units of one shard of an expert."""
+    chunks: int
+
+    def of(self, layout: Layout) -> float:
+        """Return the rows of one piece of a layout, all chunks of a run together unless it holds one chunk only."""
+        if isinstance(layout.chunk, str):
+            return 0.0  # nothing is lent where all experts have equally much to do
+        rows: dict[Flow, float] = {
+            "copies": self.copies, "tokens": self.tokens, "visits": self.visits, "weights": self.units, "bias": 1.0,
+        }  # fmt: skip
+        return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
+
+
+class Even(AbstractVolumes):
+    """Rows and messages where all ranks do the same.
+
+    Args:
+        grid: the mesh, etp factored as the plan wants it.
+        topology: of the cluster, folded.
+        shape: of the layer.
+        num_experts: of the layer.
+        piece: rows of a piece.
+        apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
+
+    Raises:
+        NotNestedError: if the axes, nodes and switches do not nest.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        topology: Topology,
+        shape: LayerShape,
+        num_experts: int,
+        piece: PieceRows,
+        *,
+        apart: bool = False,
+    ) -> None:
+        self._apart = apart
+        self.grid, self.topology, self.shape = grid, topology, shape
+        self.num_experts, self.piece = num_experts, piece
+        if any(link.units for link in topology.spec.links):
+            raise NotNestedError("nodes hang on switches in unequal runs")
+        per_node = topology.spec.devices_per_node
+        above = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
+        self._cuts = frozenset(run for run in above if topology.ranks_per_node < run < grid.world)
+        self._digits: dict[frozenset[int], Digits] = {}
+        self._rows: dict[Layout, np.ndarray] = {}
+        self._found: dict[tuple[object, ...], list[Movement]] = {}
+
+    @property
+    def num_actors(self) -> int:
+        """One; or one per rank of a block."""
+        return self.topology.block if self._apart else 1
+
+    def rows(self, layout: Layout) -> np.ndarray:
+        """Return the rows of a slot of this layout, (actors,)."""
+        if layout not in self._rows:
+            self._rows[layout] = self._count_rows(layout)
+        return self._rows[layout]
+
+    def _count_rows(self, layout: Layout) -> np.ndarray:
+        digits = self._radix(layout)
+        box, ahead = box_of(digits, layout), steps_of(digits, layout)
+        each = digits.product(box.free_origin - ahead) * digits.product(box.free_expert - ahead)
+        pieces = np.full(self.num_actors, each * self._experts_each(layout) * self.piece.of(layout))
+        if layout.step is not None:
+            ranks = digits.of(np.arange(self.num_actors))
+            pieces *= pieces_of_step(digits, ahead, layout.step, box, box, ranks, ranks)
+        return pieces
+
+    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
+        """Return the rows of each expert that a rank runs."""
+        digits = self._radix(layout)
+        held = digits.product(box_of(digits, layout).free_expert) * self._experts_each(layout)
+        return [np.full(held, float(rows) / held) for rows in self.rows(layout)]
+
+    def shards(self, weights: Layout) -> float:
+        """Return the share of an expert's hidden width that a rank runs."""
+        digits = self._radix(weights)
+        return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
+
+    def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
+        """Return the one movement of a move or hop; none if nothing moves."""
+        source, move = ends_of(task, slots)
+        key = (source.kind, _any_chunk(move), codec, task.link if task.op is Op.HOP else "", task.hop)
+        if key not in self._found:
+
+            def num_bytes(rows: float) -> float:
+                return row_bytes(source, codec, rows, self.shape)
+
+            self._found[key] = self._find(task, move, num_bytes)
+        return self._found[key]
+
+    def sends(self, task: Task, slots: Mapping[str, Slot]) -> list[tuple[int, int, float, float]]:
+        """Return (source, target, rows, how many targets it stands for) of what a movement sends before it is lowered."""
+        move = ends_of(task, slots)[1]
+        pairs, rows = self._sent(self._radix(move.source), move)
+        return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
+
+    def _sent(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
+        """Return the classes of pairs that exchange rows, and the rows of one pair of each."""
+        pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
+        rows = self._moved(digits, move, pairs)
+        sent = rows > 0
+        return Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]), rows[sent]
+
+    def _find(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
+        digits = self._radix(move.source)
+        if task.link in _UNLIKE_IN_STEPS and move.source.step is not None:
+            raise NotNestedError(f"{task.link} takes the nodes in different roles, step by step")
+        if task.op is Op.HOP and task.link == "hier3d":
+            upper = digits.axes(move.group) - digits.local
+            nodes = digits.product(upper)
+            if upper:
+                digits = self._radix(move.source, [int(digits.strides[min(upper)]) * nodes_per_group(nodes)])
+        group, ahead = digits.axes(move.group), steps_of(digits, move.source)
+        pairs, rows = self._sent(digits, move)
+        if not len(rows):
+            return []
+        each = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
+        total = np.array([each[value] for value in rows.tolist()]) * pairs.count
+        messages = (pairs.source, pairs.target, total, pairs.count)
+        if task.op is Op.HOP:
+            messages = hop_messages(task, digits, group, pairs, total, group - digits.within(1, digits.block) - ahead)
+        return self._parts(*messages)
+
+    def _parts(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> list[Movement]:
+        """Return the movements that messages fall into: one, or where ranks of a node differ, one per connected set."""
+        block = self.topology.block
+        here, there = source % block, target % block
+        posts = np.bincount(here, messages, block) + np.bincount(there, messages, block)
+        if self.num_actors == 1:
+            load = self.topology.loads(source, target, num_bytes, messages)
+            return [Movement((0,), load, np.array([posts.max()]))]
+        found = []
+        for part in connected(here, there, block):
+            actors = np.unique([here[part], there[part]])
+            load = self.topology.loads(source[part], target[part], num_bytes[part], messages[part])
+            found.append(Movement(tuple(actors.tolist()), load, posts[actors]))
+        return found
+
+    def _moved(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
+        """Return the rows that each source sends to one target of its class."""
+        before, after = box_of(digits, move.source), box_of(digits, move.target)
+        s, t = digits.of(pairs.source), digits.of(pairs.target)
+        equal = s == t
+        ahead = steps_of(digits, move.source)
+        each = min(self.piece.of(move.source), self.piece.of(move.target))
+        pieces = np.full(len(s), float(self._experts_each(move.source) * each))
+        for dims, free_before, free_after in (
+            (before.origin, before.free_origin, after.free_origin),
+            (before.expert, before.free_expert, after.free_expert),
+        ):
+            for digit in dims - ahead:
+                if digit in free_before and digit in free_after:
+                    pieces *= digits.sizes[digit]
+                elif digit not in free_before and digit not in free_after:
+                    pieces *= equal[:, digit]
+        if move.source.step is not None:
+            pieces *= pieces_of_step(digits, ahead, move.source.step, before, after, s, t)
+        if move.reduce:
+            return pieces
+        pieces *= ~equal[:, sorted(before.fixed)].all(axis=1)
+        loose = digits.axes(move.group) - before.fixed
+        pieces *= (s[:, sorted(loose)] == 0).all(axis=1)
+        if loose - digits.within(1, digits.block) and pieces.any():
+            raise NotNestedError("of several nodes that hold the same rows only the first sends them")
+        return pieces
+
+    def _experts_each(self, layout: Layout) -> int:
+        return self.num_experts // self.grid.ep if layout.flow in ("copies", "weights", "bias") else 1
+
+    def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
+        extra = set(self._cuts) | set(cuts or ())
+        if layout.step is not None:
+            at = self.grid.etp if self.grid.innermost == "etp" else 1
+            extra.add(at * (self.grid.ep // layout.step[1]))
+        key = frozenset(extra)
+        if key not in self._digits:
+            self._digits[key] = Digits(self.grid, key, self.topology.block)
+        return self._digits[key]
+
+
+def _any_chunk(move: Move) -> Move:
+    """Return a movement with its chunk called 0: even chunks are alike."""
+    source, target = (
+        replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
+    )
+    return move._replace(source=source, target=target)

@@ -1,0 +1,230 @@
+"""Discrete events: when each task runs on each actor, with movements that wait for their members and share links.
+
+The rules of issue are those of `program/timeline.py` (`lay_out`): tasks are issued in list order by one thread, a lane runs
+its tasks one after the other, a task waits for what it reads. What is added: a movement starts when all its members have
+come to it, and takes longer while another one uses its links. Where no two movements share a link, every actor's spans are
+those of `lay_out`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moesaic.cost.contention import FULL, Use, speeds
+from moesaic.cost.movement import Movement
+from moesaic.program.task import Lane, Program
+
+_END, _FLOW, _ARRIVED = 0, 1, 2
+"""Kinds of events: a node ends; a movement's latency is over; a movement's last byte has arrived."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What waits for what in a program, the same on all ranks. Node k issues task k, node tasks + k runs it."""
+
+    after: tuple[tuple[int, ...], ...]
+    """Nodes that wait for each node."""
+    waits: tuple[int, ...]
+    """For how many nodes each one waits."""
+
+
+def graph_of(program: Program, *, host_runs_compute: bool) -> Graph:
+    """Return the graph of a program.
+
+    Args:
+        program: in the order of issue.
+        host_runs_compute: as of `lay_out`.
+    """
+    tasks = program.tasks
+    count = len(tasks)
+    before: list[set[int]] = [set() for _ in range(2 * count)]
+    writer: dict[str, int] = {}
+    last: dict[Lane, int] = {}
+    released: int | None = None
+    for number, task in enumerate(tasks):
+        run = count + number
+        ready = {count + writer[name] for name in task.reads if name in writer}
+        on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
+        if released is not None:
+            before[number].add(released)
+        if host_runs_compute or task.lane is Lane.HOST:
+            before[number] |= ready
+        before[run] |= ready | {number}
+        if not on_thread:
+            if task.lane in last:
+                before[run].add(last[task.lane])
+            last[task.lane] = run
+        released = run if on_thread else number
+        writer.update(dict.fromkeys(task.writes, number))
+    after: list[list[int]] = [[] for _ in range(2 * count)]
+    for node, waits in enumerate(before):
+        for other in waits:
+            after[other].append(node)
+    return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
+
+
+@dataclass
+class _Flow:
+    """A movement under way."""
+
+    task: int
+    actors: tuple[int, ...]
+    use: Mapping[int, Use]
+    """Link to the part of it that the movement takes at speed 1."""
+    left: float
+    """Seconds at speed 1."""
+    since: float = 0.0
+    speed: float = 0.0
+    version: int = 0
+
+
+@dataclass
+class _Links:
+    """Which movements are on which links."""
+
+    on: dict[int, set[int]] = field(default_factory=dict)
+    demand: dict[int, float] = field(default_factory=dict)
+
+    def enter(self, number: int, use: Mapping[int, Use]) -> None:
+        """Book a movement."""
+        for link, each in use.items():
+            self.on.setdefault(link, set()).add(number)
+            self.demand[link] = self.demand.get(link, 0.0) + each.part
+
+    def leave(self, number: int, use: Mapping[int, Use]) -> None:
+        """Take a movement off its links."""
+        for link, each in use.items():
+            self.on[link].discard(number)
+            self.demand[link] = self.demand[link] - each.part if self.on[link] else 0.0
+
+    def neighbours(self, changed: set[int], flows: Mapping[int, _Flow]) -> tuple[set[int], set[int]]:
+        """Return the movements on some links, and those whose speeds hang together with theirs.
+
+        Speeds hang together through links that are wanted by too many; a movement without such a link runs at speed 1.
+        """
+        touched = {number for link in changed for number in self.on.get(link, ())}
+        links = [link for number in touched for link in flows[number].use if self.demand[link] > FULL]
+        seen = set(links)
+        contending: set[int] = set()
+        while links:
+            for number in self.on[links.pop()] - contending:
+                contending.add(number)
+                more = [link for link in flows[number].use if link not in seen and self.demand[link] > FULL]
+                seen.update(more)
+                links += more
+        return touched, contending
+
+
+class Events:
+    """One run.
+
+    Args:
+        graph: of the program.
+        issue: (tasks, actors) seconds of the issuing thread per task.
+        compute: (tasks, actors) seconds of computing; of movements, of the copies around them.
+        movements: of each task; () for tasks that move nothing.
+    """
+
+    def __init__(
+        self, graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]
+    ) -> None:
+        self._graph, self._movements = graph, movements
+        self._tasks, self._actors = compute.shape
+        self._issue, self._compute = issue.tolist(), compute.tolist()
+        self._of = [{actor: n for n, each in enumerate(parts) for actor in each.actors} for parts in movements]
+        self._missing = [[len(each.actors) for each in parts] for parts in movements]
+        self._left = [list(graph.waits) for _ in range(self._actors)]
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._flows: dict[int, _Flow] = {}
+        self._links = _Links()
+        self._begun = 0
+        self.starts = np.zeros((self._tasks, self._actors))
+        """When each task starts to run on each actor."""
+        self.ends = np.zeros((self._tasks, self._actors))
+        """When it has ended there."""
+
+    def run(self) -> None:
+        """Run all events."""
+        for actor in range(self._actors):
+            for node, waits in enumerate(self._graph.waits):
+                if not waits:
+                    self._start(0.0, actor, node)
+        while self._heap:
+            now = self._heap[0][0]
+            changed: set[int] = set()
+            while self._heap and self._heap[0][0] == now:
+                _, kind, a, b = heapq.heappop(self._heap)
+                if kind == _END:
+                    self._end(now, a, b)
+                elif kind == _FLOW:
+                    changed |= self._enter(now, a)
+                elif a in self._flows and self._flows[a].version == b:
+                    changed |= self._arrive(now, a)
+            self._rate(now, changed)
+
+    def _start(self, now: float, actor: int, node: int) -> None:
+        task = node - self._tasks
+        if task < 0:
+            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+            return
+        self.starts[task, actor] = now
+        part = self._of[task].get(actor)
+        if part is None:
+            heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
+            return
+        self._missing[task][part] -= 1
+        if not self._missing[task][part]:
+            moved = self._movements[task][part]
+            load = moved.load
+            most = float(load.seconds.max()) if len(load.seconds) else 0.0
+            parts = map(Use, (load.seconds / (most or 1.0)).tolist(), load.messages.tolist())
+            use = dict(zip(load.links.tolist(), parts))
+            number, self._begun = self._begun, self._begun + 1
+            self._flows[number] = _Flow(task, moved.actors, use, most)
+            copies = max(self._compute[task][member] for member in moved.actors)
+            heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
+
+    def _end(self, now: float, actor: int, node: int) -> None:
+        if node >= self._tasks:
+            self.ends[node - self._tasks, actor] = now
+        left = self._left[actor]
+        for other in self._graph.after[node]:
+            left[other] -= 1
+            if not left[other]:
+                self._start(now, actor, other)
+
+    def _enter(self, now: float, number: int) -> set[int]:
+        flow = self._flows[number]
+        flow.since, flow.speed = now, 1.0
+        self._links.enter(number, flow.use)
+        self._push(now, number, flow)
+        return set(flow.use)
+
+    def _arrive(self, now: float, number: int) -> set[int]:
+        flow = self._flows.pop(number)
+        self._links.leave(number, flow.use)
+        for actor in flow.actors:
+            self._end(now, actor, self._tasks + flow.task)
+        return set(flow.use)
+
+    def _rate(self, now: float, changed: set[int]) -> None:
+        """Give new speeds to the movements that feel a change on some links."""
+        touched, contending = self._links.neighbours(changed, self._flows)
+        found = dict.fromkeys(touched, 1.0)
+        if contending:
+            order = sorted(contending)
+            found |= dict(zip(order, speeds([self._flows[number].use for number in order])))
+        for number in sorted(found):
+            flow = self._flows[number]
+            if abs(flow.speed - found[number]) > 1e-12:
+                flow.left -= (now - flow.since) * flow.speed
+                flow.since, flow.speed = now, found[number]
+                self._push(now, number, flow)
+
+    def _push(self, now: float, number: int, flow: _Flow) -> None:
+        flow.version += 1
+        heapq.heappush(self._heap, (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version))

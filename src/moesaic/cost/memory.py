@@ -1,0 +1,116 @@
+"""How much memory a plan needs on a rank: weights, gradients, optimizer, activations kept for backward, buffers.
+
+What a layer keeps is what its backward program reads of the forward one; what it needs besides is the most that is alive at
+once, slot by slot, in the program's order. So a plan that gathers weights, sends a token to more shards or cuts into chunks
+shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from moesaic.cost.alpha_beta import row_bytes
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.movement import AbstractVolumes
+from moesaic.errors import InputError
+from moesaic.program.task import Kind, Op, Program
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward."""
+    buffers: float
+    """Alive for a while inside a layer."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def check(self, cluster: ClusterSpec, reserve_gib: float = 1.0) -> None:
+        """Raise InputError if a device of the cluster is too small; the line says by how much.
+
+        Args:
+            cluster: whose devices.
+            reserve_gib: what the framework and fragmentation take.
+        """
+        over = self.total / GIB + reserve_gib - cluster.device.memory_gib
+        if over > 0:
+            parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(self).items())
+            raise InputError(
+                f"needs {self.total / GIB:.1f} GiB and {reserve_gib:g} in reserve, {over:.1f} more than a device of "
+                f"{cluster.name} has ({cluster.device.memory_gib:g}): {parts}"
+            )
+
+
+def layer_memory(forward: Program, backward: Program, volumes: AbstractVolumes) -> tuple[float, float]:
+    """Return the bytes that an MoE layer keeps for backward, and the most that it needs besides while it runs.
+
+    Args:
+        forward: the lowered program.
+        backward: the lowered program of its gradients.
+        volumes: the rows; of several actors the one with the most counts.
+    """
+    forward_bytes, backward_bytes = _slot_bytes(forward, volumes), _slot_bytes(backward, volumes)
+    kept = {name for name in backward.inputs if name in forward_bytes}
+    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
+    during_forward = peak_bytes(forward, forward_bytes, {*kept, *forward.outputs}) - sum(
+        forward_bytes[name] for name in kept
+    )
+    during_backward = peak_bytes(backward, backward_bytes, {*kept, *backward.outputs})
+    during_backward -= sum(backward_bytes[name] for name in kept)
+    return saved, max(during_forward, during_backward, 0.0)
+
+
+def _hidden(program: Program, volumes: AbstractVolumes) -> float:
+    """Return the bytes of the experts' inner activations: the gate's and the rows' for SwiGLU, one for a plain expert."""
+    slots = {slot.name: slot for slot in program.slots}
+    total = 0.0
+    for task in program.tasks:
+        if task.op is Op.EXPERT:
+            weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
+            rows = float(volumes.rows(slots[task.reads[0]].layout).max())
+            units = volumes.shape.hidden * volumes.shards(weights.layout)
+            total += rows * units * (volumes.shape.matrices - 1) * volumes.shape.element_bytes
+    return total
+
+
+def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
+    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere."""
+    slots = {slot.name: slot for slot in program.slots}
+    carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
+    stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
+    found = {}
+    for slot in program.slots:
+        source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PARCELS else (slot, "")
+        rows = float(volumes.rows(slot.layout).max())
+        found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
+    return found
+
+
+def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
+    """Return the most bytes alive at once; slots live from their writing to their last reading.
+
+    Args:
+        program: in the order in which it runs.
+        size: bytes of every slot, by name.
+        stay: slots that live to the end.
+    """
+    last = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
+    last.update(dict.fromkeys(stay, len(program.tasks)))
+    alive = sum(size[name] for name in program.inputs)
+    most = alive
+    for number, task in enumerate(program.tasks):
+        alive += sum(size[name] for name in task.writes)
+        most = max(most, alive)
+        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last[name] == number)
+    return most

@@ -1,0 +1,195 @@
+"""`Digits`: ranks as numbers of several digits, so that what one rank sends is known without listing all ranks.
+
+Every axis of a mesh, every node and every switch cuts the ranks into equal runs. Where these runs nest, they are the digits
+of the rank's number in a mixed radix, each axis is some of the digits, and the pieces that a layout holds on a rank are a
+box: some digits fixed to the rank's, the others free. How many pieces two ranks share is then a product over digits, and
+depends only on which digits of the two are equal. So peers fall into classes, and a movement among 100,000 ranks costs as
+much as one among a hundred.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.links.link import Places
+
+
+class NotNestedError(Exception):
+    """The axes, nodes and switches of a mesh do not nest, or its ranks do not do the same."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Classes of (source, target): sources are the ranks of the first block, targets stand for others like them."""
+
+    source: np.ndarray
+    """(n,) ranks."""
+    target: np.ndarray
+    """(n,) ranks."""
+    count: np.ndarray
+    """(n,) how many targets each stands for."""
+
+
+class Digits:
+    """The mixed radix of a mesh.
+
+    Args:
+        grid: the mesh.
+        cuts: lengths of further runs of ranks to be told apart: those behind a switch, those of a step.
+        block: ranks that stand for all blocks of so many, whole nodes; None for those of a node.
+
+    Raises:
+        NotNestedError: if the runs do not nest.
+    """
+
+    def __init__(self, grid: Grid, cuts: Iterable[int] = (), block: int | None = None) -> None:
+        self.grid = grid
+        self.per_node = grid.ranks_per_node or grid.world
+        self.block = block or self.per_node
+        inner = grid.etp if grid.innermost == "etp" else grid.ep
+        etp_at = 1 if grid.innermost == "etp" else grid.ep
+        runs = {
+            1,
+            grid.tp,
+            inner,
+            etp_at * grid.etp_inner,
+            grid.ep * grid.etp,
+            self.per_node,
+            self.block,
+            grid.world,
+            *cuts,
+        }
+        bounds = sorted(run for run in runs if run <= grid.world)
+        for short, long in pairwise(bounds):
+            if long % short:
+                raise NotNestedError(f"runs of {short} and {long} ranks do not nest")
+        self.strides = np.array(bounds[:-1], dtype=np.int64)
+        self.sizes = np.array([long // short for short, long in pairwise(bounds)], dtype=np.int64)
+
+    def of(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the digits of ranks, (n, digits)."""
+        return ranks[:, None] // self.strides % self.sizes
+
+    def within(self, low: int, high: int) -> frozenset[int]:
+        """Return the digits that count runs from a length of `low` to below `high`."""
+        return frozenset(np.flatnonzero((self.strides >= low) & (self.strides < high)).tolist())
+
+    def axis(self, axis: Axis) -> frozenset[int]:
+        """Return the digits of an axis."""
+        grid, replica = self.grid, self.grid.ep * self.grid.etp
+        etp_at, ep_at = (1, grid.etp) if grid.innermost == "etp" else (grid.ep, 1)
+        spans = {
+            "tp": (1, grid.tp),
+            "dp": (grid.tp, grid.world),
+            "edp": (replica, grid.world),
+            "ep": (ep_at, ep_at * grid.ep),
+            "etp": (etp_at, etp_at * grid.etp),
+            "etp_inner": (etp_at, etp_at * grid.etp_inner),
+            "etp_outer": (etp_at * grid.etp_inner, etp_at * grid.etp),
+            "node": (self.per_node, max(replica, self.per_node)),
+            "local": (1, min(self.per_node, replica)),
+        }
+        return self.within(*spans[axis])
+
+    def axes(self, axes: Iterable[Axis]) -> frozenset[int]:
+        """Return the digits of several axes."""
+        return frozenset().union(*(self.axis(axis) for axis in axes))
+
+    @cached_property
+    def local(self) -> frozenset[int]:
+        """The digits inside a node."""
+        return self.within(1, self.per_node)
+
+    def product(self, digits: Iterable[int]) -> int:
+        """Return how many values some digits have together."""
+        return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
+
+    def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
+        """Return the classes of pairs within groups: digits inside a block one by one, others equal or different.
+
+        Args:
+            group: digits in which members of a group differ.
+            listed: digits to be told apart value by value.
+        """
+        sources, inside = np.arange(self.block), self.within(1, self.block)
+        offsets, counts = [], []
+        choices = []
+        for digit in sorted(group):
+            size = int(self.sizes[digit])
+            if digit in inside or digit in listed:
+                choices.append([(value, 1) for value in range(size)])
+            else:
+                choices.append([(0, 1), (1, size - 1)])
+        for choice in itertools.product(*choices):
+            offsets.append([value for value, _ in choice])
+            counts.append(int(np.prod([count for _, count in choice], dtype=np.int64)))
+        source = np.repeat(sources, len(offsets))
+        digits = self.of(source)
+        digits[:, sorted(group)] = np.tile(
+            np.array(offsets, dtype=np.int64).reshape(len(offsets), -1), (len(sources), 1)
+        )
+        target = digits @ self.strides
+        other = target != source
+        return Pairs(source[other], target[other], np.tile(counts, len(sources))[other].astype(np.float64))
+
+
+class GroupPlaces(Places):
+    """Where the ranks of one group stand, by arithmetic.
+
+    Args:
+        digits: of the mesh.
+        group: digits in which the members differ.
+    """
+
+    def __init__(self, digits: Digits, group: frozenset[int]) -> None:
+        self._digits = digits
+        self._upper = self._radix(sorted(group - digits.local))
+        self._lower = self._radix(sorted(group & digits.local))
+        self.nodes = [[]] * digits.product(group - digits.local)
+        self._rest = 0
+
+    def of(self, member: int) -> GroupPlaces:
+        """Return the places of the group of a rank."""
+        self._rest = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
+        return self
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every node holds equally many ranks of the group: always."""
+        return True
+
+    def node(self, rank: int) -> int:
+        """Return a rank's node, counted within the group."""
+        return self._value(rank, self._upper, False)
+
+    def local(self, rank: int) -> int:
+        """Return a rank's place among the group's ranks on its node."""
+        return self._value(rank, self._lower, False)
+
+    def rank(self, node: int, local: int) -> int:
+        """Return the rank at a place."""
+        found = self._rest
+        for number, radix in ((node, self._upper), (local, self._lower)):
+            for stride, size, _ in radix:
+                number, digit = divmod(number, size)
+                found += digit * stride
+        return found
+
+    def _radix(self, digits: list[int]) -> list[tuple[int, int, int]]:
+        """Return (stride among ranks, size, stride among the members) of digits."""
+        found, at = [], 1
+        for digit in digits:
+            stride, size = int(self._digits.strides[digit]), int(self._digits.sizes[digit])
+            found.append((stride, size, at))
+            at *= size
+        return found
+
+    def _value(self, rank: int, radix: list[tuple[int, int, int]], in_ranks: bool) -> int:
+        return sum(rank // stride % size * (stride if in_ranks else at) for stride, size, at in radix)

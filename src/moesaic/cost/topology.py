@@ -1,0 +1,206 @@
+"""`Topology`: a cluster's links as a graph, and what messages put on them.
+
+Every directed link has a number. `loads` routes messages and adds up, per link, the seconds that the link is taken: bytes
+over its rate, and its start-up cost per message. A movement alone takes its slowest link's seconds (FasterMoE, PPoPP 2022,
+eq. 2: the largest traffic over bandwidth), plus the latency of its longest way.
+
+Folded, a topology has the links of one block of ranks only, a node or all nodes behind a switch, for workloads in which all
+blocks do the same: a message counts at its ends' places within their blocks, and a link above the block carries what all
+blocks below it send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.cluster import ClusterSpec, Link
+from moesaic.errors import InputError
+
+UP, DOWN = 0, 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """What some messages put on the links."""
+
+    links: np.ndarray
+    """(n,) numbers of the links that are used, ascending."""
+    seconds: np.ndarray
+    """(n,) how long each is taken at its full rate."""
+    messages: np.ndarray
+    """(n,) messages on each."""
+    latency: float
+    """Seconds of the longest way, paid once."""
+
+    @property
+    def alone(self) -> float:
+        """Seconds that the messages take if nothing else uses the links."""
+        return self.latency + (float(self.seconds.max()) if len(self.seconds) else 0.0)
+
+
+EMPTY = Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
+
+
+class Topology:
+    """The links of a cluster, and which rank sits where.
+
+    Args:
+        spec: the cluster.
+        world: ranks in use.
+        ranks_per_node: ranks on each node, on its first devices; None: all ranks are on one node.
+        block: keep the links of one block of so many consecutive ranks, whole nodes; None keeps them all.
+
+    Raises:
+        InputError: if the ranks do not fit the cluster.
+    """
+
+    def __init__(self, spec: ClusterSpec, world: int, ranks_per_node: int | None, *, block: int | None = None) -> None:
+        self.spec, self.world = spec, world
+        self.ranks_per_node = check_fit(spec, world, ranks_per_node)
+        self.block = world if block is None else block
+        assert self.block % self.ranks_per_node == 0, "a block is whole nodes"
+        self._folded = block is not None
+        self._nodes = self.block // self.ranks_per_node
+        self._devices = self._nodes * spec.devices_per_node
+        self.names: list[str] = []
+        """Of the links, by number."""
+        seconds_per_byte: list[float] = []
+        self._levels: list[tuple[Link, int]] = []
+        for link in spec.links:
+            self._levels.append((link, len(self.names)))
+            for unit in range(self._units(link)):
+                rate = self._rate(link, unit)
+                for word in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
+                    self.names.append(f"{word} {unit}" if self._units(link) > 1 else word)
+                    seconds_per_byte.append(1 / rate)
+        self._peers = len(self.names)
+        for _ in range(self._nodes):
+            for peer in spec.peers:
+                self.names += [f"peer {a}-{b}" for a, b in (peer.devices, peer.devices[::-1])]
+                seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
+        self._ports = len(self.names)
+        if spec.host.messages == "in_turn":
+            for rank in range(self.block):
+                self.names += [f"sends of rank {rank}", f"receives of rank {rank}"]
+                seconds_per_byte += [0.0, 0.0]
+        self.seconds_per_byte = np.array(seconds_per_byte)
+
+    @property
+    def num_links(self) -> int:
+        """Directed links, and where messages go in turn, the ranks' ports."""
+        return len(self.names)
+
+    def loads(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray) -> Load:
+        """Return what messages put on the links.
+
+        Args:
+            source: (n,) ranks.
+            target: (n,) ranks, each another than its source.
+            num_bytes: (n,) of all messages of an entry together.
+            messages: (n,) how many messages an entry stands for, fractions allowed.
+        """
+        if not len(source):
+            return EMPTY
+        (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
+        if self._ports < len(self.names):
+            for side, ranks in ((0, source), (1, target)):
+                at = self._ports + 2 * (ranks % self.block) + side
+                seconds += np.bincount(at, weights=slowest, minlength=len(seconds))
+                on_link += np.bincount(at, weights=messages, minlength=len(seconds))
+        links = np.flatnonzero(seconds)
+        return Load(links, seconds[links], on_link[links], float(latency.max()))
+
+    def _route(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (2, links) seconds and messages, the latency of each entry's way, and the seconds of its slowest link."""
+        total = np.zeros((2, len(self.names)))
+        latency, slowest = np.zeros(len(source)), np.zeros(len(source))
+        a, b = self._device(source), self._device(target)
+        nodes = a // self.spec.devices_per_node, b // self.spec.devices_per_node
+        inside = nodes[0] == nodes[1]
+        on_tree = np.ones(len(source), dtype=bool)
+        for number, peer in enumerate(self.spec.peers):
+            for way, (x, y) in enumerate((peer.devices, peer.devices[::-1])):
+                here = inside & (a % self.spec.devices_per_node == x) & (b % self.spec.devices_per_node == y)
+                first = self._peers + nodes[0][here] % self._nodes * 2 * len(self.spec.peers)
+                spent = num_bytes[here] * 8e-9 / peer.gbps + messages[here] * peer.message_us * 1e-6
+                at = first + 2 * number + way + np.zeros(int(here.sum()), dtype=np.int64)
+                np.add.at(total[0], at, spent)
+                np.add.at(total[1], at, messages[here])
+                latency[here] += peer.latency_us * 1e-6
+                slowest[here] = np.maximum(slowest[here], spent)
+                on_tree &= ~here
+        for link, first in self._levels:
+            used = on_tree & self._uses(link, a, b, inside)
+            if not used.any():
+                continue
+            times = self._times(link)
+            for side, devices in enumerate((a[used],) if link.shared else (a[used], b[used])):
+                at = first + self._unit(link, devices) * (1 if link.shared else 2) + side
+                spent = num_bytes[used] * self.seconds_per_byte[at] + messages[used] * link.message_us * 1e-6
+                np.add.at(total[0], at, spent * times)
+                np.add.at(total[1], at, messages[used] * times)
+                slowest[used] = np.maximum(slowest[used], spent)
+            latency[used] += link.latency_us * 1e-6
+        return total, latency, slowest
+
+    def _device(self, ranks: np.ndarray) -> np.ndarray:
+        return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
+
+    def _uses(self, link: Link, a: np.ndarray, b: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        if link.units:
+            of_node, per_node = np.array(link.units), self.spec.devices_per_node
+            differ = of_node[a // per_node] != of_node[b // per_node]
+        else:
+            differ = a // link.devices != b // link.devices
+        used = ~differ if link.shared else differ
+        if link.carries == "inside":
+            return used & inside
+        return used & ~inside if link.carries == "outside" else used
+
+    def _unit(self, link: Link, devices: np.ndarray) -> np.ndarray:
+        """Return which of a level's links each device is behind."""
+        per_node = self.spec.devices_per_node
+        if link.units:
+            return np.array(link.units)[devices // per_node]
+        units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
+        return units
+
+    def _units(self, link: Link) -> int:
+        if link.units:
+            return 1 + max(link.units)
+        return -(-(self._devices if self._folded else self.spec.world) // link.devices)
+
+    def _times(self, link: Link) -> int:
+        """Return how many blocks' messages one of the links carries."""
+        if not self._folded:
+            return 1
+        return max(1, min(link.devices // self._devices, self.world // self.block))
+
+    def _rate(self, link: Link, unit: int) -> float:
+        if not self._folded or len(link.gbps) == 1:
+            return link.rate(unit)
+        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8
+
+
+def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
+    """Return the ranks per node.
+
+    Raises:
+        InputError: if a mesh does not fit a cluster.
+    """
+    per_node = world if ranks_per_node is None else ranks_per_node
+    if per_node > spec.devices_per_node:
+        raise InputError(
+            f"mesh.ranks_per_node={per_node} does not fit cluster {spec.name}, whose nodes have {spec.devices_per_node} "
+            f"devices: set ranks_per_node to at most {spec.devices_per_node}"
+        )
+    if world // per_node > spec.nodes:
+        raise InputError(
+            f"a mesh of {world} ranks, {per_node} per node, does not fit the {spec.nodes} nodes of cluster {spec.name}: use "
+            f"at most {spec.nodes * per_node} ranks, or a cluster of {world // per_node} nodes"
+        )
+    return per_node

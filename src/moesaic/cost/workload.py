@@ -1,0 +1,180 @@
+"""What a layer is asked to do: `Workload`; and routing to try plans on: counts with and without skew, seeded.
+
+Routing is random in every real run; a plan that is best under even counts may not be under skewed ones. Counts say how
+many copies each data-parallel group sends to each expert; per-sample counts also tell which sample wants which expert,
+which is what moving samples (NetMoE) lives on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import LayerShape
+from moesaic.cost.cluster import ELEMENT_BYTES, Dtype, check_above_zero
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One MoE layer and the tokens that it gets."""
+
+    tokens: int
+    """Tokens per data-parallel group."""
+    num_experts: int
+    """Experts of the layer."""
+    top_k: int
+    """Experts per token."""
+    dim: int
+    """Width of a token."""
+    hidden: int
+    """Inner width of one expert."""
+    matrices: int = 3
+    """Of an expert: 3 for SwiGLU, 2 for a plain one."""
+    dtype: Dtype = "bf16"
+    """Of activations, weights and products."""
+    capacity_factor: float = 1.0
+    """Rows per expert over the mean load, sent and computed whether filled or not, as padding layers do."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices"):
+            if getattr(self, name) < 1:
+                raise InputError(f"workload.{name}={getattr(self, name)}: must be at least 1")
+        if self.top_k > self.num_experts:
+            raise InputError(f"workload.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise InputError(f"workload.dtype={self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+        check_above_zero("workload.capacity_factor", self.capacity_factor)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation or a weight."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def shape(self) -> LayerShape:
+        """What decides how large rows, weights and products are."""
+        return LayerShape(dim=self.dim, hidden=self.hidden, element_bytes=self.element_bytes, matrices=self.matrices)
+
+    @property
+    def copies(self) -> float:
+        """Copies, padding included, that a data-parallel group sends to its experts."""
+        return self.tokens * self.top_k * self.capacity_factor
+
+
+def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
+    """Return even counts, (groups, num_experts) int64; what does not divide goes to the first experts."""
+    return _rounded(np.full((groups, workload.num_experts), 1 / workload.num_experts), workload)
+
+
+def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
+    """Return counts in which the i-th busiest expert has a share of 1 / i^exponent, the same expert everywhere.
+
+    Args:
+        groups: data-parallel groups.
+        workload: of each.
+        exponent: 0 is even; 1 gives the busiest of 16 experts 4.7 times the mean.
+        seed: of the experts' order.
+    """
+    check_not_negative_exponent(exponent)
+    shares = 1.0 / np.arange(1, workload.num_experts + 1) ** exponent
+    order = np.random.default_rng(seed).permutation(workload.num_experts)
+    return _rounded(np.tile((shares / shares.sum())[order], (groups, 1)), workload)
+
+
+def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
+    """Return counts whose shares are drawn from a Dirichlet distribution, for each group apart.
+
+    Args:
+        groups: data-parallel groups.
+        workload: of each.
+        concentration: of every expert; large is even, 1 uniform over all shares, small leaves a few experts to each group.
+        seed: of the draw.
+    """
+    check_above_zero("concentration", concentration)
+    shares = np.random.default_rng(seed).dirichlet(np.full(workload.num_experts, concentration), size=groups)
+    return _rounded(shares, workload)
+
+
+def sample_counts(samples: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
+    """Return counts per sample, (samples, num_experts) int64: each sample likes experts of its own, all together like all.
+
+    Every sample draws its shares from a Dirichlet distribution with equal means, so that experts are evenly loaded in sum
+    (papers.md, section 8.1, generator d, for NetMoE).
+
+    Args:
+        samples: of the global batch.
+        workload: `tokens` are those of a sample.
+        concentration: as of `dirichlet_counts`.
+        seed: of the draw.
+    """
+    return dirichlet_counts(samples, workload, concentration=concentration, seed=seed)
+
+
+def drifting_counts(
+    groups: int, workload: Workload, *, concentration: float, drift: float, steps: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Yield counts of consecutive steps: a random walk of the logits of every expert's share.
+
+    Args:
+        groups: data-parallel groups, all with the same shares.
+        workload: of each.
+        concentration: of the Dirichlet distribution that the walk starts from.
+        drift: standard deviation of a logit's step.
+        steps: how many.
+        seed: of all draws.
+    """
+    check_above_zero("concentration", concentration)
+    random = np.random.default_rng(seed)
+    logits = np.log(random.dirichlet(np.full(workload.num_experts, concentration)) + 1e-9)
+    for _ in range(steps):
+        shares = np.exp(logits - logits.max())
+        yield _rounded(np.tile(shares / shares.sum(), (groups, 1)), workload)
+        logits = logits + random.normal(0.0, drift, size=logits.shape)
+
+
+def read_counts(path: Path) -> np.ndarray:
+    """Read recorded counts, (groups, num_experts) int64, from an .npy or .csv file.
+
+    Raises:
+        InputError: if the file is missing, of another kind, or holds anything but whole numbers of at least 0.
+    """
+    if path.suffix not in (".npy", ".csv"):
+        raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
+    try:
+        table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
+    except OSError as error:
+        raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise InputError(f"counts {path}: does not parse ({error})") from error
+    if table.ndim != 2 or not np.isfinite(table).all() or (table < 0).any() or (table != np.floor(table)).any():
+        raise InputError(
+            f"counts {path}: must be a table of whole numbers of at least 0: a row per group, a column per expert"
+        )
+    return table.astype(np.int64)
+
+
+def imbalance(counts: np.ndarray) -> float:
+    """Return the load of the busiest expert over the mean."""
+    loads = counts.sum(axis=0)
+    return float(loads.max() / loads.mean())
+
+
+def check_not_negative_exponent(exponent: float) -> None:
+    """Raise InputError for an exponent that is no skew."""
+    if not (exponent >= 0 and np.isfinite(exponent)):
+        raise InputError(f"exponent={exponent}: must be a finite number of at least 0")
+
+
+def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
+    """Return whole counts near shares of the copies, each row adding up to all of them (largest remainders)."""
+    total = round(workload.copies)
+    exact = shares * total
+    counts = np.floor(exact).astype(np.int64)
+    for row, (whole, want) in enumerate(zip(counts, exact)):
+        missing = total - int(whole.sum())
+        counts[row, np.argsort(whole - want, kind="stable")[:missing]] += 1
+    return counts

@@ -1,0 +1,138 @@
+"""Fast encode and decode: tokens into the (experts, capacity, dim) tensor of a fixed capacity, and back by routing weight.
+
+The names and the contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3), for code that
+computes with padded experts; `MoE` itself is dropless and has no such tensor. GShard's formulation, kept here as the oracle,
+multiplies with a mask of (tokens, experts, capacity); encode and decode only read and write rows: encode is a bag of one
+token or none per place, decode a bag of weighted places per token. Each is the other's backward; both are deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.kernels.dots import dot_rows
+from moesaic.kernels.permute import sum_rows
+from moesaic.kernels.work import Dispatch
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Which token copy stands where. T tokens, K copies of each, E experts of C places."""
+
+    num_experts: int
+    capacity: int
+    place: Tensor
+    """(T, K) int64: each copy's place among E * C; E * C for one that was dropped."""
+    to_places: Dispatch
+    """A bag of at most one token per place."""
+    to_tokens: Dispatch
+    """A bag of the places of its copies per token."""
+
+
+def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
+    """Give every copy a place: first choices before second ones, tokens in order; what exceeds the capacity is dropped.
+
+    Args:
+        expert_TK: (tokens, top_k) int64; the experts of one token differ.
+        num_experts: how many there are.
+        capacity: places of each.
+
+    Raises:
+        InputError: for a capacity below 0 or indices that are not of two dimensions.
+    """
+    if expert_TK.dim() != 2 or capacity < 0:
+        raise InputError(
+            f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: give (tokens, top_k) and at least 0"
+        )
+    (tokens, top_k), device, places = expert_TK.shape, expert_TK.device, num_experts * capacity
+    expert = expert_TK.t().reshape(-1)  # first choices first
+    order = expert.argsort(stable=True)
+    ones = torch.ones_like(expert)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, expert, ones)
+    rank = torch.empty_like(expert)
+    rank[order] = torch.arange(len(expert), device=device) - (counts.cumsum(0) - counts)[expert[order]]
+    place = torch.where(rank < capacity, expert * capacity + rank, places)
+    taken, by_place = place.sort(stable=True)
+    token = (torch.arange(len(expert), device=device) % max(tokens, 1))[by_place]
+    starts = torch.searchsorted(taken, torch.arange(places + 1, device=device))
+    place_TK = place.view(top_k, tokens).t().contiguous()
+    kept, ordered = place_TK < places, place_TK.sort(1).values
+    lengths = kept.sum(1)
+    to_tokens = Dispatch(
+        token=place_TK, by_token=ordered[ordered < places], starts=lengths.cumsum(0) - lengths, per_token=None
+    )
+    num_kept = taken[taken < places].shape[0]
+    to_places = Dispatch(token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None)
+    return Encoding(num_experts, capacity, place_TK, to_places, to_tokens)
+
+
+def fast_encode(x: Tensor, form: Encoding) -> Tensor:
+    """Put tokens at their places, zeros where there is none: (T, D) -> (E, C, D), differentiable."""
+    rows: Tensor = _Encode.apply(x, form)
+    return rows.view(form.num_experts, form.capacity, x.shape[1])
+
+
+def fast_decode(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
+    """Sum each token's places by routing weight: (E, C, D), (T, K) -> (T, D), differentiable in both.
+
+    A copy that was dropped contributes nothing, and its weight gets no gradient.
+    """
+    y: Tensor = _Decode.apply(rows.reshape(-1, rows.shape[-1]), gates, form)
+    return y
+
+
+def mask_of(form: Encoding, gates: Tensor) -> Tensor:
+    """Return GShard's combine mask, (T, E, C): a copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
+    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(1, form.place, gates)
+    return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
+
+
+def encode_reference(x: Tensor, form: Encoding) -> Tensor:
+    """Return what `fast_encode` must, by GShard's einsum."""
+    mask = mask_of(form, torch.ones(form.place.shape, dtype=x.dtype, device=x.device))
+    return torch.einsum("tec,td->ecd", mask, x)
+
+
+def decode_reference(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
+    """Return what `fast_decode` must, by GShard's einsum."""
+    return torch.einsum("tec,ecd->td", mask_of(form, gates), rows)
+
+
+def _weights(gates: Tensor, form: Encoding) -> Tensor:
+    """Return each place's weight, (E * C,); 0 for an empty one."""
+    flat = gates.new_zeros(form.num_experts * form.capacity + 1)
+    return flat.scatter(0, form.place.reshape(-1), gates.reshape(-1))[:-1]
+
+
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, form: Encoding) -> Tensor:
+        ctx.form = form
+        return sum_rows(x, form.to_places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_rows(grad.contiguous(), ctx.form.to_tokens), None
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
+        ctx.form = form
+        ctx.save_for_backward(rows, gates)
+        return sum_rows(rows, form.to_tokens, weights=_weights(gates, form))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, gates = ctx.saved_tensors
+        sent = sum_rows(grad.contiguous(), ctx.form.to_places)
+        d_gates = None
+        if ctx.needs_input_grad[1]:
+            dots = torch.cat([dot_rows(sent, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)])
+            d_gates = dots[ctx.form.place]
+        return sent.mul_(_weights(gates, ctx.form).to(sent.dtype).unsqueeze(1)), d_gates, None

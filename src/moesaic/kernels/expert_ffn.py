@@ -1,0 +1,219 @@
+"""The expert stage as one differentiable operation: dispatch, two or three grouped products, combine.
+
+Backward keeps the input, the routing, the weights and the pre-activations, R * H numbers per matrix that reads the token:
+it gathers the rows and computes the activation again (docs/kernels.md has the bytes). Both passes are custom ops with fake
+implementations, so that `torch.compile` and export see one node each, whatever runs behind it (`pick.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.activation import hidden_rows
+from moesaic.kernels.pick import expert_kernel
+from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
+
+_T = TypeVar("_T")
+
+
+def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Run the experts, differentiable in x, gates and the weights.
+
+    Args:
+        work: the call.
+        out_dtype: of the result; None for that of `work.x`.
+
+    Returns:
+        (T, D), or (R, D) without `work.dispatch`.
+    """
+    form = _Form.of(work, work.x.dtype if out_dtype is None else out_dtype)
+    y: Tensor = _ExpertFfn.apply(form, *_tensors(work))
+    return y
+
+
+def expert_ffn_reference(work: ExpertWork) -> Tensor:
+    """Run the experts row after row, in float64, differentiable."""
+    x, double = work.x.double(), torch.float64
+    token = torch.arange(len(x)) if work.dispatch is None else work.dispatch.token
+    num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
+    out = [torch.zeros(x.shape[1], dtype=double) for _ in range(num_out)]
+    expert = 0
+    for row, at in enumerate(token.tolist()):
+        while row >= int(work.ends[expert]):
+            expert += 1
+        weight = torch.ones((), dtype=double) if work.gates is None else work.gates[row].double()
+        read = x[at] * (weight if work.gates_first else 1)
+        pre = [matrices[expert].double() @ read for matrices in work.ups]
+        if work.up_biases:
+            pre = [part + biases[expert].double() for part, biases in zip(pre, work.up_biases)]
+        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None)
+        if work.down_bias is not None:
+            result = result + work.down_bias[expert].double()
+        out[at] = out[at] + result * (1 if work.gates_first else weight)
+    return torch.stack(out) if out else x.new_zeros(0, x.shape[1])
+
+
+def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:
+    """Run the experts without autograd; returns the result and what `expert_gradients` reads: (R, H) per `ups`."""
+    y, *pre = expert_forward(*_Form.of(work, work.x.dtype).arguments(*_tensors(work)))
+    return y, pre
+
+
+def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor) -> Gradients:
+    """Return all gradients without autograd.
+
+    Args:
+        work: the call.
+        pre: what `run_experts` returned beside its result.
+        dy: gradient of the result.
+    """
+    form = _Form.of(work, work.x.dtype)
+    d_x, d_gates, *weights = form.backward(pre, dy, Wanted(), *_tensors(work))
+    ups, biases, down = form.weights(weights)
+    return Gradients(
+        x=d_x, gates=None if work.gates is None else d_gates, ups=ups, up_biases=biases, down=down[0],
+        down_bias=None if work.down_bias is None else down[1],
+    )  # fmt: skip
+
+
+@torch.library.custom_op("moesaic::expert_forward", mutates_args=())
+def expert_forward(
+    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
+    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    down_bias: Tensor | None, activation: str, gates_first: bool, out_dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Return the result and the pre-activations; the arguments are an `ExpertWork`, flat."""
+    work = _work(
+        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first
+    )
+    y, pre = expert_kernel(x.device).forward(work, out_dtype)
+    return [y, *pre]
+
+
+@expert_forward.register_fake
+def _(
+    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
+    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    down_bias: Tensor | None, activation: str, gates_first: bool, out_dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    num_rows = x.shape[0] if token is None else token.shape[0]
+    return [x.new_empty(x.shape, dtype=out_dtype), *(x.new_empty(num_rows, matrices.shape[1]) for matrices in ups)]
+
+
+@torch.library.custom_op("moesaic::expert_backward", mutates_args=())
+def expert_backward(
+    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
+    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    down_bias: Tensor | None, activation: str, gates_first: bool, pre: Sequence[Tensor], dy: Tensor, wants_x: bool,
+    wants_gates: bool, wants_weights: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of x, gates, ups, their biases, down and its bias; empty ones for what is not wanted."""
+    work = _work(
+        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first
+    )
+    wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
+    found = expert_kernel(x.device).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
+    d_x, d_gates = (x.new_empty(0) if each is None else each for each in (found.x, found.gates))
+    return [d_x, d_gates, *found.weights]
+
+
+@expert_backward.register_fake
+def _(
+    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
+    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    down_bias: Tensor | None, activation: str, gates_first: bool, pre: Sequence[Tensor], dy: Tensor, wants_x: bool,
+    wants_gates: bool, wants_weights: bool,
+) -> list[Tensor]:  # fmt: skip
+    d_x = x.new_empty(x.shape if wants_x else (0,))
+    d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
+    weights = [*ups, *up_biases, down, *(() if down_bias is None else (down_bias,))] if wants_weights else []
+    return [d_x, d_gates, *(each.new_empty(each.shape) for each in weights)]
+
+
+def _work(
+    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
+    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    down_bias: Tensor | None, activation: str, gates_first: bool,
+) -> ExpertWork:  # fmt: skip
+    dispatch = None
+    if token is not None:
+        assert by_token is not None
+        assert starts is not None
+        dispatch = Dispatch(token=token, by_token=by_token, starts=starts, per_token=per_token or None)
+    return ExpertWork(
+        x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, ups=ups, up_biases=up_biases,
+        down=down, down_bias=down_bias, activation=activation,
+    )  # fmt: skip
+
+
+def _tensors(work: ExpertWork) -> list[Tensor | None]:
+    """Return all tensors of a call, in the order that `_Form` reads."""
+    sent = work.dispatch
+    indices = [None] * 3 if sent is None else [sent.token, sent.by_token, sent.starts]
+    return [work.x, work.gates, *indices, work.ends, *work.ups, *work.up_biases, work.down, work.down_bias]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a call is besides its tensors."""
+
+    num_ups: int
+    num_biases: int
+    per_token: int
+    """0 where it varies."""
+    activation: str
+    gates_first: bool
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, work: ExpertWork, out_dtype: torch.dtype) -> _Form:
+        per_token = 0 if work.dispatch is None else work.dispatch.per_token or 0
+        return cls(len(work.ups), len(work.up_biases), per_token, work.activation, work.gates_first, out_dtype)
+
+    def arguments(self, *tensors: Tensor | None) -> list[Any]:
+        """Return the arguments of `expert_forward`."""
+        return [*self._shared(*tensors), self.out_dtype]
+
+    def backward(self, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted, *tensors: Tensor | None) -> list[Tensor]:
+        """Call `expert_backward`."""
+        found: list[Tensor] = expert_backward(
+            *self._shared(*tensors), list(pre), dy, wanted.x, wanted.gates, wanted.weights
+        )
+        return found
+
+    def weights(self, found: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """Cut what stands in the order of the parameters: ups, their biases, down and its bias."""
+        cut = self.num_ups + self.num_biases
+        return list(found[: self.num_ups]), list(found[self.num_ups : cut]), list(found[cut:])
+
+    def _shared(self, *tensors: Tensor | None) -> list[Any]:
+        x, gates, token, by_token, starts, ends, *weights = tensors
+        ups, biases, (down, down_bias) = self.weights(weights)
+        routing = [x, gates, token, by_token, starts, self.per_token, ends]
+        return [*routing, ups, biases, down, down_bias, self.activation, self.gates_first]
+
+
+class _ExpertFfn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: _Form, *tensors: Tensor | None) -> Tensor:
+        y, *pre = expert_forward(*form.arguments(*tensors))
+        ctx.form, ctx.num_tensors = form, len(tensors)
+        ctx.save_for_backward(*tensors, *pre)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        tensors, pre = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+        needs = ctx.needs_input_grad[1:]
+        wanted = Wanted(x=needs[0], gates=needs[1], weights=any(needs[6:]))
+        d_x, d_gates, *d_weights = ctx.form.backward(pre, dy, wanted, *tensors)
+        weights = iter(d_weights)
+        of_weights = [next(weights) if wanted.weights and each is not None else None for each in tensors[6:]]
+        d_inputs = [d_x if needs[0] else None, d_gates if needs[1] else None, None, None, None, None]
+        return None, *d_inputs, *of_weights

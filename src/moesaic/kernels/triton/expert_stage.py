@@ -1,0 +1,150 @@
+"""The expert stage by these kernels: what `kernels/pick.py` picks for a GPU, in the signatures of `ExpertKernel`.
+
+    up         hidden = act(x[token] @ ups[e].T) * gate          product "up"
+    down       rows = hidden @ down[e].T, y[token] += rows       product "down", then a sum over each token's rows
+    down_grad  d(pre), hidden again, d(gate)                     product "down_grad"
+    d(down)    dy[token].T @ hidden                              product "weight_grad_down"
+    d(ups)     d(pre).T @ x[token]                               product "weight_grad", for each
+    d(x)       d(pre) @ ups[e], then the sum                     product "rows_grad"
+
+Backward keeps x, the routing and the pre-activations: the tokens are gathered again, the hidden rows are made again, and
+the experts' output is never needed (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward
+with a gate, 4 and 8 without. What these kernels have no form for, biases, weights before the expert and float64, runs as
+`whole_batch` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels import whole_batch
+from moesaic.kernels.activation import GATE
+from moesaic.kernels.permute import sum_rows as sum_varying_rows
+from moesaic.kernels.triton.down_grad import down_grad
+from moesaic.kernels.triton.grouped import rows_times
+from moesaic.kernels.triton.launch import device_of
+from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.permute import sum_of_rows
+from moesaic.kernels.triton.tiles import Shape, Tile, default_tile
+from moesaic.kernels.triton.up import up
+from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILES = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
+"""The grouped products of a layer."""
+
+
+def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool) -> dict[str, Shape]:
+    """Return the grouped products of a layer, by their names in `TILES`.
+
+    Args:
+        num_rows: R, token copies.
+        num_experts: E.
+        dim: D, width of a token.
+        hidden: I, inner width of an expert.
+        itemsize: bytes of an element.
+        gated: whether two matrices read the token.
+    """
+    per_expert = max(1, num_rows // max(1, num_experts))
+    sizes = {
+        "up": ("up", hidden, dim), "down": ("down", dim, hidden), "down_grad": ("down_grad", hidden, dim),
+        "rows_grad": ("rows_grad", dim, hidden), "weight_grad": ("weight_grad", dim, per_expert),
+        "weight_grad_down": ("weight_grad", hidden, per_expert),
+    }  # fmt: skip
+    return {
+        name: Shape(
+            product=product, rows=num_rows, num_experts=num_experts, columns=columns, depth=depth, itemsize=itemsize,
+            gated=gated,
+        )
+        for name, (product, columns, depth) in sizes.items()
+    }  # fmt: skip
+
+
+def default_tiles(work: ExpertWork) -> dict[str, Tile]:
+    """Return the tiles of a call without a search."""
+    sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
+    device = device_of(work.x.device)
+    return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=len(work.ups) == 2).items()}
+
+
+def has_form_for(work: ExpertWork) -> bool:
+    """Say whether these kernels compute this call."""
+    is_plain = not work.up_biases and work.down_bias is None and not work.gates_first
+    return is_plain and work.x.dtype in DTYPES
+
+
+@torch.no_grad()
+def forward(
+    work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the experts; see `ExpertKernel.forward`.
+
+    Args:
+        work: the call.
+        out_dtype: of the result.
+        tiles: by names in `TILES`; None for the defaults.
+    """
+    if not has_form_for(work):
+        return whole_batch.forward(work, out_dtype)
+    tile = default_tiles(work) if tiles is None else tiles
+    token = _token(work)
+    pre, hidden = up(
+        work.x, work.ups, work.ends, tile["up"], activation=_activation(work), weight=work.gates, token=token
+    )
+    rows = rows_times([hidden], [work.down], work.ends, tile["down"], transposed=True)
+    return _summed(rows, work, out_dtype), pre
+
+
+@torch.no_grad()
+def backward(
+    work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted, tiles: Mapping[str, Tile] | None = None
+) -> Gradients:
+    """Run the transpose; see `ExpertKernel.backward`.
+
+    Args:
+        work: the call.
+        pre: what `forward` returned beside the result.
+        dy: gradient of the result, in the dtype of `work.x`.
+        wanted: which gradients.
+        tiles: by names in `TILES`; None for the defaults.
+    """
+    if not has_form_for(work):
+        return whole_batch.backward(work, pre, dy, wanted)
+    tile = default_tiles(work) if tiles is None else tiles
+    token, ends, d_gates, d_x = _token(work), work.ends, None, None
+    d_pre, hidden, parts = down_grad(
+        dy, work.down, pre, ends, tile["down_grad"], activation=_activation(work), weight=work.gates, token=token
+    )
+    if wanted.gates and work.gates is not None:
+        d_gates = parts.sum(1).to(work.gates.dtype)
+    d_down, d_ups = None, []
+    if wanted.weights:
+        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token)
+    del hidden
+    if wanted.weights:
+        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token) for each in d_pre]
+    if wanted.x:
+        rows = rows_times(d_pre, work.ups, ends, tile["rows_grad"], transposed=False)
+        del d_pre
+        d_x = _summed(rows, work, work.x.dtype)
+    return Gradients(x=d_x, gates=d_gates, ups=d_ups, up_biases=[], down=d_down, down_bias=None)
+
+
+def _activation(work: ExpertWork) -> str:
+    return GATE if len(work.ups) == 2 else work.activation
+
+
+def _token(work: ExpertWork) -> Tensor | None:
+    return None if work.dispatch is None else work.dispatch.token.to(torch.int32)
+
+
+def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
+    """Return each token's sum of rows, or the rows where they leave as such."""
+    if work.dispatch is None:
+        return rows.to(dtype)
+    if work.dispatch.per_token is None:
+        return sum_varying_rows(rows, work.dispatch, dtype=dtype)
+    return sum_of_rows(rows, work.dispatch.by_token, work.dispatch.per_token, None, dtype)

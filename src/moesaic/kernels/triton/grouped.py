@@ -1,0 +1,200 @@
+"""Grouped product of rows: each expert's rows times that expert's matrix. Forward of the down projection, and the
+gradient of rows that went into any projection.
+
+Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Saved by the caller, not here. With `token`, rows are read through
+the token index, so no permuted copy of the tokens is ever stored (SonicMoE, Guo et al. 2025, section 4.1; ScatterMoE, Tan
+et al. 2024, section 3). FLOPs: 2 R K N. Bytes: R K + R N + E K N elements at least; tiles of one expert that run at the
+same time share its matrix and its rows in L2. Accumulated in float32, in one order: deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.parts import place
+from moesaic.kernels.triton.schedule import max_tiles, row_tiles
+from moesaic.kernels.triton.tiles import Tile
+
+
+def rows_times(
+    rows: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    ends: Tensor,
+    tile: Tile,
+    *,
+    transposed: bool,
+    token: Tensor | None = None,
+) -> Tensor:
+    """Multiply each expert's rows by its matrix, or two kinds of rows by a matrix each, and add.
+
+    Args:
+        rows: one or two of (R, K) rows in expert order, or with `token` one of (T, K) tokens.
+        matrices: for each (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N); the last dimension has
+            stride 1.
+        ends: (E,) int32, one past the last row of each expert.
+        tile: how the work is cut.
+        transposed: multiply by the transpose of each matrix.
+        token: (R,) int32, the token that each row is.
+
+    Returns:
+        (R, N) in the dtype of the rows; rows from `ends[-1]` on are left as they come.
+    """
+    x, w = rows[0].contiguous(), unit_stride(matrices[0])
+    num_rows = len(x) if token is None else len(token)
+    columns, depth = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
+    out = x.new_empty(num_rows, columns)
+    if num_rows == 0 or columns == 0:
+        return out
+    other_x, other_w = rows[-1].contiguous(), unit_stride(matrices[-1])
+    capacity = max_tiles(num_rows, len(ends), tile.rows)
+    launch = Launch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
+    block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
+    (matrix, other), by_descriptor = as_operands((w, other_w), block, tile)
+    (source, other_source), rows_by_descriptor = as_operands(
+        (x, other_x), (tile.rows, tile.depth), tile if token is None else None
+    )
+    _rows_kernel[(launch.programs,)](
+        source, other_source, matrix, other, out, x if token is None else token, row_tiles(ends, num_rows, tile.rows),
+        capacity, columns, depth, x.stride(0), w.stride(0), w.stride(1), other_w.stride(0), other_w.stride(1),
+        TRANSPOSED=transposed, PAIRED=len(rows) == 2, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
+        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(x.dtype), FLATTEN=launch.flatten,
+        BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:
+    """Multiply one expert's rows after the other by (E, N, K) matrices, in float64."""
+    rows = (x if token is None else x[token.long()]).double()
+    starts = [0, *ends.tolist()[:-1]]
+    parts = [rows[a:b] @ w[e].double().T for e, (a, b) in enumerate(zip(starts, ends.tolist()))]
+    return torch.cat(parts)
+
+
+@triton.jit
+def _rows_kernel(
+    x: tl.tensor,
+    other_x: tl.tensor,
+    w: tl.tensor,
+    other_w: tl.tensor,
+    out: tl.tensor,
+    token: tl.tensor,
+    schedule: tl.tensor,
+    capacity: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    stride_x: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_w: tl.tensor,
+    stride_other_expert: tl.tensor,
+    stride_other_w: tl.tensor,
+    TRANSPOSED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    GATHERED: tl.constexpr,
+    ROWS_BY_DESCRIPTOR: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    column_tiles = tl.cdiv(columns, BLOCK_N)
+    num_row_tiles = tl.load(schedule)
+    for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
+        expert = tl.load(schedule + 1 + row_tile)
+        first = tl.load(schedule + 1 + capacity + row_tile)
+        row = first + tl.arange(0, BLOCK_R)
+        is_row = row < tl.load(schedule + 1 + 2 * capacity + row_tile)
+        source = row
+        if GATHERED:
+            source = tl.load(token + row, mask=is_row, other=0)
+        start = column_tile * BLOCK_N
+        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for k in tl.range(0, depth, BLOCK_K):
+            a = rows_tile(x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
+            b = matrix_tile(
+                w, expert, start, k, columns, depth, stride_expert,
+                stride_w, TRANSPOSED, BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+            if PAIRED:
+                a = rows_tile(other_x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
+                b = matrix_tile(
+                    other_w, expert, start, k, columns, depth, stride_other_expert, stride_other_w, TRANSPOSED,
+                    BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                total = tl.dot(a, b, total, input_precision=PRECISION)
+        column = start + tl.arange(0, BLOCK_N)
+        to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def rows_tile(
+    x: tl.tensor,
+    first: tl.tensor,
+    source: tl.tensor,
+    is_row: tl.tensor,
+    k: tl.tensor,
+    depth: tl.tensor,
+    stride_x: tl.tensor,
+    BY_DESCRIPTOR: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return columns k and on of the rows that `source` names, zero where there is none.
+
+    A descriptor fetches the rows from `first` on, those of the next expert too: their results are not written.
+    """
+    if BY_DESCRIPTOR:
+        rows = x.load([first, k])
+    else:
+        step = k + tl.arange(0, BLOCK_K)
+        at = x + source.to(tl.int64)[:, None] * stride_x + step[None, :]
+        rows = tl.load(at, mask=is_row[:, None] & (step < depth)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def matrix_tile(
+    w: tl.tensor,
+    expert: tl.tensor,
+    column: tl.tensor,
+    k: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_w: tl.tensor,
+    TRANSPOSED: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return the (BLOCK_K, BLOCK_N) tile of an expert's matrix from column and k on; zero beyond `columns` and `depth`.
+
+    Stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor knows the bounds itself.
+    """
+    n = column + tl.arange(0, BLOCK_N)
+    step = k + tl.arange(0, BLOCK_K)
+    if BY_DESCRIPTOR:
+        if TRANSPOSED:
+            matrix = tl.trans(w.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K))
+        else:
+            matrix = w.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+    else:
+        inside = (step < depth)[:, None] & (n < columns)[None, :]
+        base = w + expert.to(tl.int64) * stride_expert
+        if TRANSPOSED:
+            matrix = tl.load(base + n[None, :] * stride_w + step[:, None], mask=inside, other=0.0)
+        else:
+            matrix = tl.load(base + step[:, None] * stride_w + n[None, :], mask=inside, other=0.0)
+    return matrix

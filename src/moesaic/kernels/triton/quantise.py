@@ -1,0 +1,193 @@
+"""Rows to int8 or float8 and back, bit for bit as `kernels/codecs/int8.py` and `fp8.py`, which are the oracles.
+
+Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN, cast). Here a program reads
+a row or a block twice, the second time from L1, and writes each byte once. Nothing is saved, nothing differentiated.
+Bytes: 2 or 4 R D read and R D written, plus the scales. Divisions are rounded to nearest and float8 numbers are made from
+bits, so that every device, the ones without float8 too, gives the oracle's bytes. float64 rows stay with the oracle.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.codecs.fp8 import LARGEST, WIDTH
+from moesaic.kernels.codecs.int8 import LEVELS
+
+CHUNK = 1024
+"""Values of a row that one step takes."""
+BLOCKS = 8
+"""float8 blocks that one program takes."""
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23: added and taken away, it rounds a float32 below 2**22 to the nearest integer, ties to even."""
+
+
+@torch.library.custom_op("moesaic::triton_int8_encode", mutates_args=("scale", "integers"))
+def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
+    """Fill the fields of an `Int8` message.
+
+    Args:
+        rows: (R, D) float16, bfloat16 or float32.
+        scale: (R, 1) float32, written.
+        integers: (R, D) int8, written.
+    """
+    _int8_encode_kernel[(len(rows),)](rows.contiguous(), scale, integers, rows.shape[1], LEVELS=LEVELS, CHUNK=CHUNK)
+
+
+@torch.library.custom_op("moesaic::triton_int8_decode", mutates_args=())
+def int8_decode(scale: Tensor, integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (R, D) rows in `dtype` from the fields of an `Int8` message."""
+    rows = torch.empty(integers.shape, dtype=dtype, device=integers.device)
+    grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
+    _decode_kernel[grid](
+        scale, integers, rows, rows.shape[1], 1, PER_SCALE=0, LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK
+    )
+    return rows
+
+
+@int8_decode.register_fake
+def _(scale: Tensor, integers: Tensor, dtype: torch.dtype) -> Tensor:
+    return integers.new_empty(integers.shape, dtype=dtype)
+
+
+@torch.library.custom_op("moesaic::triton_fp8_encode", mutates_args=("scale", "eighths"))
+def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
+    """Fill the fields of an `Fp8` message.
+
+    Args:
+        rows: (R, D) float16, bfloat16 or float32.
+        scale: (R, ceil(D / 128)) float32, written.
+        eighths: (R, D) float8_e4m3fn, written.
+    """
+    grid = (len(rows), triton.cdiv(scale.shape[1], BLOCKS))
+    _fp8_encode_kernel[grid](
+        rows.contiguous(), scale, eighths.view(torch.uint8), rows.shape[1], scale.shape[1],
+        LARGEST=LARGEST, WIDTH=WIDTH, BLOCKS=BLOCKS,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("moesaic::triton_fp8_decode", mutates_args=())
+def fp8_decode(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (R, D) rows in `dtype` from the fields of an `Fp8` message."""
+    rows = torch.empty(eighths.shape, dtype=dtype, device=eighths.device)
+    grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
+    _decode_kernel[grid](
+        scale, eighths.view(torch.uint8), rows, rows.shape[1], scale.shape[1], PER_SCALE=WIDTH,
+        LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK,
+    )  # fmt: skip
+    return rows
+
+
+@fp8_decode.register_fake
+def _(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
+    return eighths.new_empty(eighths.shape, dtype=dtype)
+
+
+@triton.jit
+def scale_of(largest: tl.tensor, is_finite: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """Return the scale that maps `largest` to LEVELS, as `codecs.int8.scales` does."""
+    scale = tl.maximum(tl.div_rn(largest, largest * 0.0 + LEVELS), SMALLEST)
+    return tl.where(is_finite, scale, float("nan"))
+
+
+@triton.jit
+def to_e4m3(x: tl.tensor) -> tl.tensor:
+    """Return the float8 e4m3 bits of float32 values of at most 448, rounded to nearest, ties to even; NaN gives 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
+    normal = (rounded >> 20) - (120 << 3)
+    # Below 2**-6 the spacing is 2**-9, that of float32 numbers from 2**14 on: the sum's last bits are the result.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x == x, code, 0)
+
+
+@triton.jit
+def from_e4m3(code: tl.tensor) -> tl.tensor:
+    """Return the float32 values of float8 e4m3 bits."""
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return tl.where((code & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def _int8_encode_kernel(
+    rows: tl.tensor,
+    scales: tl.tensor,
+    integers: tl.tensor,
+    dim: tl.tensor,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((CHUNK,), tl.float32)
+    bad = tl.zeros((CHUNK,), tl.int32)
+    for first in tl.range(0, dim, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        size = tl.abs(tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32))
+        is_finite = size < float("inf")
+        bad = tl.where(is_finite, bad, 1)
+        largest = tl.maximum(largest, tl.where(is_finite, size, 0.0))
+    scale = scale_of(tl.max(largest, 0), tl.max(bad, 0) == 0, LEVELS)
+    tl.store(scales + row, scale)
+    for first in tl.range(0, dim, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+        quotient = tl.div_rn(value, tl.zeros((CHUNK,), tl.float32) + scale)
+        level = tl.minimum(tl.maximum((quotient + ROUND) - ROUND, -LEVELS), LEVELS)
+        level = tl.where(quotient == quotient, level, 0.0)
+        tl.store(integers + row * dim + column, level.to(tl.int8), mask=column < dim)
+
+
+@triton.jit
+def _fp8_encode_kernel(
+    rows: tl.tensor,
+    scales: tl.tensor,
+    eighths: tl.tensor,
+    dim: tl.tensor,
+    blocks: tl.tensor,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+    is_finite = tl.abs(value) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(value), 0.0), 1)
+    scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
+    tl.store(scales + row * blocks + block, scale, mask=block < blocks)
+    scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
+    held = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
+    tl.store(eighths + row * dim + column, to_e4m3(held).to(tl.uint8), mask=column < dim)
+
+
+@triton.jit
+def _decode_kernel(
+    scales: tl.tensor,
+    codes: tl.tensor,
+    rows: tl.tensor,
+    dim: tl.tensor,
+    blocks: tl.tensor,
+    PER_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Multiply codes by their scales: int8 and a scale per row where PER_SCALE is 0, else float8."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    code = tl.load(codes + row * dim + column, mask=column < dim, other=0)
+    if PER_SCALE == 0:
+        value = code.to(tl.float32) * tl.load(scales + row)
+    else:
+        scale = tl.load(scales + row * blocks + column // PER_SCALE, mask=column < dim, other=0.0)
+        value = from_e4m3(code.to(tl.int32)) * scale
+    value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    tl.store(rows + row * dim + column, value.to(rows.dtype.element_ty), mask=column < dim)

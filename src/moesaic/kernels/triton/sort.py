@@ -1,0 +1,142 @@
+"""Token copies into expert order: counts, and a stable counting sort. No host sync, no atomics.
+
+Eager: `expert.argsort(stable=True)`, its inverse, `bincount`, `cumsum`. Not differentiable, nothing saved. Three kernels:
+each block of copies counts its experts; each expert adds its blocks' counts up; each block places its copies. A copy's
+place among equal ones of its block is a count of the earlier ones, a triangle of comparisons. Bytes: 4 R read twice, 8 R
+written, 12 E R / 128 for the blocks' counts. MegaBlocks and SonicMoE sort likewise; the former by a radix sort.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+"""Copies that one program counts and places."""
+SCANNED = 1024
+"""Blocks whose counts are added up at a time."""
+
+
+class Order(NamedTuple):
+    """Where each row of the expert order comes from, and where each copy went."""
+
+    copy: Tensor
+    """(R,) int32: row i is token copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on."""
+    row: Tensor
+    """(R,) int32: copy i stands in row `row[i]`; -1 for one that is not sent."""
+    ends: Tensor
+    """(E,) int32: one past the last row of each expert."""
+
+
+@torch.library.custom_op("moesaic::triton_sort", mutates_args=())
+def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort token copies by expert, copies of one expert by their place.
+
+    Args:
+        expert: (R,) int32 or int64, the expert of each copy, token after token; negative for a copy that is not sent.
+        num_experts: E.
+
+    Returns:
+        The fields of `Order`.
+    """
+    num_copies = len(expert)
+    blocks = triton.cdiv(num_copies, BLOCK)
+    ints = expert.new_zeros(0, dtype=torch.int32)
+    ends, copy = ints.new_zeros(num_experts), ints.new_zeros(num_copies)
+    row = ints.new_empty(num_copies)
+    if num_copies == 0 or num_experts == 0:
+        return copy, row, ends
+    counts = ints.new_empty(num_experts, blocks)
+    totals = ints.new_empty(num_experts)
+    experts = triton.next_power_of_2(num_experts)
+    _count_kernel[(blocks,)](expert, counts, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts)
+    _scan_kernel[(num_experts,)](counts, totals, blocks, SCANNED=SCANNED)
+    _place_kernel[(blocks,)](
+        expert, counts, totals, copy, row, ends, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts
+    )
+    return copy, row, ends
+
+
+@sort.register_fake
+def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    copy = expert.new_empty(expert.shape, dtype=torch.int32)
+    return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
+
+
+def sort_reference(expert: Tensor, num_experts: int) -> Order:
+    """Sort with a list per expert."""
+    copies = [[i for i, e in enumerate(expert.tolist()) if e == wanted] for wanted in range(num_experts)]
+    order = [i for of_one in copies for i in of_one]
+    row = [-1] * len(expert)
+    for place, i in enumerate(order):
+        row[i] = place
+    ends = torch.tensor([len(of_one) for of_one in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    filled = order + [0] * (len(expert) - len(order))
+    return Order(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
+
+
+@triton.jit
+def _count_kernel(
+    expert: tl.tensor,
+    counts: tl.tensor,
+    num_copies: tl.tensor,
+    num_experts: tl.tensor,
+    blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    copy = block * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
+    number = tl.arange(0, EXPERTS)
+    found = tl.sum((chosen[:, None] == number[None, :]).to(tl.int32), 0)
+    tl.store(counts + number * blocks + block, found, mask=number < num_experts)
+
+
+@triton.jit
+def _scan_kernel(counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr) -> None:
+    """Turn an expert's counts into the copies of that expert in earlier blocks, in place; write their sum."""
+    line = counts + tl.program_id(0) * blocks
+    carry = 0
+    for first in range(0, blocks, SCANNED):
+        block = first + tl.arange(0, SCANNED)
+        found = tl.load(line + block, mask=block < blocks, other=0)
+        tl.store(line + block, tl.cumsum(found, 0) - found + carry, mask=block < blocks)
+        carry += tl.sum(found, 0)
+    tl.store(totals + tl.program_id(0), carry)
+
+
+@triton.jit
+def _place_kernel(
+    expert: tl.tensor,
+    before: tl.tensor,
+    totals: tl.tensor,
+    copies: tl.tensor,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    num_copies: tl.tensor,
+    num_experts: tl.tensor,
+    blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    number = tl.arange(0, EXPERTS)
+    total = tl.load(totals + number, mask=number < num_experts, other=0)
+    end = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(ends + number, end, mask=number < num_experts)
+    place = tl.arange(0, BLOCK)
+    copy = block * BLOCK + place
+    chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
+    is_sent = chosen >= 0
+    # Sums over comparisons in place of a gather from registers: which experts come earlier, which copies come earlier.
+    start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
+    earlier = tl.sum(((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1)
+    row = start + earlier + tl.load(before + chosen * blocks + block, mask=is_sent, other=0)
+    tl.store(rows + copy, tl.where(is_sent, row, -1), mask=copy < num_copies)
+    tl.store(copies + row, copy, mask=is_sent)

@@ -1,0 +1,89 @@
+"""The expert stage on any device: one operation after the other over all rows, none of which waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
+from moesaic.kernels.dots import dot_rows
+from moesaic.kernels.grouped_matmul import outer_products, rows_times
+from moesaic.kernels.permute import sum_rows
+from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+
+
+@torch.no_grad()
+def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Run the experts; see `ExpertKernel.forward`."""
+    read = _taken(work.x, work)
+    if work.before is not None:
+        read = read * work.before
+    pre = [rows_times(read, matrices.transpose(1, 2), work.ends) for matrices in work.ups]
+    for part, biases in zip(pre, work.up_biases):
+        part += _per_row(biases, work)
+    results = rows_times(hidden_rows(pre, work.activation, None), work.down.transpose(1, 2), work.ends)
+    if work.down_bias is not None:
+        results = results + _per_row(work.down_bias, work)
+    if work.dispatch is not None:
+        weights = None if work.after is None else work.after.squeeze(1)
+        return sum_rows(results, work.dispatch, weights=weights, dtype=out_dtype), pre
+    return (results if work.after is None else results * work.after).to(out_dtype), pre
+
+
+@torch.no_grad()
+def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
+    """Run the transpose; see `ExpertKernel.backward`."""
+    dy_rows = _taken(dy, work).contiguous()
+    hidden, *gate = [torch.empty_like(part) for part in pre]
+    hidden_rows_into(pre, work.activation, hidden, *gate)
+    grad = rows_times(dy_rows, work.down, work.ends)
+    d_gates = None
+    if work.after is not None:
+        if wanted.gates:
+            d_gates = dot_rows(grad, hidden)
+            if work.down_bias is not None:
+                d_gates = d_gates + (dy_rows * _per_row(work.down_bias, work)).sum(1)
+        grad, dy_rows = grad * work.after, dy_rows * work.after
+    hidden_gradient_into(pre, work.activation, grad, *gate)
+    grads = [grad, *gate]
+    read, d_rows = _taken(work.x, work), None
+    if wanted.x or (wanted.gates and work.before is not None):
+        d_rows = rows_times(grads[0], work.ups[0], work.ends)
+        for each, matrices in zip(grads[1:], work.ups[1:]):
+            d_rows += rows_times(each, matrices, work.ends)
+    if work.before is not None:
+        if d_rows is not None:
+            d_gates = dot_rows(d_rows, read) if wanted.gates else None
+            d_rows = d_rows * work.before
+        read = read * work.before
+    if d_rows is not None and work.dispatch is not None:
+        d_rows = sum_rows(d_rows, work.dispatch)
+    weights = wanted.weights
+    return Gradients(
+        x=d_rows if wanted.x else None,
+        gates=None if d_gates is None or work.gates is None else d_gates.to(work.gates.dtype),
+        ups=[outer_products(each, read, work.ends) for each in grads] if weights else [],
+        up_biases=[_sums(each, work) for each in grads] if weights and work.up_biases else [],
+        down=outer_products(dy_rows, hidden, work.ends) if weights else None,
+        down_bias=_sums(dy_rows, work) if weights and work.down_bias is not None else None,
+    )
+
+
+def _taken(x: Tensor, work: ExpertWork) -> Tensor:
+    return x if work.dispatch is None else x.index_select(0, work.dispatch.token)
+
+
+def _counts(work: ExpertWork) -> Tensor:
+    return work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
+
+
+def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
+    """Return each row's expert's bias: (E, width) -> (R, width)."""
+    return biases.repeat_interleave(_counts(work), dim=0, output_size=work.num_rows)
+
+
+def _sums(rows: Tensor, work: ExpertWork) -> Tensor:
+    """Return the sum of each expert's rows, (E, width), in a fixed order."""
+    return torch.segment_reduce(rows, "sum", lengths=_counts(work), axis=0, unsafe=True, initial=0)

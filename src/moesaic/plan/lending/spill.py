@@ -1,0 +1,96 @@
+"""Spilling: what overloads a place goes to places with room, with the weights sent after it.
+
+As least-loaded expert parallelism does, from whatever origin; copies whose origin is the helper itself go first, since they
+need not travel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.plan.lending.cost import Board, LendingCosts, boards
+from moesaic.plan.lending.lender import AbstractLender, Load
+
+LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Copies per place, over the mean, that are tried as what a place may compute."""
+
+
+class LeastLoaded(AbstractLender):
+    """Lets no place compute more than a limit, wherever there is room, whatever it costs: for bounded memory.
+
+    Args:
+        limit: copies per place over the mean; at least 1.
+        budget: copies that one rank may compute, instead of `limit`; a load above all budgets together is spread evenly.
+    """
+
+    def __init__(self, limit: float = 1.0, *, budget: int | None = None) -> None:
+        if limit < 1:
+            raise InputError(f"lending limit={limit}: the mean must fit: choose 1 or more")
+        if budget is not None and budget < 1:
+            raise InputError(f"lending budget={budget}: choose at least one token copy per rank")
+        self.limit, self.budget = limit, budget
+
+    def decide(self, load: Load) -> np.ndarray:
+        """Return the lent copies."""
+        found = []
+        for board in boards(load, LendingCosts()):
+            mean = -(-int(board.copies.sum()) // len(board.origins))
+            most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
+            found.append(board.spread(overflow(board, most)))
+        return np.sum(found, axis=0)
+
+
+class Spill(AbstractLender):
+    """Spills down to the limit that is fastest by the cost model; to none, if nothing helps.
+
+    Args:
+        costs: rates; None for those of `cost.Machine`.
+    """
+
+    def __init__(self, costs: LendingCosts | None = None) -> None:
+        self.costs = costs or LendingCosts()
+
+    def decide(self, load: Load) -> np.ndarray:
+        """Return the lent copies."""
+        found = []
+        for board in boards(load, self.costs):
+            mean = board.copies.sum() / len(board.origins)
+            none = np.zeros((len(board.origins), load.num_experts, len(board.origins)), dtype=np.int64)
+            tried = [none, *(overflow(board, int(np.ceil(mean * limit))) for limit in LIMITS)]
+            found.append(board.spread(min(tried, key=board.seconds)))
+        return np.sum(found, axis=0)
+
+
+def overflow(board: Board, most: int) -> np.ndarray:
+    """Return what is lent, (ep, num_experts, ep), so that no place computes more than `most` copies, if that can be.
+
+    The fullest place gives first, of its largest expert, to the emptiest place.
+    """
+    ep, home = len(board.origins), board.load.home
+    loads = np.bincount(home, weights=board.copies.sum(0), minlength=ep).astype(np.int64)
+    staying = board.copies.copy()
+    lent = np.zeros((ep, board.load.num_experts, ep), dtype=np.int64)
+    for giver in np.argsort(-loads, kind="stable"):
+        experts = np.flatnonzero(home == giver)
+        while loads[giver] > most:
+            helper = int(np.argmin(loads))
+            room, excess = most - loads[helper], loads[giver] - most
+            expert = experts[np.argmax(staying[:, experts].sum(0))]
+            amount = int(min(room, excess, staying[:, expert].sum()))
+            if amount <= 0 or helper == giver:
+                break
+            _give(staying[:, expert], lent[:, expert, helper], helper, amount)
+            loads[giver] -= amount
+            loads[helper] += amount
+    return lent
+
+
+def _give(staying: np.ndarray, lent: np.ndarray, helper: int, amount: int) -> None:
+    """Lend so many copies, those of the helper's own tokens first, then of the places that have most."""
+    others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
+    for place in (helper, *others):
+        moved = min(amount, int(staying[place]))
+        staying[place] -= moved
+        lent[place] += moved
+        amount -= moved

@@ -1,0 +1,62 @@
+"""The ranks that route the other tokens of a layer's call, over a wire; and whether all of them run the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives import all_gather
+from moesaic.comm.wire import AbstractWire
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+from moesaic.routing.peers import AbstractPeers
+
+
+class Peers(AbstractPeers):
+    """Ranks that route different tokens: one per data-parallel group, or all where tensor groups slice theirs.
+
+    Args:
+        wire: between all ranks.
+        grid: the mesh.
+        slices: each rank of a tensor group routes a slice of the group's tokens.
+        digest: 16 bytes, the same on all ranks that run the same programs.
+    """
+
+    def __init__(self, wire: AbstractWire, grid: Grid, slices: bool, digest: bytes) -> None:
+        self._wire = wire
+        self._hear_all = grid.tp == 1
+        self.ranks = tuple(range(grid.world)) if slices else grid.group(wire.rank, ("dp",))
+        self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
+        self.slices = grid.tp if slices else 1
+        self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
+        self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
+        self.all_agree = True
+        """Whether it is known that all ranks of the world run the same; not so after a switch."""
+
+    def gather(self, message: Tensor) -> Tensor:
+        """Gather messages over the wire.
+
+        After a switch, the ranks may have come to differ in who routes with whom. So that nobody waits for a rank that does
+        not send, the first message goes to all ranks, with the digest of what this one runs. (Without
+        tensor parallelism messages go to all ranks anyway, and the digest in the exchange of counts tells.)
+
+        Raises:
+            InputError: on every rank, if they do not run the same.
+        """
+        if self.all_agree or self._hear_all:
+            return torch.stack(all_gather(self._wire, self.ranks, message))
+        everyone = tuple(range(self._wire.world))
+        told = torch.stack(all_gather(self._wire, everyone, torch.cat([message, self.digest.to(message)])))
+        check_digests(told[:, -len(self.digest) :].cpu(), everyone)
+        self.all_agree = True
+        return told[list(self.ranks), : -len(self.digest)]
+
+
+def check_digests(digests: Tensor, ranks: Sequence[int]) -> None:
+    """Raise InputError if `ranks` have different digests, (ranks, 4)."""
+    if bool((digests != digests[0]).any()):
+        wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
+        raise InputError(f"ranks {wrong} run another plan or mesh than rank {ranks[0]}: give every rank the same plan")

@@ -1,0 +1,152 @@
+"""What an emulated cluster looks like: nodes, their links, their switches. Pure data, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from moesaic.errors import InputError
+
+MAX_NODES = 250
+"""Each node has a byte of its address for itself."""
+MAX_WORLD = 1024
+MAX_PER_MESSAGE = 65535
+"""Bytes; a packet of a link has at most 16384, so a larger charge makes the packets of bulk data costly too."""
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SLOWEST, FASTEST = 100e3, 100e9
+"""Bits per second that make sense."""
+EXAMPLES = "write a number with kbit, mbit or gbit, as in 200mbit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A link that becomes slower or faster while ranks run."""
+
+    at_seconds: float
+    """Seconds after the ranks were started: for a function, after all of them had connected."""
+    node: int
+    """The node whose link changes, both directions of it."""
+    rate: str
+    """Its rate from then on, until the end of this run."""
+
+    def __post_init__(self) -> None:
+        if not (self.at_seconds >= 0 and math.isfinite(self.at_seconds)):
+            raise InputError(f"change.at_seconds={self.at_seconds}: write seconds from the start, 0 or more")
+        bytes_per_second(self.rate, "change.rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """An emulated cluster: `nodes` x `ranks_per_node` processes, each node on its own link."""
+
+    nodes: int = 2
+    """Nodes."""
+    ranks_per_node: int = 2
+    """Processes of each node; rank r runs on node r // ranks_per_node."""
+    inter: str | tuple[str, ...] = "200mbit"
+    """Rate of each node's link to its switch, in each direction; a tuple has one rate per node."""
+    intra: str | None = None
+    """Rate of what processes of one node send each other, all of them and both directions together; None: not limited."""
+    per_message: int = 0
+    """Bytes that every packet on a node's link counts for at least: the start-up cost of a message."""
+    switches: tuple[int, ...] = ()
+    """Two levels of switches: node i hangs on leaf switch `switches[i]`; empty: one switch."""
+    uplink: str | None = None
+    """Rate between each leaf switch and the root switch, in each direction; None: not limited."""
+    changes: tuple[Change, ...] = ()
+    """Links that change during each run."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.nodes > MAX_NODES or self.world > MAX_WORLD:
+            raise InputError(
+                f"nodes={self.nodes} x ranks_per_node={self.ranks_per_node}: at most {MAX_NODES} nodes and "
+                f"{MAX_WORLD} ranks"
+            )
+        if not isinstance(self.inter, str) and len(self.inter) != self.nodes:
+            raise InputError(
+                f"inter has {len(self.inter)} rates for {self.nodes} nodes: write one rate, or one per node"
+            )
+        for rate in (self.inter,) if isinstance(self.inter, str) else self.inter:
+            bytes_per_second(rate, "inter")
+        if self.intra is not None:
+            bytes_per_second(self.intra, "intra")
+        if not 0 <= self.per_message <= MAX_PER_MESSAGE:
+            raise InputError(f"per_message={self.per_message}: write bytes from 0 to {MAX_PER_MESSAGE}")
+        self._check_switches()
+        for change in self.changes:
+            if not 0 <= change.node < self.nodes:
+                raise InputError(f"change.node={change.node}: nodes are 0 to {self.nodes - 1}")
+
+    def _check_switches(self) -> None:
+        if self.uplink is not None:
+            bytes_per_second(self.uplink, "uplink")
+            if not self.switches:
+                raise InputError(
+                    f"uplink={self.uplink} without leaf switches: say with switches which node hangs on which"
+                )
+        if not self.switches:
+            return
+        if len(self.switches) != self.nodes:
+            raise InputError(
+                f"switches has {len(self.switches)} numbers for {self.nodes} nodes: write one leaf per node"
+            )
+        if set(self.switches) != set(range(max(self.switches) + 1)):
+            raise InputError(f"switches={self.switches}: number the leaf switches 0, 1, ... without gaps")
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole bed."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def leaves(self) -> int:
+        """Leaf switches; 0 where all nodes hang on one switch."""
+        return max(self.switches) + 1 if self.switches else 0
+
+    @property
+    def intra_bytes_per_second(self) -> float | None:
+        """Bytes per second inside a node; None: not limited."""
+        return None if self.intra is None else bytes_per_second(self.intra, "intra")
+
+    @property
+    def uplink_bytes_per_second(self) -> float | None:
+        """Bytes per second between a leaf switch and the root, each direction; None: not limited."""
+        return None if self.uplink is None else bytes_per_second(self.uplink, "uplink")
+
+    def inter_bytes_per_second(self, node: int = 0) -> float:
+        """Return the bytes per second of a node's link, each direction, before any change."""
+        return bytes_per_second(self.inter if isinstance(self.inter, str) else self.inter[node], "inter")
+
+    def node_of(self, rank: int) -> int:
+        """Return the node that a rank runs on."""
+        return rank // self.ranks_per_node
+
+    def leaf_of(self, node: int) -> int | None:
+        """Return the leaf switch of a node; None where all nodes hang on one switch."""
+        return self.switches[node] if self.switches else None
+
+
+def bytes_per_second(rate: str, where: str) -> float:
+    """Read a rate.
+
+    Args:
+        rate: a number and a unit of bits per second, as in "200mbit" or "2.5gbit".
+        where: which rate it is, for the error.
+
+    Returns:
+        bytes per second.
+
+    Raises:
+        InputError: for anything else; `mbps` too, which `tc` takes as megabytes and others as megabits.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower()) if isinstance(rate, str) else None
+    if found is None:
+        raise InputError(f"{where}={rate!r} is no rate: {EXAMPLES}")
+    bits = float(found[1]) * UNITS[found[2]]
+    if not SLOWEST <= bits <= FASTEST:
+        raise InputError(f"{where}={rate!r}: rates go from {SLOWEST / 1e3:.0f}kbit to {FASTEST / 1e9:.0f}gbit")
+    return bits / 8

@@ -1,0 +1,67 @@
+"""The fit recovers start-up and rate, at small sizes too, and refuses noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.cost.fit import fit
+from moesaic.errors import InputError
+
+SIZES = [2.0**power for power in range(10, 27, 2)]
+
+
+def times(alpha: float, beta: float, noise: float, seed: int = 0, repeats: int = 9) -> list[list[float]]:
+    draw = np.random.default_rng(seed)
+    return [[(alpha + beta * size) * float(np.exp(draw.normal(0, noise))) for _ in range(repeats)] for size in SIZES]
+
+
+def test_recovers_both_constants_within_the_noise() -> None:
+    found = fit(SIZES, times(2e-4, 4e-8, 0.03)).check()
+    assert found.alpha == pytest.approx(2e-4, rel=0.05)
+    assert found.beta == pytest.approx(4e-8, rel=0.05)
+    assert found.gigabytes_per_second == pytest.approx(0.025, rel=0.05)
+    assert found.r2 > 0.99
+    assert found.worst < 0.1
+    assert found.seconds(0) == found.alpha
+
+
+def test_small_sizes_count_as_much_as_large_ones() -> None:
+    """An unweighted fit puts the start-up wherever the noise of the largest size does."""
+    measured = times(2e-4, 4e-8, 0.02, seed=4)
+    medians = [float(np.median(repeats)) for repeats in measured]
+    slope, start = np.polyfit(SIZES, medians, 1)
+    plain = max(abs(start + slope * size - t) / t for size, t in zip(SIZES, medians))
+    assert plain > 0.5
+    assert fit(SIZES, measured).worst < 0.05
+
+
+def test_constants_are_never_negative() -> None:
+    flat = fit(SIZES, [[1e-3]] * len(SIZES))
+    assert (flat.alpha, flat.beta) == (pytest.approx(1e-3), pytest.approx(0.0, abs=1e-14))
+    steep = fit([1, 2, 4], [[0.9], [2.0], [4.2]])
+    assert steep.alpha >= 0
+
+
+def test_noise_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"all-to-all: repeats of one size vary by .*measure again with more repeats"):
+        fit(SIZES, times(2e-4, 4e-8, 0.6), what="all-to-all").check()
+    draw = np.random.default_rng(1)
+    scattered = [[float(draw.uniform(1, 3))] * 3 for _ in SIZES]
+    with pytest.raises(InputError, match=r"R2=.*do not lie on a line"):
+        fit(SIZES, scattered).check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "line"),
+    [
+        ([1, 2], [[1], [2]], "measure at least 3 sizes"),
+        ([1, 1, 1], [[1], [2], [3]], "measure at least 3 sizes"),
+        ([1, 2, 3], [[1], [2], []], "a time is missing"),
+        ([1, 2, 3], [[1], [2], [0]], "not above 0"),
+        ([1, 2, 3], [[1], [2], [float("nan")]], "not finite"),
+    ],
+)
+def test_times_that_are_none_are_refused(sizes: list, seconds: list, line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        fit(sizes, seconds)

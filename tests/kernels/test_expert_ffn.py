@@ -1,0 +1,147 @@
+"""The expert stage: every implementation against the row-by-row float64 reference, values, gradients, what is kept."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels import pick
+from moesaic.kernels.by_expert import blocks, results
+from moesaic.kernels.expert_ffn import expert_ffn, expert_ffn_reference
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.kernels.work import ExpertWork, Wanted
+
+SHAPES = [(0, 4, 8, 2, 2), (1, 4, 4, 1, 1), (7, 5, 6, 4, 2), (13, 8, 8, 5, 5), (9, 8, 4, 3, 1)]
+"""(tokens, dim, hidden, experts, top_k); all but one expert can be chosen, so one stays empty where it can."""
+WAYS = list(itertools.product((1, 2), (False, True), (None, "after", "before"), (True, False)))
+"""(matrices that read the token, biases, where the routing weight goes, dropless)."""
+
+
+def made(
+    shape: tuple[int, int, int, int, int],
+    *,
+    ups: int = 2,
+    bias: bool = False,
+    weigh: str | None = "after",
+    dropless: bool = True,
+    rows: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> ExpertWork:
+    tokens, dim, hidden, experts, top_k = shape
+    expert = torch.rand(tokens, max(experts - 1, top_k)).argsort(1)[:, :top_k].reshape(-1)
+    token = torch.arange(tokens).repeat_interleave(top_k)
+    if not dropless:
+        kept = torch.rand(len(expert)) < 0.6
+        expert, token = expert[kept], token[kept]
+    counts = torch.bincount(expert, minlength=experts)
+    order = sort_by_expert(token, expert, counts, tokens, top_k if dropless else None)
+
+    def leaf(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype).requires_grad_()
+
+    return ExpertWork(
+        x=leaf(len(expert) if rows else tokens, dim), dispatch=None if rows else order.dispatch,
+        gates=None if weigh is None else torch.rand(len(expert)).to(dtype).requires_grad_(),
+        gates_first=weigh == "before", ends=order.ends, ups=[leaf(experts, hidden, dim) for _ in range(ups)],
+        up_biases=[leaf(experts, hidden) for _ in range(ups)] if bias else [], down=leaf(experts, dim, hidden),
+        down_bias=leaf(experts, dim) if bias else None, activation="gelu",
+    )  # fmt: skip
+
+
+def leaves(work: ExpertWork) -> list[Tensor]:
+    found = [work.x, work.gates, *work.ups, *work.up_biases, work.down, work.down_bias]
+    return [each for each in found if each is not None]
+
+
+def compare(work: ExpertWork) -> None:
+    y, expected = expert_ffn(work), expert_ffn_reference(work)
+    torch.testing.assert_close(y, expected)
+    if not expected.requires_grad:  # no row at all
+        return
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, leaves(work), dy),
+        torch.autograd.grad(expected, leaves(work), dy, materialize_grads=True),
+    )
+
+
+@pytest.fixture(params=list(pick.KERNELS))
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pick.BY_DEVICE, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("rows", [False, True], ids=["tokens", "rows"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients_equal_the_reference(shape, way, rows: bool) -> None:
+    ups, bias, weigh, dropless = way
+    compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless, rows=rows))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_cutting_experts_into_blocks_changes_nothing(way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 2)
+    ups, bias, weigh, dropless = way
+    for limit in (0, 2**25):  # added up block by block, and side by side
+        monkeypatch.setattr(results, "SIDE_BY_SIDE_BYTES", limit)
+        for shape in SHAPES:
+            compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
+
+
+def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 3)
+    work = replace(made((5, 4, 4, 4, 2)), ends=torch.tensor([1, 3, 10, 10], dtype=torch.int32))
+    found = blocks.Blocks(work, 1, 1)
+    cut = [[(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)] for b in found.all]
+    assert cut == [[(0, 1, True), (1, 2, True)], [(2, 3, True)], [(2, 3, False)], [(2, 1, False)]]
+    assert (found.most_rows, found.sizes) == (3, [1, 2, 3, 3, 1])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
+@pytest.mark.parametrize("weigh", ["after", "before"])
+def test_what_needs_no_gradient_gets_none(weigh: str, wanted: Wanted) -> None:
+    work = made((7, 5, 6, 4, 2), weigh=weigh, bias=True)
+    full = torch.autograd.grad(expert_ffn(work).sum(), leaves(work))
+    for leaf, wants in zip(leaves(work), [wanted.x, wanted.gates, *[wanted.weights] * 99]):
+        leaf.requires_grad_(wants)
+    expert_ffn(work).sum().backward()
+    for leaf, expected in zip(leaves(work), full):
+        assert (leaf.grad is not None) == leaf.requires_grad
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_bfloat16_stays_near_float64_and_the_result_has_the_dtype_asked_for() -> None:
+    work = made((64, 16, 24, 4, 2), dtype=torch.bfloat16)
+    y = expert_ffn(work, torch.float32)
+    assert y.dtype == torch.float32
+    exact = expert_ffn_reference(work)
+    assert (y - exact).norm() < 0.01 * exact.norm()
+    assert torch.equal(y, expert_ffn(work, torch.float32)), "the same bits again"
+
+
+def test_backward_keeps_the_input_the_routing_and_the_pre_activations() -> None:
+    tokens, dim, hidden, experts, top_k = shape = (64, 16, 24, 4, 2)
+    for ups in (1, 2):
+        work, kept = made(shape, ups=ups, dtype=torch.float32), {}
+
+        def pack(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            expert_ffn(work)
+        given = {each.data_ptr() for each in (*work.ups, work.down)}
+        found = sum(each.nbytes for at, each in kept.items() if at not in given)
+        copies = tokens * top_k
+        indices = 8 * copies + 8 * copies + 8 * tokens + 4 * experts
+        assert found == 4 * (tokens * dim + copies + ups * copies * hidden) + indices

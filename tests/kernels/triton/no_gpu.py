@@ -1,0 +1,96 @@
+"""Compiles kernels for a GPU that is not there: the launch code runs as it is, the launch itself is left out.
+
+The interpreter runs kernels as Python and so accepts what the compiler refuses, and says nothing of registers. Triton and
+its assembler need no GPU to compile for one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from moesaic.kernels.triton import expert_stage, launch, mlp
+from moesaic.kernels.triton.tiles import Device
+
+DEVICES = {
+    80: Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
+    89: Device(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
+    90: Device(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What came out of one kernel's compilation."""
+
+    name: str
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    ptx: str
+
+
+class _Driver:
+    """Answers what Triton asks before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(capability: int, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
+    """Within, kernels that are launched are compiled for a capability instead, and listed."""
+    found: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append(_describe(kernel, capability, cache))
+        return kernel
+
+    with patch.context() as within:
+        within.setattr(triton.knobs.cache, "dir", str(cache))
+        within.setattr(JITFunction, "run", compile_only)
+        within.setattr(driver, "_active", _Driver(capability))
+        within.setattr(launch, "device_of", lambda _: DEVICES[capability])
+        for user in (mlp, expert_stage):
+            within.setattr(user, "device_of", lambda _: DEVICES[capability])
+        yield found
+
+
+def _describe(kernel: object, capability: int, cache: Path) -> Compiled:
+    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    source = cache / "kernel.ptx"
+    source.write_text(ptx)
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    target = "sm_90a" if capability == 90 else f"sm_{capability}"
+    command = [str(assembler), "-v", f"--gpu-name={target}", str(source), "-o", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None, said
+    return Compiled(
+        name=kernel.metadata.name,  # type: ignore[attr-defined]
+        shared_bytes=kernel.metadata.shared,  # type: ignore[attr-defined]
+        registers=int(registers.group(1)),
+        spilled_bytes=int(spilled.group(1)) if spilled else 0,
+        ptx=ptx,
+    )

@@ -1,0 +1,129 @@
+"""The GPU benchmark from end to end on tiny layers, clocks and memory counters replaced: it must not fail on a rented GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesaic.bench import gpu_device, gpu_layers, gpu_timing, gpu_tune
+from moesaic.bench.gpu_claims import claims
+from moesaic.bench.gpu_device import Options, measure
+from moesaic.bench.gpu_layers import Inputs, errors, grouped_mm, ours
+from moesaic.bench.gpu_shapes import LARGEST, LAYERS, Layer
+from moesaic.errors import InputError
+
+TINY = Layer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch, device):
+    """Let the benchmark run without a GPU: a clock of the host, no memory counter, one small layer."""
+
+    def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        for _ in range(2):
+            for name, run in methods.items():
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+        return seconds
+
+    random = Inputs.random
+    monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, _, dtype: random(layer, device, dtype)))
+    monkeypatch.setattr(gpu_device, "_require", lambda options: None)
+    monkeypatch.setattr(gpu_device, "_chosen", lambda options: [TINY])
+    monkeypatch.setattr(gpu_device, "SMALL", TINY)
+    monkeypatch.setattr(gpu_device, "in_turn", in_turn)
+    monkeypatch.setattr(gpu_device, "dense_tflops", lambda size, dtype: 100.0)
+    monkeypatch.setattr(gpu_tune, "seconds_of", lambda run: in_turn({"it": run}, 1)["it"][0])
+    memory = gpu_timing.Memory(kept=1.0, forward_peak=2.0, backward_peak=3.0)
+    monkeypatch.setattr(gpu_device, "memory_of", lambda *_: memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_path):
+    options = Options(folder=tmp_path, stages=("check", "measure"), repeats=2)
+    found = measure(options)
+    row = next(row for row in found.rows if row["name"] == TINY.name)
+    assert "error" not in row
+    assert set(row["errors"]) == {"y", "x", "weight", "w1", "w2", "w3"}
+    assert row["ours"]["forward_tflops"] > 0
+    assert row["grouped_mm"]["over_ours"] > 0
+    assert "scattermoe" in row["scattermoe_absent"]
+    assert set(row["steps"]) == {
+        "up",
+        "down",
+        "down_grad",
+        "rows_grad",
+        "weight_grad",
+        "weight_grad_down",
+        "sum",
+        "sort",
+    }
+    values = {claim.name.rsplit(".", 1)[1]: claim for claim in found.claims}
+    assert values["forward_tflops"].value == row["ours"]["forward_tflops"]
+    assert values["activation_gib"].value == 1.0
+    assert values["over_scattermoe"].value is None
+    assert "ScatterMoE could not be run" in values["over_scattermoe"].reason
+    found.write(str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["claims"][0]["name"].startswith("gpu.T24_H40")
+    assert measure(options).rows == found.rows  # nothing is timed again: the very figures
+
+
+def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr("moesaic.kernels.triton.search.candidates", lambda shape, device: iter([]))
+    measure(Options(folder=tmp_path, stages=("tune",)))
+    (tiles,) = json.loads((tmp_path / "tiles.json").read_text()).values()
+    assert len(tiles) == 6
+    measure(Options(folder=tmp_path / "late", stages=("tune", "measure"), seconds=-1.0))
+    assert not (tmp_path / "late" / "tiles.json").exists()
+
+
+def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_tune, "breakdown", lambda *_: 1 / 0)
+    found = measure(Options(folder=tmp_path, stages=("measure",), repeats=2))
+    assert {row["name"]: row.get("error") for row in found.rows}[TINY.name] == "ZeroDivisionError: division by zero"
+    assert {claim.value for claim in found.claims} == {None}
+    assert all("ZeroDivisionError" in claim.reason for claim in found.claims)
+
+
+@pytest.mark.parametrize("spoilt", range(6))
+def test_wrong_results_are_found(spoilt, device):
+    of = Inputs.random(TINY, device, torch.float32)
+    way = ours(of, None)
+    y = way.forward()
+    results = [y.detach(), *torch.autograd.grad(y, way.leaves, of.dy)]
+    assert max(errors(of, results[0], tuple(results[1:])).values()) < 1e-4
+    results[spoilt] = results[spoilt] * 1.1
+    found = errors(of, results[0], tuple(results[1:]))
+    name = ("y", "x", "w1", "w3", "w2", "weight")[spoilt]
+    assert {key for key, error in found.items() if error > gpu_layers.TOLERANCE} == {name}
+
+
+def test_the_way_of_grouped_mm_is_the_same_layer(device):
+    of = Inputs.random(TINY, device, torch.float32)
+    way = grouped_mm(of)
+    y = way.forward()
+    assert max(errors(of, y.detach(), torch.autograd.grad(y, way.leaves, of.dy)).values()) < 1e-4
+
+
+def test_claims_of_layers_that_were_not_measured_say_so():
+    found = claims(list(LAYERS), {})
+    assert len(found) == 5 * 12 + 2
+    assert all(claim.value is None and claim.reason for claim in found)
+    targets = {claim.name: claim.target for claim in found}
+    assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337
+    assert targets[f"gpu.{LARGEST.name}.backward_tflops"] == 586
+    assert targets["gpu.T24576_H1536_I512_E64_K4.activation_gib"] == pytest.approx(0.66)
+
+
+def test_without_a_gpu_one_line_says_so(tmp_path: Path, interpreted):
+    if interpreted:
+        with pytest.raises(InputError, match="needs a CUDA device"):
+            measure(Options(folder=tmp_path))

@@ -1,0 +1,92 @@
+"""Every kernel compiles for Ampere, Ada and Hopper, in the room that the device has, on its tensor cores; no GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+
+from no_gpu import DEVICES, Compiled, compiling_for
+
+from moesaic.kernels.codecs import Fp8, Int8, Zfp
+from moesaic.kernels.codecs.codec import split
+from moesaic.kernels.triton import quantise
+from moesaic.kernels.triton.grouped import rows_times
+from moesaic.kernels.triton.mlp import moe_mlp
+from moesaic.kernels.triton.permute import gather_rows, sum_rows
+from moesaic.kernels.triton.route import SCORES, route
+from moesaic.kernels.triton.sort import sort
+from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.up import up
+from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
+
+PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
+TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
+SPILLED_BYTES = 32
+"""Per thread; a few in an epilogue cost nothing, hundreds mean an epilogue that does not fit."""
+
+capabilities = pytest.mark.parametrize("capability", DEVICES)
+
+
+def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*sizes, dtype=dtype, requires_grad=dtype.is_floating_point)
+
+
+def check(found: list[Compiled], capability: int) -> set[str]:
+    """Hold compiled kernels against the device; return the names of those that use its tensor cores."""
+    room = DEVICES[capability].shared_bytes
+    assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
+    assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
+    wanted = "wgmma.mma_async" if capability >= 90 else "mma.sync"
+    return {kernel.name for kernel in found if wanted in kernel.ptx}
+
+
+@pytest.mark.slow
+@capabilities
+@pytest.mark.parametrize(("dtype", "gated"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
+def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path, monkeypatch):
+    with compiling_for(capability, tmp_path, monkeypatch) as found:
+        order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
+        w1, w3 = zeros(EXPERTS, HIDDEN, DIM, dtype=dtype), zeros(EXPERTS, HIDDEN, DIM, dtype=dtype) if gated else None
+        w2, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
+        x, activation = zeros(TOKENS, DIM, dtype=dtype), "silu" if gated else "gelu"
+        y = moe_mlp(x, w1, w3, w2, weight, *order, top_k=TOP_K, activation=activation)
+        y.sum().backward()
+    assert check(found, capability) == PRODUCTS
+
+
+@pytest.mark.slow
+def test_hopper_fetches_weights_by_descriptor(tmp_path, monkeypatch):
+    """Rows that stand in expert order come by descriptor too; persistent programs flatten their loops."""
+    tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
+    ends = torch.tensor([TOKENS], dtype=torch.int32)
+    with compiling_for(90, tmp_path, monkeypatch) as found, torch.no_grad():
+        rows_times([zeros(TOKENS, DIM)], [zeros(1, HIDDEN, DIM)], ends, tile, transposed=True)
+        up(zeros(TOKENS, DIM), [zeros(1, HIDDEN, DIM)], ends, tile, activation="silu")
+    assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
+    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in found if kernel.name in PRODUCTS)
+
+
+@pytest.mark.slow
+@capabilities
+def test_everything_else_compiles(capability, tmp_path, monkeypatch):
+    with compiling_for(capability, tmp_path, monkeypatch) as found:
+        for score in SCORES:
+            bias = torch.zeros(EXPERTS) if score == "sigmoid" else None
+            route(zeros(TOKENS, EXPERTS, dtype=torch.float32), bias, TOP_K, score)[0].sum().backward()
+        copy, row, _ = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
+        weight = zeros(TOKENS * TOP_K, dtype=torch.float32)
+        sum_rows(gather_rows(zeros(TOKENS, DIM), copy, row, TOP_K, None), copy, row, TOP_K, weight).sum().backward()
+        rows = zeros(TOKENS, DIM).detach()
+        for codec, encode, decode in (
+            (Int8(), quantise.int8_encode, quantise.int8_decode),
+            (Fp8(), quantise.fp8_encode, quantise.fp8_decode),
+            (Zfp(), lambda *fields: zfp_encode(*fields, 8), lambda *f: zfp_decode(*f[:-1], *rows.shape, f[-1], 8)),
+        ):
+            message = torch.zeros(codec.num_bytes(*rows.shape, rows.dtype), dtype=torch.uint8)
+            fields = split(message, codec.layout(*rows.shape, rows.dtype))
+            encode(rows, *fields)
+            decode(*fields, rows.dtype)
+    assert check(found, capability) == set()
+    assert {kernel.name for kernel in found} >= {"_route_kernel", "_place_kernel", "_sum_kernel", "encode_kernel"}

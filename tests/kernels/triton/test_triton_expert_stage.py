@@ -1,0 +1,96 @@
+"""The expert stage in the form that `kernels/pick.py` picks from, against the one that runs on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels import whole_batch
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.kernels.triton import expert_stage
+from moesaic.kernels.work import ExpertWork, Wanted
+
+TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
+
+
+def work_of(
+    device: str, *, gated: bool = True, dispatch: str = "even", dtype: torch.dtype = torch.float32
+) -> ExpertWork:
+    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets nothing
+    token = torch.arange(TOKENS).repeat_interleave(TOP_K)
+    if dispatch == "varying":
+        sent = torch.rand(len(token)) < 0.7
+        expert, token = expert[sent], token[sent]
+    expert, token = expert.to(device), token.to(device)
+    counts = torch.bincount(expert, minlength=EXPERTS)
+    per_token = None if dispatch == "varying" else TOP_K
+    permutation = sort_by_expert(token, expert, counts, TOKENS, per_token)
+    made = {"device": device, "dtype": dtype}
+    return ExpertWork(
+        x=torch.randn(TOKENS if dispatch != "rows" else len(token), DIM, **made),
+        dispatch=None if dispatch == "rows" else permutation.dispatch,
+        gates=torch.rand(len(token), device=device),
+        gates_first=False,
+        ends=permutation.ends,
+        ups=[torch.randn(EXPERTS, HIDDEN, DIM, **made) / DIM**0.5 for _ in range(2 if gated else 1)],
+        up_biases=[],
+        down=torch.randn(EXPERTS, DIM, HIDDEN, **made) / HIDDEN**0.5,
+        down_bias=None,
+        activation="gelu",
+    )
+
+
+def flat(found: object) -> list[Tensor]:
+    gradients = [found.x, found.gates, *found.ups, *found.up_biases, found.down, found.down_bias]  # type: ignore[attr-defined]
+    return [each for each in gradients if each is not None]
+
+
+def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
+    y, pre = expert_stage.forward(work, work.x.dtype)
+    expected, exact_pre = whole_batch.forward(work, work.x.dtype)
+    dy = torch.randn_like(y)
+    mine = flat(expert_stage.backward(work, pre, dy, wanted))
+    exact = flat(whole_batch.backward(work, exact_pre, dy, wanted))
+    for found, true in zip([y, *pre, *mine], [expected, *exact_pre, *exact], strict=True):
+        assert (found.shape, found.dtype) == (true.shape, true.dtype)
+        torch.testing.assert_close(found, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("dispatch", ["even", "varying", "rows"])
+@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)], ids=str)
+def test_the_same_results_and_gradients(dispatch, gated, dtype, tolerance, device):
+    check(work_of(device, gated=gated, dispatch=dispatch, dtype=dtype), Wanted(), tolerance)
+
+
+@pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
+def test_only_the_gradients_that_are_wanted(wanted, device):
+    check(work_of(device), wanted, 3e-6)
+
+
+def test_weights_of_one(device):
+    check(replace(work_of(device), gates=None), Wanted(), 3e-6)
+
+
+@pytest.mark.parametrize("dispatch", ["even", "varying"])
+def test_the_result_in_another_dtype(dispatch, device):
+    work = work_of(device, dispatch=dispatch, dtype=torch.bfloat16)
+    y, _ = expert_stage.forward(work, torch.float32)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, whole_batch.forward(work, torch.float32)[0], atol=3e-2, rtol=0)
+
+
+def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
+    work = work_of(device)
+    for other in (
+        replace(work, gates_first=True),
+        replace(work, up_biases=[torch.randn(EXPERTS, HIDDEN, device=device) for _ in range(2)]),
+        replace(work, down_bias=torch.randn(EXPERTS, DIM, device=device)),
+        work_of(device, dtype=torch.float64),
+    ):
+        assert not expert_stage.has_form_for(other)
+        assert torch.equal(expert_stage.forward(other, other.x.dtype)[0], whole_batch.forward(other, other.x.dtype)[0])
+    assert expert_stage.has_form_for(work)

@@ -1,0 +1,20 @@
+"""Starts the tests of this folder under Triton's interpreter, in a process that has imported nothing yet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+
+
+def test_kernels_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,156 @@
+"""The whole layer, forward and backward, against one copy after the other in float64, over odd shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels.triton.expert_stage import TILES, shapes
+from moesaic.kernels.triton.launch import INTERPRETED
+from moesaic.kernels.triton.mlp import as_numbers, mlp_forward, moe_mlp, moe_mlp_reference
+from moesaic.kernels.triton.sort import sort
+from moesaic.kernels.triton.tiles import Tile, default_tile
+
+#        tokens, top_k, experts, dim, hidden
+SIZES = [
+    (0, 2, 3, 40, 24),
+    (1, 1, 1, 40, 24),
+    (33, 1, 1, 40, 24),
+    (5, 2, 4, 40, 24),
+    (37, 2, 3, 17, 33),
+    (20, 8, 9, 40, 24),
+    (6, 2, 40, 16, 16),
+]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LEAVES = ("x", "w1", "w3", "w2", "weight")
+
+
+def layer(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str, *, gated: bool, dropped: bool = False
+) -> dict[str, Any]:
+    num_tokens, top_k, num_experts, dim, hidden = sizes
+    expert = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
+    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets nothing
+    if num_experts == 1 and not dropped:
+        expert.zero_()
+    w1, w3 = (torch.randn(num_experts, hidden, dim, device=device) / dim**0.5 for _ in range(2))
+    return {
+        "x": torch.randn(num_tokens, dim, device=device).to(dtype),
+        "w1": w1.to(dtype),
+        "w3": w3.to(dtype) if gated else None,
+        "w2": (torch.randn(num_experts, dim, hidden, device=device) / hidden**0.5).to(dtype),
+        "weight": torch.rand(num_tokens * top_k, device=device),
+        "expert": expert,
+    }
+
+
+def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+    """Return what is differentiated, as leaves, in another dtype if one is given."""
+    leaves = {}
+    for name in LEAVES:
+        leaf = of[name]
+        leaves[name] = None if leaf is None else leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_()
+    return leaves
+
+
+def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
+    leaves, expert = leaves_of(of), of["expert"]
+    order = sort(expert.reshape(-1).to(of["x"].device), len(of["w1"]))
+    tiles = None if tile is None else dict.fromkeys(TILES, tile)
+    return moe_mlp(*leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles), leaves
+
+
+def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
+    y, leaves = run(of, activation, tile)
+    exact, expert = leaves_of(of, torch.float64), of["expert"]
+    matrices = [exact[name] for name in ("x", "w1", "w3", "w2")]
+    expected = moe_mlp_reference(*matrices, exact["weight"].view(expert.shape), expert, activation)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    pairs = [("y", y, expected)]
+    pairs += [(name, leaf.grad, exact[name].grad) for name, leaf in leaves.items() if leaf is not None]
+    for name, found, true in pairs:
+        true = torch.zeros_like(found).double() if true is None else true
+        scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
+        assert found.dtype == (torch.float32 if name == "weight" else of["x"].dtype)
+        tolerance = TOLERANCES[of["x"].dtype] * scale
+        torch.testing.assert_close(found.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)], ids=["swiglu", "gelu"])
+def test_layer_and_its_gradients(sizes, dtype, activation, gated, device):
+    check(layer(sizes, dtype, device, gated=gated), activation)
+
+
+def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
+    check(layer((21, 2, 4, 40, 24), torch.float32, device, gated=True, dropped=True), "silu")
+
+
+def test_more_tiles_than_one(device):
+    """Several row tiles, column tiles and steps each, through every kernel, persistent programs included."""
+    of = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
+    tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
+    check(of, "silu", tile)
+
+
+def test_the_same_bits_every_time(device):
+    of = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
+    results = []
+    for _ in range(2):
+        y, leaves = run(of, "silu")
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves.values() if leaf is not None)])
+    assert all(torch.equal(one, two) for one, two in zip(*results))
+
+
+def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
+    sizes = num_tokens, top_k, num_experts, dim, hidden = 40, 4, 6, 40, 24
+    of = layer(sizes, torch.bfloat16, device, gated=True)
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
+        run(of, "silu")
+    copies = num_tokens * top_k
+    weights = sum(of[name].nbytes for name in ("w1", "w3", "w2"))
+    activations = 2 * (num_tokens * dim + copies * 2 * hidden)
+    routing = 4 * (3 * copies + num_experts)
+    assert sum(kept.values()) == weights + activations + routing
+
+
+def test_operators_compile_and_export(device):
+    """The layer between two other operations: one graph, and the same numbers from it, gradients included."""
+    of = layer((12, 2, 4, 24, 16), torch.float32, device, gated=True)
+    order = sort(of["expert"].reshape(-1).to(device), 4)
+
+    def block(x: Tensor) -> Tensor:
+        matrices = [of[name] for name in ("w1", "w3", "w2")]
+        return moe_mlp(x * 2, *matrices, of["weight"], *order, top_k=2, activation="silu") + 1
+
+    eager, compiled = (of["x"].clone().requires_grad_() for _ in range(2))
+    block(eager).sum().backward()
+    found = torch.compile(block, backend="aot_eager", fullgraph=True)(compiled)
+    found.sum().backward()
+    assert torch.equal(found, block(of["x"]))
+    assert torch.equal(compiled.grad, eager.grad)
+
+
+def test_fake_tensors_have_the_shapes_of_the_results(device):
+    of = layer((12, 2, 4, 24, 16), torch.float32, device, gated=True)
+    order = sort(of["expert"].reshape(-1).to(device), 4)
+    of_layer = shapes(24, 4, 24, 16, 4, gated=True)
+    tiles = as_numbers({name: default_tile(shape, INTERPRETED) for name, shape in of_layer.items()})
+    torch.library.opcheck(
+        mlp_forward, (*leaves_of(of).values(), *order, 2, "silu", tiles),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+def test_shapes_name_every_tile():
+    found = shapes(80, 4, 40, 24, 2, gated=True)
+    assert tuple(found) == TILES
+    assert (found["rows_grad"].columns, found["rows_grad"].depth) == (40, 24)

@@ -1,0 +1,44 @@
+"""Sorting copies by expert and cutting rows into tiles, against lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.kernels.triton.schedule import max_tiles, row_tiles, row_tiles_reference
+from moesaic.kernels.triton.sort import Order, sort, sort_reference
+
+COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
+
+
+@pytest.mark.parametrize(("num_copies", "num_experts"), COPIES)
+@pytest.mark.parametrize("sent", ["all", "some", "one expert"])
+def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
+    expert = torch.randint(0, num_experts, (num_copies,))
+    if sent == "some":
+        expert[torch.rand(num_copies) < 0.3] = -1
+    if sent == "one expert":
+        expert.fill_(num_experts - 1)
+    found, expected = Order(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
+    for name in Order._fields:
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+
+
+def test_more_blocks_than_one_scan_takes(device, monkeypatch):
+    monkeypatch.setattr("moesaic.kernels.triton.sort.SCANNED", 4)
+    expert = torch.randint(0, 3, (128 * 9 + 5,))
+    for found, expected in zip(sort(expert.to(device), 3), sort_reference(expert, 3)):
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("counts", [[0], [1], [16], [17], [0, 40, 0, 3], [5, 0, 0], [16, 32, 48], [1] * 40])
+@pytest.mark.parametrize("unused", [0, 7])
+def test_every_row_of_an_expert_is_in_one_tile(counts, unused, device):
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    num_rows = int(ends[-1]) + unused
+    schedule = row_tiles(ends.to(device), num_rows, 16).tolist()
+    capacity = max_tiles(num_rows, len(counts), 16)
+    total, fields = schedule[0], schedule[1:]
+    found = [tuple(fields[i * capacity + tile] for i in range(3)) for tile in range(total)]
+    assert found == row_tiles_reference(ends, 16)
+    assert total <= capacity

@@ -1,0 +1,120 @@
+"""Choosing tiles and keeping them in a file: plain Python, no kernel runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moesaic.errors import InputError
+
+pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+
+from moesaic.kernels.triton.expert_stage import shapes
+from moesaic.kernels.triton.search import Tuned, load, save, search
+from moesaic.kernels.triton.tiles import Device, Shape, Tile, candidates, default_tile, fits, shared_bytes
+
+DEVICES = [
+    Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
+    Device(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
+    Device(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
+]
+LAYERS = [(327_680, 128, 768, 256), (262_144, 64, 4096, 2048), (524_288, 256, 4096, 256), (40, 3, 40, 24), (0, 1, 8, 8)]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("sizes", LAYERS, ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_tile_on_offer_fits_the_device(device, sizes, itemsize):
+    for shape in shapes(*sizes, itemsize, gated=True).values():
+        found = list(candidates(shape, device))
+        assert found[0] == default_tile(shape, device)
+        assert len(set(found)) == len(found) <= 16
+        for tile in found:
+            assert shared_bytes(tile, shape) <= device.shared_bytes
+            assert not tile.descriptors or device.capability >= (9, 0)
+            assert min(tile.rows, tile.columns, tile.depth) >= 16
+
+
+def test_few_rows_per_expert_make_low_tiles():
+    device = DEVICES[2]
+    assert [default_tile(shapes(r, 64, 768, 256, 2, gated=True)["down"], device).rows for r in (64 * 20, 64 * 200)] == [
+        32,
+        128,
+    ]
+
+
+def test_a_tile_that_spills_or_wastes_is_left_out():
+    shape = shapes(262_144, 64, 4096, 1024, 2, gated=True)["down"]
+    tile = Tile(rows=128, columns=256, depth=64, warps=4, stages=3)
+    assert not fits(tile, shape, DEVICES[2])
+    assert fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3), shape, DEVICES[2])
+    assert not fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=2), shape, DEVICES[2])
+
+
+def test_tiles_survive_as_numbers():
+    tile = Tile(rows=64, columns=128, depth=32, warps=8, stages=4, group=2, programs=1, descriptors=1)
+    assert Tile.of(tile.as_ints()) == tile
+
+
+def a_shape() -> Shape:
+    return shapes(327_680, 128, 768, 256, 2, gated=True)["down"]
+
+
+def test_search_keeps_the_fastest_and_survives_tiles_that_fail():
+    device, said = DEVICES[2], []
+
+    def seconds_of(tile: Tile) -> float:
+        if tile.programs:
+            raise RuntimeError("out of resources\nand more")
+        return 1.0 / (tile.rows * tile.columns)
+
+    found, is_done = search(a_shape(), device, seconds_of, say=said.append)
+    assert is_done
+    assert (found.rows * found.columns, found.programs) == (128 * 256, 0)
+    assert any("RuntimeError: out of resources" in line and "more" not in line for line in said)
+
+
+def test_search_stays_with_the_default_for_noise_failures_and_deadlines():
+    device, shape = DEVICES[2], a_shape()
+    first = default_tile(shape, device)
+    assert search(shape, device, lambda tile: 1.0 if tile == first else 0.99) == (first, True)
+    assert search(shape, device, lambda tile: 1 / 0) == (first, True)
+    tried: list[Tile] = []
+    assert search(shape, device, lambda tile: tried.append(tile) or 1.0, deadline=0.0) == (first, False)
+    assert tried == []
+
+
+def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
+    path, shape, tile = (
+        tmp_path / "deep" / "tiles.json",
+        a_shape(),
+        Tile(rows=64, columns=64, depth=64, warps=4, stages=2),
+    )
+    here, there = Tuned(device=DEVICES[2]).with_tile(shape, tile), Tuned(device=DEVICES[1])
+    save(path, here)
+    save(path, there.with_tile(shape, default_tile(shape, DEVICES[1])))
+    assert load(path, DEVICES[2]).found == {shape.bucket: tile}
+    assert load(path, DEVICES[0]).found == {}
+    assert len(json.loads(path.read_text())) == 2
+    assert [entry.name for entry in path.parent.iterdir()] == ["tiles.json"]
+    layer = shapes(327_680, 128, 768, 256, 2, gated=True)
+    tiles = load(path, DEVICES[2]).tiles(layer)
+    assert tiles["down"] == tile
+    assert tiles["up"] == default_tile(layer["up"], DEVICES[2])
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '{"a": {"b": 1}}'])
+def test_another_file_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"is no file of tuned tiles: delete it, or name another file") as error:
+        load(path, DEVICES[0])
+    assert "\n" not in str(error.value)
+
+
+def test_tiles_of_unknown_fields_are_refused(tmp_path):
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({Tuned(device=DEVICES[0]).key: {"down-1": {"rows": 16}}}))
+    with pytest.raises(InputError, match="lack fields or have unknown ones"):
+        load(path, DEVICES[0])

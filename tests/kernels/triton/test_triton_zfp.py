@@ -1,0 +1,62 @@
+"""zfp on the device: zfpy's own bytes at every rate, and zfpy's own values from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels.codecs import Zfp
+from moesaic.kernels.codecs.codec import split
+from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
+
+pytest.importorskip("zfpy")
+
+
+def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows from tiny to huge, blocks of zeros, values that are sent as zero, a NaN, an infinity."""
+    rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-30, 3, num_rows)[:, None]
+    if num_rows > 8:
+        rows[4:8] = 0
+        rows[2, dim // 2], rows[num_rows - 1, 0] = torch.nan, -torch.inf
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("rate", [4, 7, 8])
+@pytest.mark.parametrize(
+    ("num_rows", "dim", "dtype"),
+    [
+        (4, 8, torch.float32),
+        (9, 30, torch.float32),
+        (33, 18, torch.bfloat16),
+        (6, 5, torch.float16),
+        (1, 1, torch.float32),
+    ],
+    ids=str,
+)
+def test_bytes_and_rows_are_zfpys(rate, num_rows, dim, dtype, device):
+    codec = Zfp(rate=rate)
+    rows = bad_rows(num_rows, dim, dtype) if num_rows > 4 else torch.randn(num_rows, dim).to(dtype)
+    layout = codec.layout(num_rows, dim, dtype)
+    expected = codec.encode(rows)
+    message = torch.full_like(expected, 77, device=device)
+    zfp_encode(rows.to(device), *split(message, layout), rate)
+    assert torch.equal(message.cpu(), expected)
+    found = zfp_decode(*split(message, layout), num_rows, dim, dtype, rate).cpu()
+    decoded = codec.decode(expected, num_rows, dim, dtype)
+    torch.testing.assert_close(found, decoded, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rate", range(4, 33))
+def test_every_rate_at_size(rate, device, interpreted):
+    if interpreted:
+        pytest.skip("a bit at a time: too slow under the interpreter")
+    codec = Zfp(rate=rate)
+    rows = torch.randn(1030, 1026)
+    expected = codec.encode(rows)
+    message = torch.empty_like(expected, device=device)
+    layout = codec.layout(*rows.shape, rows.dtype)
+    zfp_encode(rows.to(device), *split(message, layout), rate)
+    assert torch.equal(message.cpu(), expected)
+    found = zfp_decode(*split(message, layout), *rows.shape, rows.dtype, rate).cpu()
+    assert torch.equal(found, codec.decode(expected, *rows.shape, rows.dtype))

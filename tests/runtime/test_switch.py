@@ -1,0 +1,246 @@
+"""Switching plans between steps changes nothing that a layer computes, moves nothing, and differing ranks find out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from meshes import DIM, HIDDEN, every_rank, make_layer, on_mesh, tokens_of
+from torch import Tensor
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.losses import LoadBalance
+from moesaic.runtime.tape import checkpoint
+
+GRID = Grid(world=4, tp=2, ep=1, etp=4, ranks_per_node=2)
+FLAT = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
+SHARDS = [Plan(schedule="s2", gather_weights=r) for r in (0, 1, 2, 4)]
+MIXED = [
+    Plan(),
+    Plan(schedule="s3", chunks=2),
+    Plan(schedule="baseline"),
+    Plan(schedule="s2", gather_weights=0, all_to_all="pipelined"),
+    Plan(schedule="s1", gather_weights=1, order="exact", chunks=2),
+    Plan(),
+]
+PADDED = Capacity.fixed(2.0, scope="rank", padded=True)
+
+
+def steps(
+    whole: MoE, grid: Grid, wire: AbstractWire, plans: Sequence[Plan], switch: bool, capacity: AbstractCapacity
+) -> list[Tensor]:
+    """Outputs and all gradients of one step per plan, with weights that each step changes."""
+    layer = on_mesh(whole, grid, wire, plans[0] if switch else Plan(schedule="s2"))
+    found = []
+    for number, plan in enumerate(plans):
+        if switch:
+            layer.use_plan(plan)
+        x = tokens_of(grid.coordinate(wire.rank, "dp"), seed=number).requires_grad_()
+        y = layer(x, capacity=capacity)
+        y.sin().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+        for parameter in layer.parameters():
+            assert parameter.grad is not None
+            found.append(parameter.grad.clone())
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("capacity", [Dropless(), PADDED], ids=["dropless", "padded"])
+@pytest.mark.parametrize(
+    ("grid", "plans"),
+    [(GRID, [*SHARDS, SHARDS[1]]), (GRID, MIXED), (FLAT, MIXED), (FLAT, [Plan(all_to_all="multicast"), *MIXED])],
+    ids=["r", "schedules", "tp=1", "multicast"],
+)
+def test_a_layer_that_switches_equals_one_that_does_not(
+    grid: Grid, plans: list[Plan], capacity: AbstractCapacity
+) -> None:
+    if capacity is PADDED:
+        plans = [plan for plan in plans if plan.all_to_all != "multicast"]
+    whole = make_layer(losses=(LoadBalance(0.1),))
+
+    def rank(wire: AbstractWire) -> list[tuple[Tensor, Tensor]]:
+        switched = steps(whole, grid, wire, plans, True, capacity)
+        return list(zip(switched, steps(whole, grid, wire, plans, False, capacity), strict=True))
+
+    for pairs in run_ranks(grid.world, rank):
+        assert len(pairs) == len(plans) * 6
+        for number, (switched, plain) in enumerate(pairs):
+            torch.testing.assert_close(switched, plain, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
+
+
+def test_a_backward_pass_keeps_the_plan_of_its_forward_pass() -> None:
+    whole = make_layer()
+
+    def rank(wire: AbstractWire, x: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = []
+        for later in (None, Plan(schedule="s3", chunks=2)):
+            layer = on_mesh(whole, GRID, wire, SHARDS[1])
+            y = layer(x)
+            if later is not None:
+                layer.use_plan(later)
+            (gradient,) = torch.autograd.grad(y.sin().sum(), x)
+            gradients.append(gradient)
+        return gradients[0], gradients[1]
+
+    for plain, switched in every_rank(GRID, rank):  # type: ignore[misc]
+        assert torch.equal(plain, switched)
+
+
+def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
+    whole = make_layer()
+
+    def rank(wire: AbstractWire) -> tuple[int, bool, list[bool], int]:
+        recorder = Recorder(wire)
+        layer = on_mesh(whole, GRID, recorder, SHARDS[0])  # type: ignore[arg-type]
+        on = layer.on_mesh
+        assert on is not None
+        before, places = len(recorder.ranges), [p.data_ptr() for p in layer.parameters()]
+        seen = []
+        for plan in [*SHARDS, *SHARDS]:
+            layer.use_plan(plan)
+            seen.append((id(on.compiled), id(on._shapes), on.compiled.plan.gather_weights))
+        sent = sum(len(each.messages) for each in recorder.ranges[before:]) + len(recorder.ranges) - before
+        same = [one == two for one, two in zip(seen[:4], seen[4:])]
+        return sent, places == [p.data_ptr() for p in layer.parameters()], same, len({number for number, *_ in seen})
+
+    assert run_ranks(4, rank) == [(0, True, [True] * 4, 4)] * 4
+
+
+def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
+    """Under S2 the ranks of a tensor group exchange no counts; once after a switch they do, and then no more."""
+    whole = make_layer()
+
+    def rank(wire: AbstractWire) -> list[int]:
+        recorder = Recorder(wire)
+        layer = on_mesh(whole, GRID, recorder, Plan(schedule="s2"))  # type: ignore[arg-type]
+        told = []
+        for plan in (Plan(schedule="s2"), SHARDS[1], SHARDS[1], SHARDS[1]):
+            layer.use_plan(plan)
+            first = len(recorder.ranges)
+            layer(tokens_of(GRID.coordinate(wire.rank, "dp")))
+            told.append(len(recorder.ranges[first].messages))
+        return told
+
+    assert run_ranks(4, rank) == [[1, 3, 1, 1]] * 4
+
+
+def test_a_compiled_plan_shares_its_caches_between_layers() -> None:
+    shared = compile_plan(Plan(schedule="s3"), GRID)
+
+    def rank(wire: AbstractWire) -> bool:
+        layers = [on_mesh(make_layer(seed=seed), GRID, wire, Plan()) for seed in (0, 1)]
+        for layer in layers:
+            layer.use_plan(shared)
+        one, two = (layer.on_mesh for layer in layers)
+        assert one is not None
+        assert two is not None
+        return one.compiled is two.compiled is shared and one._shapes is two._shapes
+
+    assert run_ranks(4, rank) == [True] * 4
+
+
+@pytest.mark.parametrize("capacity", [Dropless(), PADDED], ids=["dropless", "padded"])
+@pytest.mark.parametrize(
+    ("plans", "grid", "wrong"),
+    [
+        ([Plan(), Plan(schedule="s2"), Plan(), Plan()], GRID, [1]),  # who routes with whom differs
+        (
+            [Plan(schedule="s2"), Plan(schedule="s3")] * 2,
+            GRID,
+            [1, 3],
+        ),  # inside tensor groups, which exchange no counts
+        ([Plan(chunks=2)] * 3 + [Plan()], FLAT, [3]),
+    ],
+    ids=["slices", "tensor group", "tp=1"],
+)
+def test_ranks_that_switch_to_different_plans_all_say_so(
+    plans: list[Plan], grid: Grid, wrong: list[int], capacity: AbstractCapacity
+) -> None:
+    whole = make_layer()
+
+    def rank(wire: AbstractWire) -> str:
+        layer = on_mesh(whole, grid, wire, Plan(schedule="s2", chunks=4))
+        layer(tokens_of(0), capacity=capacity)
+        layer.use_plan(plans[wire.rank])
+        with pytest.raises(InputError) as caught:
+            layer(tokens_of(0), capacity=capacity)
+        return str(caught.value)
+
+    words = f"ranks {wrong} run another plan or mesh than rank 0: give every rank the same plan"
+    assert run_ranks(grid.world, rank) == [words] * grid.world
+
+
+def test_a_switch_before_a_recomputation_is_refused() -> None:
+    whole = make_layer()
+
+    def rank(wire: AbstractWire) -> None:
+        layer = on_mesh(whole, FLAT, wire, Plan())
+        y = checkpoint(layer, tokens_of(wire.rank).requires_grad_())
+        layer.use_plan(Plan(chunks=2))
+        with pytest.raises(
+            InputError, match=r"between a forward pass and its recomputation: call MoE\.use_plan between"
+        ):
+            y.sum().backward()
+        layer.use_plan(Plan())
+        y.sum().backward()
+
+    run_ranks(4, rank)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(gather_weights=3), "plan.gather_weights=3 does not divide mesh.etp=4: choose 0 or one of"),
+        (Plan(schedule="ted"), "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
+        (Plan(all_to_all="deepep"), "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: "),
+        (compile_plan(Plan(), Grid(world=4)), "the plan was compiled for "),
+        (
+            compile_plan(Plan(), GRID, bias=True),
+            "the plan was compiled with bias=True, which does not fit GatedExperts",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_and_the_layer_goes_on(plan: Any, words: str) -> None:
+    whole = make_layer()
+
+    def rank(wire: AbstractWire, x: Tensor) -> str:
+        layer = on_mesh(whole, GRID, wire, Plan(schedule="s2"))
+        y = layer(x)
+        with pytest.raises(InputError) as caught:
+            layer.use_plan(plan)
+        assert torch.equal(layer(x), y)
+        return str(caught.value)
+
+    (line,) = set(every_rank(GRID, rank))
+    assert isinstance(line, str)
+    assert line.startswith(words)
+    assert "\n" not in line
+
+
+def test_a_layer_on_no_mesh_has_no_plan() -> None:
+    with pytest.raises(
+        InputError, match=r"MoE\.use_plan: the layer is on no mesh: call parallelize\(mesh, plan\) first"
+    ):
+        MoE(DIM, HIDDEN, 4).use_plan(Plan())
+
+
+def test_one_rank_switches_too() -> None:
+    layer = make_layer()
+    expected = layer(tokens_of(0))
+    layer.parallelize(Mesh(Grid(world=1), NoWire()), Plan())
+    layer.use_plan(Plan(schedule="s3", chunks=2))
+    torch.testing.assert_close(layer(tokens_of(0)), expected, rtol=1e-9, atol=1e-10)
