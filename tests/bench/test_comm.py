@@ -154,6 +154,8 @@ def test_pipelined_is_held_against_the_longer_of_its_lanes():
     one = cell(lanes, 1024, pipelined=[2.2] * 30, intra_alone=[2.0] * 30, inter_alone=[1.0] * 30)
     other = cell(lanes, 4096, pipelined=[3.0] * 30, intra_alone=[1.0] * 30, inter_alone=[2.5] * 30)
     assert found([one])["pipelined.over_longer_lane"] == pytest.approx(1.1)
+    spread = cell(lanes, 1024, pipelined=[2.0] * 14 + [3.0] * 16, intra_alone=[2.0] * 30, inter_alone=[1.0] * 30)
+    assert found([spread])["pipelined.over_longer_lane"] == 1.5  # its interval reaches from 1 to 1.5
     assert found([one, other])["pipelined.over_longer_lane"] == pytest.approx((1.1 + 1.2) / 2)
 
 

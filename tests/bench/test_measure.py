@@ -83,9 +83,11 @@ def test_a_slow_agreement_puts_the_start_off(clock):
         clock.now += 2.0  # longer than the lead
         return moment
 
-    start_together(latest, lead_seconds=0.5)()
+    start_together(latest, lead_seconds=2.5)()
     assert asked == [100.0, 102.0]
-    assert clock.now == 104.0  # the second agreement ended here, past 102 + 0.5: nobody sleeps backwards
+    assert clock.now == 104.5  # 2.5 after the last rank knew, not 2.5 after the last one came
+    start_together(latest, lead_seconds=0.5)()
+    assert clock.now == 108.5  # the second agreement ended past the start: nobody sleeps backwards
 
 
 def test_a_repeat_takes_from_the_first_start_to_the_last_end():

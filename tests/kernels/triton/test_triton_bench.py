@@ -54,6 +54,7 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     assert "error" not in row
     assert set(row["errors"]) == {"y", "x", "weight", "w1", "w2", "w3"}
     assert row["ours"]["forward_tflops"] > 0
+    assert row.get("grouped_mm_absent") is None
     assert row["grouped_mm"]["over_ours"] > 0
     assert "scattermoe" in row["scattermoe_absent"]
     assert set(row["steps"]) == {

@@ -161,16 +161,20 @@ def default_tile(shape: Shape, device: Device) -> Tile:
     """Return a tile without a search.
 
     128 x 128 with two programs on a multiprocessor at a time, so that one's epilogue hides behind the other's products;
-    fewer rows where experts have few, since a tile's rows beyond an expert's last are wasted.
+    fewer rows where experts have few, since a tile's rows beyond an expert's last are wasted. float32 gets a quarter of
+    that and no descriptors: without TF32 its products run on registers, and larger tiles spill kilobytes.
     """
-    rows = 128 if shape.product == "weight_grad" else min(128, max(16, _power_of_two(shape.rows_per_expert)))
-    columns = min(64 if shape.is_doubled else 128, max(16, _power_of_two(shape.columns)))
+    is_wide, is_hopper = shape.itemsize == 4, device.capability >= HOPPER
+    most = 64 if is_wide else 128
+    rows = most if shape.product == "weight_grad" else min(most, max(16, _power_of_two(shape.rows_per_expert)))
+    columns = min(most // 2 if shape.is_doubled else most, max(16, _power_of_two(shape.columns)))
     depth = min(_deepest(shape), max(16, _power_of_two(shape.depth)))
-    is_hopper = device.capability >= HOPPER
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
-    warps = 8 if is_full and not is_hopper else 4  # operands stand in registers too where there is no wgmma
-    stages = 5 if shape.product == "weight_grad" else 3
-    tile = Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, descriptors=int(is_hopper))
+    tile = Tile(
+        rows=rows, columns=columns, depth=depth, stages=5 if shape.product == "weight_grad" else 3,
+        warps=8 if is_full and not is_hopper else 4,  # operands stand in registers too where there is no wgmma
+        descriptors=int(is_hopper and not is_wide),
+    )  # fmt: skip
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
