@@ -22,7 +22,7 @@ from moesaic.experts import AbstractExperts
 from moesaic.plan import Compiled
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.passes.route_links import route_links
-from moesaic.program.task import Kind, Op, Program, Slot, State, Task
+from moesaic.program.task import Kind, Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime import function
 from moesaic.runtime.call import Call, Environment, Value
@@ -60,6 +60,8 @@ def observed() -> Iterator[list[Observed]]:
 def disagreements(runs: list[Observed]) -> list[str]:
     """Return the slots that are replicated or identical on an axis and yet differ between ranks, bit for bit.
 
+    Weights of lent copies are replicated rank by rank as the copies need them: no two ranks need hold the same.
+
     Args:
         runs: of all ranks, each rank's in the same order.
     """
@@ -70,6 +72,8 @@ def disagreements(runs: list[Observed]) -> list[str]:
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
         grid, program = together[0].call.sizes.grid, together[0].program
         for slot in program.slots:
+            if slot.kind is Kind.WEIGHT and slot.layout.chunk == "here":
+                continue
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))
                 if first is not None and second is not None and not _same(first, second):
