@@ -22,7 +22,7 @@ from moesaic.experts import AbstractExperts
 from moesaic.plan import Compiled
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.passes.route_links import route_links
-from moesaic.program.task import Kind, Kind, Op, Program, Slot, State, Task
+from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime import function
 from moesaic.runtime.call import Call, Environment, Value
