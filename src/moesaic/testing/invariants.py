@@ -93,7 +93,9 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
     for number, task in enumerate(compiled.logical.moves()):
         alone = one_task(compiled.logical, task)
         source, target = (alone.slot(name) for name in (*alone.inputs, *alone.outputs))
-        lends = source.kind is Kind.WEIGHT and target.layout.chunk == "here"  # to each helper others: no one value to pair
+        lends = (
+            source.kind is Kind.WEIGHT and target.layout.chunk == "here"
+        )  # to each helper others: no one value to pair
         if source.kind is Kind.INDEX or lends:
             continue
         link = "linear" if compiled.is_multicast else compiled.plan.all_to_all
