@@ -204,7 +204,12 @@ def bias_each_micro_batch() -> AbstractContextManager[object]:
 
 def routes_again() -> AbstractContextManager[object]:
     """A recomputation routes again, with noise of its own."""
-    return mock.patch.object(RoutingTape, "read", return_value=None)
+    original = RoutingTape.read
+
+    def forgets(tape: RoutingTape, layer: Any) -> None:
+        original(tape, layer)
+
+    return mock.patch.object(RoutingTape, "read", forgets)
 
 
 def drops_per_rank() -> AbstractContextManager[object]:
