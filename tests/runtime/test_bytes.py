@@ -22,6 +22,7 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
+from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Op
@@ -103,10 +104,12 @@ def test_what_crosses_is_what_the_programs_volume_says(seed: int) -> None:
     sent = sent_by_task(work, recorders, work.grid.node_of)
     expected: Counter[tuple[str, str, bool]] = Counter()
     for direction, program in (("forward", work.forward), ("backward", work.backward)):
+        tasks = program.tasks
+        first = {tasks[place].name: tasks[bundle[0]].name for bundle in bundles(program) for place in bundle}
         for moved in traffic(program, sizes, work.grid.node_of):
             inside, across = moved.num_bytes(DIM, 8, lane_bytes=8, unit_columns=COLUMNS[kind])
-            expected[direction, moved.task, False] += inside
-            expected[direction, moved.task, True] += across
+            expected[direction, first[moved.task], False] += inside
+            expected[direction, first[moved.task], True] += across
     assert +sent == +expected, f"{work.plan} {work.grid} {kind}"
 
 

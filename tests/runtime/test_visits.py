@@ -6,8 +6,14 @@ import random
 
 import pytest
 import torch
+from meshes import make_layer, on_mesh, tokens_of
 
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.runtime.visits import find_visits
 
 GRIDS = [
@@ -57,3 +63,22 @@ def test_a_token_visits_a_node_once_for_all_its_experts_there() -> None:
     assert found.counts.tolist() == [[2], [1]], "tokens 5 and 7 on the first node, 5 on the second"
     assert found.visit_index.flatten().tolist() == [5, 7, 5]
     assert found.copy_index.flatten().tolist() == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "exchanges"), [(Dropless(), 2), (Capacity.fixed(4.0), 3)], ids=["dropless", "limited"]
+)
+def test_visits_are_told_with_the_counts_unless_copies_may_be_dropped(
+    capacity: AbstractCapacity, exchanges: int
+) -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    whole = make_layer("swiglu", capacity=capacity)
+
+    def rank(wire: AbstractWire) -> int:
+        recorder = Recorder(wire)
+        layer = on_mesh(whole, grid, recorder, Plan(all_to_all="multicast"))
+        recorder.ranges.clear()
+        layer(tokens_of(wire.rank))
+        return len(recorder.ranges)
+
+    assert run_ranks(4, rank) == [exchanges] * 4

@@ -22,6 +22,7 @@ from moesaic.cost.symmetry import NotNestedError
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Lane, Op, Program
@@ -150,10 +151,11 @@ class Simulator:
         compute = compute.reshape(len(program.tasks), actors)
         issue = np.full((len(program.tasks), actors), host.task_us * 1e-6)
         movements = []
+        in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
         for number, task in enumerate(program.tasks):
             moves = task.op in (Op.MOVE, Op.HOP)
             movements.append(volumes.movements(task, slots, codecs.get(task.of, "")) if moves else [])
-            for moved in movements[-1]:
+            for moved in movements[-1] if number not in in_a_message else ():
                 issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
         events.run()

@@ -13,6 +13,7 @@ from moesaic.cost.coded import ROWS_PER_BLOCK
 from moesaic.errors import InputError
 from moesaic.plan.plan import Plan
 from moesaic.program.build import SCHEDULES
+from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.order.exact import exact
@@ -118,6 +119,7 @@ def compile_plan(
             )
         else:
             program = ORDERS[plan.order](program, None)
+        program = side_by_side(program)
         validate(program)
         programs.append(program)
     return Compiled(plan, grid, logical, *programs)

@@ -85,6 +85,8 @@ class Sizes:
         self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._helped: dict[int, np.ndarray] = {}
+        self._outgoing: dict[tuple[Move, int], Lots] = {}
+        self._incoming: dict[tuple[Move, int], Lots] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -149,11 +151,17 @@ class Sizes:
 
     def outgoing(self, move: Move, rank: int) -> Lots:
         """Return the rows that a rank sends in a movement, those that stay among them."""
-        return self._lots(move.source, move.target, self.shapes.sent(move, rank), rank)
+        key = (move, rank)
+        if key not in self._outgoing:
+            self._outgoing[key] = self._lots(move.source, move.target, self.shapes.sent(move, rank), rank)
+        return self._outgoing[key]
 
     def incoming(self, move: Move, rank: int) -> Lots:
         """Return the rows that a rank receives in a movement, those that stay among them."""
-        return self._lots(move.target, move.source, self.shapes.received(move, rank), rank)
+        key = (move, rank)
+        if key not in self._incoming:
+            self._incoming[key] = self._lots(move.target, move.source, self.shapes.received(move, rank), rank)
+        return self._incoming[key]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""

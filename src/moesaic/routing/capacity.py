@@ -39,6 +39,11 @@ class AbstractCapacity(ABC):
         """True if every rank sends each expert equally many rows on a mesh."""
         return False
 
+    @property
+    def never_drops(self) -> bool:
+        """True if every copy is served."""
+        return False
+
     @abstractmethod
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return the rows that each expert may take, () int64, or None for no limit.
@@ -53,6 +58,11 @@ class AbstractCapacity(ABC):
 @dataclass(frozen=True)
 class Dropless(AbstractCapacity):
     """Every copy is served, however uneven the load."""
+
+    @property
+    def never_drops(self) -> bool:
+        """True."""
+        return True
 
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return None: no limit."""

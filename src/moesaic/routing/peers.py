@@ -14,6 +14,10 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.routing.losses import RouterStatistics
+from moesaic.routing.routing import Choice
+
+_DIGEST = 4
+"""Numbers at the end of a message."""
 
 
 class AbstractPeers(ABC):
@@ -30,6 +34,16 @@ class AbstractPeers(ABC):
     digest: Tensor
     """(4,) float64: of what the rank runs, the same on all ranks that run the same."""
 
+    def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor | None:
+        """Return what else to tell in the exchange of counts, (m,) float64, m the same in every call on every rank; or None.
+
+        Args:
+            choice: the copies of this rank's tokens; None if the capacity may drop some.
+            alive_N: (N,) bool, which of them are sent; None for all.
+            num_tokens: of this rank.
+        """
+        return None
+
     @abstractmethod
     def gather(self, message: Tensor) -> Tensor:
         """Return every rank's message, (P, n) float64, from this rank's, (n,) float64; the same on all ranks."""
@@ -44,10 +58,18 @@ class Gathered:
     num_slots: int
     """K: choices that are counted apart; 1 where their order does not matter."""
     num_experts: int
+    num_more: int = 0
+    """m: of `AbstractPeers.also`."""
 
     @classmethod
     def exchange(
-        cls, peers: AbstractPeers, counts_KE: Tensor, num_valid: Tensor, num_tokens: int, local: RouterStatistics | None
+        cls,
+        peers: AbstractPeers,
+        counts_KE: Tensor,
+        num_valid: Tensor,
+        num_tokens: int,
+        local: RouterStatistics | None,
+        more: Tensor | None = None,
     ) -> Gathered:
         """Tell the peers this rank's counts and sums, and hear theirs.
 
@@ -57,12 +79,19 @@ class Gathered:
             num_valid: () tokens that are not padding.
             num_tokens: padding included.
             local: sums of this rank's tokens, if a loss reads them.
+            more: what `peers.also` returned.
         """
         sums = num_valid.new_zeros(0).double() if local is None else local.packed().detach().double()
         sizes = torch.stack([num_valid.double(), torch.full_like(num_valid, num_tokens, dtype=torch.float64)])
         digest = peers.digest.to(sizes.device)
-        message = torch.cat([sizes, counts_KE.reshape(-1).double(), sums, digest])
-        return cls(peers.gather(message), *counts_KE.shape)
+        last = [digest] if more is None else [more.to(digest), digest]
+        message = torch.cat([sizes, counts_KE.reshape(-1).double(), sums, *last])
+        return cls(
+            peers.gather(message),
+            num_slots=counts_KE.shape[0],
+            num_experts=counts_KE.shape[1],
+            num_more=0 if more is None else len(more),
+        )
 
     @property
     def valid(self) -> Tensor:
@@ -83,7 +112,12 @@ class Gathered:
     @property
     def digests(self) -> Tensor:
         """(P, 4) float64: every rank's `AbstractPeers.digest`."""
-        return self.values[:, -4:]
+        return self.values[:, -_DIGEST:]
+
+    @property
+    def more(self) -> Tensor:
+        """(P, m) float64: what every rank's `AbstractPeers.also` returned."""
+        return self.values[:, -_DIGEST - self.num_more : -_DIGEST]
 
     def statistics(
         self, local: RouterStatistics, peers: AbstractPeers, earlier_counts_E: Tensor | None
@@ -96,7 +130,7 @@ class Gathered:
             earlier_counts_E: (E,) int64 copies of the step before this call, over all ranks.
         """
         mine = local.packed()
-        others = self.values[:, 2 + self.num_slots * self.num_experts : -4].to(mine)
+        others = self.values[:, 2 + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
         rows = [mine if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 

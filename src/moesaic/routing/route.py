@@ -151,7 +151,10 @@ def _decide(
         choices = top_k if capacity.spans_mesh else 1
         slot = choice.slot if choices > 1 else torch.zeros_like(choice.slot)
         counts_KE = count(slot * num_experts + choice.expert, alive_N, choices * num_experts).view(choices, -1)
-        gathered = Gathered.exchange(peers, counts_KE, num_valid, num_tokens, sums)
+        told = choice if capacity.never_drops else None
+        gathered = Gathered.exchange(
+            peers, counts_KE, num_valid, num_tokens, sums, peers.also(told, alive_N, num_tokens)
+        )
         requested = gathered.counts.sum((0, 1))
         if capacity.spans_mesh:
             rows = capacity.rows(requested, gathered.valid.sum(), top_k)

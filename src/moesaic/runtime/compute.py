@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,25 +34,34 @@ def wire_lane(task: Task) -> WireLane:
     return "intra" if task.lane is Lane.INTRA else "inter"
 
 
-def take(value: Tensor, places: object) -> Tensor:
-    """Return rows by their numpy places."""
+def take(value: Tensor, places: np.ndarray) -> Tensor:
+    """Return rows by their places, contiguous; the value itself where these are all its rows in order."""
+    if value.is_contiguous() and _in_order(places, len(value)):
+        return value
     return value.index_select(0, index_like(places, value))
 
 
-def placed(arrived: Tensor, places: object, num_rows: int, reduce: bool) -> Tensor:
-    """Return rows put in their numpy places, which are all filled; with `reduce` rows of one place are summed in order.
+def placed(arrived: Tensor, places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+    """Return rows put in their places, which are all filled; with `sums` rows of one place are summed in order.
 
-    16-bit rows are summed in float32.
+    16-bit rows are summed in float32. Rows that arrived in order are returned as they are.
     """
+    if _in_order(places, num_rows):
+        return arrived
     index = index_like(places, arrived)
-    if not reduce:
+    if not sums:
         return torch.empty_like(arrived).index_copy_(0, index, arrived)
     dtype = torch.promote_types(arrived.dtype, torch.float32)
     out = torch.zeros(num_rows, arrived.shape[1], dtype=dtype, device=arrived.device)
     return out.index_add_(0, index, arrived.to(dtype)).to(arrived.dtype)
 
 
-def index_like(places: object, like: Tensor) -> Tensor:
+def _in_order(places: np.ndarray, num_rows: int) -> bool:
+    """Whether places are 0, 1, ... num_rows - 1: nothing has to be copied then."""
+    return len(places) == num_rows and bool((places[1:] > places[:-1]).all()) and (not num_rows or places[0] == 0)
+
+
+def index_like(places: np.ndarray, like: Tensor) -> Tensor:
     """Return numpy places as a tensor where `like` is."""
     return torch.as_tensor(places, device=like.device)
 
@@ -85,9 +95,19 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
 def _sum(values: list[Value]) -> Value:
     """Add rows, or parameters one by one, of which () stands for none."""
     if all(isinstance(value, Tensor) for value in values):
-        return torch.stack(list(map(rows, values))).sum(0)
+        return _added(list(map(rows, values)))
     given = [value for value in (_parameters(value) for value in values) if value]
-    return given[0] if len(given) == 1 else tuple(torch.stack(parameters).sum(0) for parameters in zip(*given))
+    return given[0] if len(given) == 1 else tuple(_added(list(parameters)) for parameters in zip(*given))
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    """Return the sum of tensors, of 16-bit ones by way of float32, which a stack's sum does by itself."""
+    if values[0].element_size() < 4:
+        return torch.stack(values).sum(0)
+    out = values[0] + values[1] if len(values) > 1 else values[0]
+    for value in values[2:]:
+        out += value
+    return out
 
 
 def _places(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -110,7 +111,10 @@ class OnMesh:
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
         slices = compiled.plan.schedule == "s1" and compiled.grid.tp > 1
-        return _Way(compiled, slices, Peers(self.wire, compiled.grid, slices, compiled.digest), deepep)
+        find = None
+        if compiled.is_multicast:
+            find = partial(_find, self.num_experts, compiled)
+        return _Way(compiled, slices, Peers(self.wire, compiled.grid, slices, compiled.digest, find), deepep)
 
     def _enter(self, way: _Way) -> None:
         self.compiled, self.grid = way.compiled, way.compiled.grid
@@ -191,7 +195,7 @@ class OnMesh:
             gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
             indices = {"index": token.unsqueeze(1)}
         elif self.compiled.is_multicast:
-            visits = self._visits(token, expert, routing.num_tokens)
+            visits = self.peers.visits(routed.record) or self._visits(token, expert, routing.num_tokens)
             indices = {"visit_index": visits.visit_index, "copy_index": visits.copy_index}
         if padded_rows is None or not self._agreed:
             self._check_digests(routed)
@@ -291,9 +295,11 @@ class OnMesh:
 
     def _sizes(self, copies: np.ndarray, tokens: np.ndarray, visits: Visits | None, units: int) -> Sizes:
         table = None
-        if visits is not None:
+        if visits is not None and visits.of_all is None:
             told = all_gather(self.wire, tuple(range(self.grid.world)), visits.counts)
             table = torch.stack(told).cpu().numpy()
+        elif visits is not None:
+            table = visits.of_all
         chunks = self.compiled.plan.chunks
         lent = None if self._lender is None else self._lender.decide(self._load(copies, units))
         return Sizes(self.grid, copies, tokens, chunks, visits=table, units=units, lent=lent, shapes=self._shapes)
@@ -310,7 +316,11 @@ class OnMesh:
             mine = share_of_each(counts_E, self._place, self.grid.tp)
             own = (place >= mine[0][expert]) & (place < mine[1][expert])
             token, expert = token[own], expert[own]
-        return find_visits(token, expert, self.num_experts, num_tokens, self.compiled.plan.chunks, self.grid)
+        return _find(self.num_experts, self.compiled, token, expert, num_tokens)
+
+
+def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
+    return find_visits(token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid)
 
 
 def share_of_each(counts: Tensor, index: int, count: int) -> tuple[Tensor, Tensor]:

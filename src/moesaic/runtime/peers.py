@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.comm.collectives import all_gather
@@ -13,6 +15,12 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
+from moesaic.routing.route import RoutingRecord
+from moesaic.routing.routing import Choice
+from moesaic.runtime.visits import Visits
+
+ROOM = 32
+"""Numbers in the message of counts for the visits of a rank: nodes times chunks; where they do not fit they go apart."""
 
 
 class Peers(AbstractPeers):
@@ -23,9 +31,17 @@ class Peers(AbstractPeers):
         grid: the mesh.
         slices: each rank of a tensor group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
+        find: under multicast, finds visits of copies, (token, expert, number of tokens), sorted by expert.
     """
 
-    def __init__(self, wire: AbstractWire, grid: Grid, slices: bool, digest: bytes) -> None:
+    def __init__(
+        self,
+        wire: AbstractWire,
+        grid: Grid,
+        slices: bool,
+        digest: bytes,
+        find: Callable[[Tensor, Tensor, int], Visits] | None = None,
+    ) -> None:
         self._wire = wire
         self._hear_all = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(wire.rank, ("dp",))
@@ -33,8 +49,40 @@ class Peers(AbstractPeers):
         self.slices = grid.tp if slices else 1
         self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
         self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
+        self._find = find if self.number == wire.world else None
+        self._room = ROOM if grid.ranks_per_node not in (None, grid.world) else 0
+        self._found: tuple[Choice, Visits] | None = None
         self.all_agree = True
         """Whether it is known that all ranks of the world run the same; not so after a switch."""
+
+    def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor | None:
+        """Return the counts of visits, so that they need no exchange of their own; see `AbstractPeers.also`.
+
+        Whatever the plan, the message has room for them: ranks that brought different plans must be able to tell so.
+        """
+        if self._find is not None and choice is not None:
+            token, expert = choice.token, choice.expert
+            if alive_N is not None:
+                token, expert = token[alive_N], expert[alive_N]
+            order = expert.argsort(stable=True)
+            visits = self._find(token[order], expert[order], num_tokens)
+            empty = self._room - visits.counts.numel()
+            if empty >= 0:
+                self._found = (choice, visits)
+                return F.pad(visits.counts.flatten().double(), (0, empty))
+        return torch.zeros(self._room, dtype=torch.float64)
+
+    def visits(self, record: RoutingRecord) -> Visits | None:
+        """Return the visits that were told with a call's counts, with those of all ranks; None if they were not.
+
+        They are handed out once: a recomputation finds them again.
+        """
+        found, self._found = self._found, None
+        if found is None or found[0] is not record.choice or record.gathered is None:
+            return None
+        mine = found[1]
+        of_all = record.gathered.more[:, : mine.counts.numel()].long().cpu().numpy()
+        return replace(mine, of_all=of_all.reshape(-1, *mine.counts.shape))
 
     def gather(self, message: Tensor) -> Tensor:
         """Gather messages over the wire.

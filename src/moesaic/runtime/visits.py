@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class Visits:
     """(visits, 1) int64: each visit's token, by node, then chunk, then token."""
     copy_index: Tensor
     """(copies, 1) int64: each copy's visit, counted within its node and chunk."""
+    of_all: np.ndarray | None = None
+    """(world, nodes, chunks) int64: every rank's counts, once they are known."""
 
 
 def find_visits(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -205,11 +206,7 @@ def bias_each_micro_batch() -> AbstractContextManager[object]:
 def routes_again() -> AbstractContextManager[object]:
     """A recomputation routes again, with noise of its own."""
     original = RoutingTape.read
-
-    def forgets(tape: RoutingTape, layer: Any) -> None:
-        original(tape, layer)
-
-    return mock.patch.object(RoutingTape, "read", forgets)
+    return mock.patch.object(RoutingTape, "read", lambda tape, layer: original(tape, layer) and None)
 
 
 def drops_per_rank() -> AbstractContextManager[object]:
@@ -232,9 +229,9 @@ def counted_over_tp() -> AbstractContextManager[object]:
 # Moving and computing
 
 
-def last_shard_only(arrived: Tensor, places: object, num_rows: int, reduce: bool) -> Tensor:
+def last_shard_only(arrived: Tensor, places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows that several shards sent overwrite each other."""
-    if not reduce:
+    if not sums:
         return compute.placed(arrived, places, num_rows, False)
     out = torch.zeros(num_rows, arrived.shape[1], dtype=arrived.dtype)
     return out.index_copy_(0, compute.index_like(places, arrived), arrived)
@@ -326,16 +323,14 @@ def messages_swapped() -> AbstractContextManager[object]:
                 request = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            answer = None
-            if isinstance(request, Transfer):
-                answer = wire.issue(request)
-            else:
+            answer = wire.issue(request) if isinstance(request, Transfer) else None
+            if isinstance(request, Ticket):
                 wire.wait(request)
                 buffers = list(request.transfer.receives.values())
                 if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
-                    kept = buffers[0].clone()
-                    buffers[0].copy_(buffers[1])
-                    buffers[1].copy_(kept)
+                    first, second = buffers[0].clone(), buffers[1].clone()
+                    buffers[0].copy_(second)
+                    buffers[1].copy_(first)
 
     return mock.patch.object(function, "drive", swapped)
 
