@@ -71,27 +71,36 @@ def test_a_cell_joins_the_ranks():
     assert cell.find("else") is None
 
 
+def swept(top_k, **options):
+    return cell_of(Case(name=f"demo top {top_k}", top_k=top_k, in_sweep=True), BED, two_ranks(**options))
+
+
+def claim_of(cells):
+    return claims(Results(cells=cells, layout=[]))[0]
+
+
 def test_claims_are_paired_ratios_of_the_best_lossless_plan():
-    cell = cell_of(Case(name="demo"), BED, two_ranks())
+    cells = [swept(top_k, plain_seconds=seconds) for top_k, seconds in ((None, 4.0), (4, 2.0), (8, 1.25))]
     beside = cell_of(Case(name="demo beside DeepSpeed"), BED, two_ranks())
-    of_name = {claim.name: claim for claim in claims(Results(cells=[cell, beside], layout=[]))}
+    of_name = {claim.name: claim for claim in claims(Results(cells=[*cells, beside], layout=[]))}
     assert of_name["train.step_over_torch_ep"].value == 0.5
+    assert [of_name[f"train.top{k}.step_over_torch_ep"].value for k in (2, 4, 8)] == [0.25, 0.5, 0.8]
     assert of_name["train.step_over_torch_ep"].holds
     assert of_name["train.step_over_torch_ep_own_exchange"].value == 0.25
     assert of_name["train.step_over_deepspeed"].value == 0.2
     assert of_name["train.coded_step_over_torch_ep"].value == 0.25
-    assert of_name["train.top8.step_over_torch_ep"].value is None
+    assert of_name["train.inference_over_torch_ep"].value is None
     assert of_name["train.flexible_layout_speedup"].reason == "the layouts were left out"
     assert all(claim.value is not None or claim.reason for claim in of_name.values())
 
 
 def test_few_pairs_carry_no_claim():
-    few = cell_of(Case(name="demo"), BED, two_ranks(repeats=11))
-    assert claims(Results(cells=[few], layout=[]))[0].reason == "11 pairs, 12 are needed"
-    near = cell_of(Case(name="demo"), BED, two_ranks(plain_seconds=1.05))
-    assert "0.95 on 12 pairs" in claims(Results(cells=[near], layout=[]))[0].reason
-    near = cell_of(Case(name="demo"), BED, two_ranks(repeats=30, plain_seconds=1.05))
-    claim = claims(Results(cells=[near], layout=[]))[0]
+    others = [swept(4), swept(8)]
+    assert claim_of([swept(None, repeats=11), *others]).reason == "11 pairs, 12 are needed"
+    assert "0.95 on 12 pairs" in claim_of([swept(None, plain_seconds=1.05), *others]).reason
+    assert claim_of(others).reason == "its cases were not all run"
+    near = {"repeats": 30, "plain_seconds": 1.05}
+    claim = claim_of([swept(None, **near), swept(4, **near), swept(8)])
     assert claim.value == pytest.approx(1 / 1.05)
     assert claim.holds is False
 
@@ -167,9 +176,11 @@ def test_layouts_are_measured_for_every_world():
 def test_the_committed_configuration():
     config = read_config(COMMITTED)
     assert config.candidates[0].plan.all_to_all == "linear"
-    demo = next(case for case in config.cases if case.name == "demo")
-    assert (demo.mode, demo.top_k, demo.model, demo.peers) == ("training", None, "gpt", ("plain",))
-    assert demo.repeats >= 30
+    sweep = [case for case in config.cases if case.in_sweep]
+    assert [(case.mode, case.top_k, case.model, case.peers) for case in sweep] == [
+        ("training", top_k, "gpt", ("plain",)) for top_k in (None, 4, 8)
+    ]
+    assert sweep[0].repeats >= 30
     assert {"demo top 8", "demo inference", "demo beside DeepSpeed"} <= {case.name for case in config.cases}
     assert config.layout is not None
     assert config.layout.worlds[-1] == 256
@@ -203,7 +214,7 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, text, message):
 
 
 def test_parts_of_a_configuration():
-    config = read_config(COMMITTED).narrowed(only=("demo",), repeats=3)
+    config = read_config(COMMITTED).narrowed(only=("demo top 2",), repeats=3)
     assert [case.repeats for case in config.cases] == [3]
     assert config.layout is None
     with pytest.raises(InputError, match="no such case: did you mean layout"):
@@ -262,5 +273,5 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
     assert 0 < plain["communication_share"] < 1
     assert plain["item"] == "tokens"
     assert rows["swin", "ours: ep 4 linear"]["item"] == "images"
-    assert found["claims"][0]["reason"] == "1 pairs, 12 are needed"
+    assert found["claims"][0]["reason"] == "its cases were not all run"
     assert picture.read_text().startswith("<svg")

@@ -57,7 +57,9 @@ class Case:
     """One model on one bed, trained or only run forward."""
 
     name: str = "demo"
-    """For people; a case named "demo" that trains carries the claims."""
+    """For people."""
+    in_sweep: bool = False
+    """One of the cases whose median the claims are about."""
     model: Literal["gpt", "swin"] = "gpt"
     """gpt: the model of `make demo`. swin: the vision model in a small size."""
     mode: Pass = "training"
