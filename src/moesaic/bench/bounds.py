@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moesaic.cost.coded import coded_bytes
+from moesaic.program.bundles import bundles
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Kind, Op, Program, Slot
 from moesaic.program.volume import messages_of
@@ -84,7 +85,7 @@ def program_messages(
     unit_columns: int = 0,
     coded: Callable[[str, float, int, int], float] = coded_bytes,
 ) -> list[Message]:
-    """Return every message of a program, movement by movement and hop by hop.
+    """Return every message of a program, movement by movement and hop by hop; what travels as one counts as one.
 
     Args:
         program: forward or backward, lowered or not.
@@ -99,17 +100,18 @@ def program_messages(
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
     found: list[Message] = []
-    for task in program.tasks:
-        if task.op not in (Op.MOVE, Op.HOP):
-            continue
-        source = slots[(task.of or task.reads)[0]]
-        codec = codecs.get(task.of, "") if task.op is Op.HOP else ""
-        for here, there, rows in messages_of(task, slots, sizes):
-            if codec:
-                num_bytes = coded(codec, rows, dim, element_bytes)
-            else:
-                num_bytes = rows * _row_bytes(source, dim, element_bytes, lane_bytes, unit_columns)
-            found.append((here, there, num_bytes))
+    for bundle in bundles(program):
+        joint: dict[tuple[int, int], float] = {}
+        for task in (program.tasks[place] for place in bundle):
+            if task.op not in (Op.MOVE, Op.HOP):
+                continue
+            source = slots[(task.of or task.reads)[0]]
+            codec = codecs.get(task.of, "") if task.op is Op.HOP else ""
+            for here, there, rows in messages_of(task, slots, sizes):
+                plain = rows * _row_bytes(source, dim, element_bytes, lane_bytes, unit_columns)
+                num_bytes = coded(codec, rows, dim, element_bytes) if codec else plain
+                joint[here, there] = joint.get((here, there), 0) + num_bytes
+        found += [(here, there, num_bytes) for (here, there), num_bytes in joint.items()]
     return found
 
 

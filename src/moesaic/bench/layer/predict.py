@@ -15,6 +15,7 @@ from moesaic.bench.bounds import link_seconds
 from moesaic.bench.layer.config import Place
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.plan import Compiled, Plan
+from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Shapes
 from moesaic.program.sizes import Sizes
@@ -60,11 +61,12 @@ class Predictor:
         codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
         sizes = self._sizes_of(plan, grid)
         found = {}
-        for task in program.tasks:
+        in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
+        for number, task in enumerate(program.tasks):
             host = TASK_SECONDS
             if task.op in (Op.MOVE, Op.HOP):
                 seconds, num_messages = self._moving(task, slots, codecs.get(task.of, ""), sizes)
-                host += MOVEMENT_SECONDS + MESSAGE_SECONDS * num_messages
+                host += 0.0 if number in in_a_message else MOVEMENT_SECONDS + MESSAGE_SECONDS * num_messages
             else:
                 seconds = self._computing(task, slots, sizes)
             found[task.name] = seconds + (self._slow * host if self._with_host else 0.0)
