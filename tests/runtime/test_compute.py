@@ -104,13 +104,13 @@ def test_sixteen_bit_rows_are_summed_in_float32() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, torch.full((1, DIM), 257.0).bfloat16())
     many = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
-    assert float(placed(many, np.zeros(300, dtype=np.int64), 1, True)) == 300.0
+    assert float(placed([many], np.zeros(300, dtype=np.int64), 1, True)) == 300.0
 
 
 def test_placed_puts_rows_in_their_places_or_sums_them() -> None:
     rows = torch.tensor([[1.0], [2.0], [4.0]])
-    assert placed(rows, np.array([2, 0, 1]), 3, False).flatten().tolist() == [2.0, 4.0, 1.0]
-    assert placed(rows, np.array([1, 1, 0]), 3, True).flatten().tolist() == [4.0, 3.0, 0.0]
+    assert placed([rows[:1], rows[1:]], np.array([2, 0, 1]), 3, False).flatten().tolist() == [2.0, 4.0, 1.0]
+    assert placed([rows[:1], rows[1:]], np.array([1, 1, 0]), 3, True).flatten().tolist() == [4.0, 3.0, 0.0]
     assert take(rows, np.array([2, 2, 0])).flatten().tolist() == [4.0, 4.0, 1.0]
 
 

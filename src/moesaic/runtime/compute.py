@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -36,27 +36,37 @@ def wire_lane(task: Task) -> WireLane:
 
 def take(value: Tensor, places: np.ndarray) -> Tensor:
     """Return rows by their places, contiguous; the value itself where these are all its rows in order."""
-    if value.is_contiguous() and _in_order(places, len(value)):
+    if value.is_contiguous() and in_order(places, len(value)):
         return value
     return value.index_select(0, index_like(places, value))
 
 
-def placed(arrived: Tensor, places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Return rows put in their places, which are all filled; with `sums` rows of one place are summed in order.
 
-    16-bit rows are summed in float32. Rows that arrived in order are returned as they are.
+    16-bit rows are summed in float32. Rows that come in order are returned as they are.
+
+    Args:
+        parts: tensors of rows, at least one.
+        places: (rows of all parts,) int64.
+        num_rows: of the result.
+        sums: several rows may have one place.
     """
-    if _in_order(places, num_rows):
-        return arrived
-    index = index_like(places, arrived)
-    if not sums:
-        return torch.empty_like(arrived).index_copy_(0, index, arrived)
-    dtype = torch.promote_types(arrived.dtype, torch.float32)
-    out = torch.zeros(num_rows, arrived.shape[1], dtype=dtype, device=arrived.device)
-    return out.index_add_(0, index, arrived.to(dtype)).to(arrived.dtype)
+    if in_order(places, num_rows):
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    cuts = index_like(places, parts[0]).split([len(part) for part in parts])
+    dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
+    make = torch.zeros if sums else torch.empty
+    out = make(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
+    for part, cut in zip(parts, cuts):
+        if sums:
+            out.index_add_(0, cut, part.to(dtype))
+        else:
+            out.index_copy_(0, cut, part)
+    return out.to(parts[0].dtype)
 
 
-def _in_order(places: np.ndarray, num_rows: int) -> bool:
+def in_order(places: np.ndarray, num_rows: int) -> bool:
     """Whether places are 0, 1, ... num_rows - 1: nothing has to be copied then."""
     return len(places) == num_rows and bool((places[1:] > places[:-1]).all()) and (not num_rows or places[0] == 0)
 

@@ -102,8 +102,8 @@ def unpack(task: Task, slots: Mapping[str, Slot], held: list[Parcels], call: Cal
             parts.append(first.own)
         elif count:
             parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
-    arrived = torch.cat([*parts, torch.empty(0, first.dim, dtype=first.dtype, device=first.device)])
-    return placed(arrived, incoming.rows, call.sizes.num_rows(move.target, call.rank), move.reduce)
+    parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
+    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), move.reduce)
 
 
 def _move(task: Task, slots: Mapping[str, Slot]) -> Move:

@@ -15,7 +15,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
-from moesaic.runtime import interpret, sharing
+from moesaic.runtime import movements, sharing
 from moesaic.testing import plants
 from moesaic.testing.cases import Case
 from moesaic.testing.equivalence import Patch, failures, run_case
@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "own",
         "chunks",
         "numbers",
-        plants.replaced(interpret, "placed", plants.last_shard_only),
+        plants.replaced(movements, "placed", plants.last_shard_only),
     ),
     Mutant("output bias added by every shard", "users A8", "chunks", "numbers", plants.bias_of_every_shard),
     Mutant("chunks of weights swapped", "own", "chunks", "numbers", change=plants.chunks_swapped),

@@ -5,7 +5,7 @@ Each is a real mistake, made in one place; what it imitates stands with the muta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -229,12 +229,12 @@ def counted_over_tp() -> AbstractContextManager[object]:
 # Moving and computing
 
 
-def last_shard_only(arrived: Tensor, places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows that several shards sent overwrite each other."""
     if not sums:
-        return compute.placed(arrived, places, num_rows, False)
-    out = torch.zeros(num_rows, arrived.shape[1], dtype=arrived.dtype)
-    return out.index_copy_(0, compute.index_like(places, arrived), arrived)
+        return compute.placed(parts, places, num_rows, False)
+    out = parts[0].new_zeros(num_rows, parts[0].shape[1])
+    return out.index_copy_(0, compute.index_like(places, out), torch.cat([*parts]))
 
 
 class StrideByColumns(Hier2D):
