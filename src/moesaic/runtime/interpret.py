@@ -58,11 +58,9 @@ def interpret(program: Program, values: Mapping[str, Value], call: Call) -> Step
 
     def settle(name: str) -> Generator[Transfer | Ticket, Ticket | None, None]:
         arrived = arriving.pop(name)
-        flight = arrived.flight
-        if not flight.has_landed:
-            if flight.ticket.transfer.sends or flight.ticket.transfer.receives:
-                yield flight.ticket
-            flight.has_landed = True
+        if not arrived.flight.has_landed:
+            yield arrived.flight.ticket
+            arrived.flight.has_landed = True
         value = arrived.settle()
         if isinstance(value, Parcels):
             parcels[name] = value
@@ -83,11 +81,10 @@ def interpret(program: Program, values: Mapping[str, Value], call: Call) -> Step
             else:
                 hopping = start_hop(task, slots, [parcels[name] for name in task.reads], call, tag)
                 transfer, settles = hopping.transfer, [hopping.settle]
-            flight = _Flight(Ticket(transfer))
-            if flight.ticket.transfer.sends or flight.ticket.transfer.receives:
-                ticket = yield flight.ticket.transfer
-                assert ticket is not None
-                flight.ticket = ticket
+            has_messages = bool(transfer.sends or transfer.receives)
+            ticket = (yield transfer) if has_messages else Ticket(transfer)
+            assert ticket is not None
+            flight = _Flight(ticket, has_landed=not has_messages)
             arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(tasks, settles)})
         elif task.op is Op.PACK:
             parcels[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
