@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesaic.comm.mesh import Mesh
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
+    from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
     from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
@@ -31,6 +32,9 @@ _HOMES = {
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",
     "PlainExperts": "moesaic.experts",
+    "encoding": "moesaic.kernels.encode",
+    "fast_decode": "moesaic.kernels.encode",
+    "fast_encode": "moesaic.kernels.encode",
     "Capacity": "moesaic.routing.capacity",
     "Dropless": "moesaic.routing.capacity",
     "Importance": "moesaic.routing.losses",
@@ -58,6 +62,9 @@ __all__ = [
     "average_gradients",
     "balance_on_step",
     "checkpoint",
+    "encoding",
+    "fast_decode",
+    "fast_encode",
     "finish_step",
     "replay_contexts",
     "set_loss_scale",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
-from moesaic.kernels.permute import permute, sort_by_expert, unpermute
+from moesaic.kernels.permute import sort_by_expert
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.lending.lender import AbstractLender
 from moesaic.routing.capacity import AbstractCapacity, Dropless
@@ -27,6 +28,9 @@ from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routing import Routing
 from moesaic.runtime.on_mesh import OnMesh
+from moesaic.runtime.relocate import SampleMove
+from moesaic.runtime.relocate_residual import Residual
+from moesaic.runtime.relocate_run import RelocatedCall, run_relocated
 from moesaic.runtime.shard import shard_experts
 from moesaic.runtime.tape import TapedModule
 
@@ -159,6 +163,8 @@ class MoE(HasLossScale, TapedModule):
         top_k: int | None = None,
         capacity: AbstractCapacity | None = None,
         return_routing: bool = False,
+        move: SampleMove | None = None,
+        residual: Residual | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """Run the layer.
 
@@ -169,6 +175,8 @@ class MoE(HasLossScale, TapedModule):
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call; None for the layer's.
             return_routing: also return the call's `Routing`.
+            move: x is of the samples of `move.before`, y of those of `move.after`; see `runtime/relocate.py`.
+            residual: what to add to y, moved as y is.
 
         Returns:
             y, of x's shape and dtype; with `return_routing` the pair (y, routing).
@@ -179,11 +187,21 @@ class MoE(HasLossScale, TapedModule):
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
-        y_TD = self._run_experts(x_TD, routed, padded_rows)
+        if move is None:
+            y_TD = self._run_experts(x_TD, routed, padded_rows)
+        else:
+            move.check(capacity)
+            riding = residual if self.shared is None else None  # what the shared expert adds must travel anyway
+            call = RelocatedCall(move, self.router, mask, token_ids, riding)
+            y_TD = run_relocated(self.on_mesh, self.experts, x_TD, routed, call)
+        y, added = y_TD.view(x.shape), None
         if self.shared is not None:
             ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
-            y_TD = y_TD + self.shared(x_TD, None, ends).to(x.dtype)
-        y = y_TD.view(x.shape)
+            added = self.shared(x_TD, None, ends).to(x.dtype).view(x.shape)
+        if residual is not None and (move is None or not move.rides):
+            added = residual.x if added is None else residual.x + added
+        if added is not None:
+            y = y + (added if move is None else move.carry(added))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
             y = inject_loss(y, routed.loss * share, self.loss_scale)
@@ -252,12 +270,10 @@ class MoE(HasLossScale, TapedModule):
         permutation = sort_by_expert(
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
         )
-        rows, gates = permute(x_TD, permutation), routing.weight[permutation.order]
-        if self.apply_weight == "before":
-            out = self.experts(rows * gates.to(rows.dtype).unsqueeze(1), None, permutation.ends)
-        else:
-            out = self.experts(rows, gates, permutation.ends)
-        return unpermute(out, permutation, dtype=x_TD.dtype)
+        run = partial(self.experts.compute_tokens, permutation=permutation, weight_first=self.apply_weight == "before")
+        return self.experts(
+            x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)
+        )
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesaic.bench.device import EXPERTS, LAYER, LB, LB_ROUTER, Cell, GivenRouting
-from moesaic.bench.device_bound import Bound
+from moesaic.bench.device import LAYER, LB, ROUTER, Cell, GivenRouting, measure
+from moesaic.bench.device_bound import Bound, RouterBound
 from moesaic.bench.device_cases import SHAPES, Case, Shape, cases, step
-from moesaic.bench.device_claims import claims
+from moesaic.bench.device_claims import claims, merged
 from moesaic.bench.device_memory import peak_growth_bytes
 
 SMALL = Shape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
@@ -48,7 +48,7 @@ def test_given_routing_computes_what_the_layer_does() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_the_bound_writes_every_gradient(activation: str) -> None:
-    bound = Bound(case(activation=activation), [16, 0, 20, 28], router=True)
+    bound = Bound(case(activation=activation), [16, 0, 20, 28])
     for gradient in (*bound.d_ups, bound.d_down):
         gradient.fill_(torch.nan)
     bound()
@@ -66,16 +66,30 @@ def test_growth_counts_what_is_alive_at_once() -> None:
     assert 12000 <= peak_growth_bytes(call) < 13000
 
 
-def test_claims_are_the_worst_of_their_cases() -> None:
-    def cell(activation: str, layer: float) -> Cell:
-        seconds = {LB: (1.0,) * 3, LB_ROUTER: (1.0,) * 3, LAYER: (layer,) * 3, EXPERTS: (1.0,) * 3}
-        growth = {LAYER: 10, EXPERTS: 10}
-        if activation == "swiglu":
-            seconds |= {"slow": (4.0,) * 3, "fast": (2.0,) * 3}
-            growth |= {"slow": 20, "fast": 40}
-        return Cell(case=case(activation=activation), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
+def test_the_routers_bound_multiplies_as_its_gradients_do() -> None:
+    bound = RouterBound(case())
+    bound()
+    logits = bound.x @ bound.weight.T
+    torch.testing.assert_close(bound.dx, logits @ bound.weight)
+    torch.testing.assert_close(bound.d_weight, logits.T @ bound.x)
 
-    found = {claim.name: claim for claim in claims([cell("gelu", 1.05), cell("swiglu", 1.2)])}
+
+def cell(layer: float, **options: str) -> Cell:
+    seconds = {LB: (1.0,) * 3, ROUTER: (0.25,) * 3, LAYER: (layer,) * 3}
+    growth = {LAYER: 10}
+    if options.get("activation") != "gelu":
+        seconds |= {"slow": (4.0,) * 3, "fast": (2.0,) * 2}
+        growth |= {"slow": 20, "fast": 40}
+    return Cell(case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
+
+
+def rows_of(*cells: Cell, kept: bool = True) -> list[dict[str, object]]:
+    return [row | {"kept_memory": kept} for cell in cells for row in cell.rows()]
+
+
+def test_claims_are_the_worst_of_their_cases() -> None:
+    rows = rows_of(cell(1.05, activation="gelu"), cell(1.2))
+    found = {claim.name: claim for claim in claims(rows)}
     name = "cpu.t32_d16_h8_e4_k2"
     assert found[f"{name}.float32.balanced_over_lb"].value == pytest.approx(1.2)
     assert found[f"{name}.float32.balanced_over_lb"].holds is False
@@ -83,8 +97,37 @@ def test_claims_are_the_worst_of_their_cases() -> None:
     assert found[f"{name}.memory_over_best_peer"].value == pytest.approx(0.5)
 
 
+def test_a_row_has_both_bounds() -> None:
+    row = next(row for row in cell(1.5).rows() if row["method"] == LAYER)
+    assert (row["over_lb"], row["over_lb_with_router"]) == (1.5, 1.2)
+
+
+def test_a_later_run_replaces_its_cases_and_keeps_the_others() -> None:
+    old = [*rows_of(cell(1.3), cell(1.05, dtype="bfloat16")), *rows_of(cell(1.4), kept=False)]
+    found = {claim.name: claim.value for claim in claims(merged(old, rows_of(cell(1.02))))}
+    name = "cpu.t32_d16_h8_e4_k2"
+    assert found[f"{name}.float32.balanced_over_lb"] == pytest.approx(1.02)
+    assert found[f"{name}.bfloat16.balanced_over_lb"] == pytest.approx(1.05)
+    assert found[f"{name}.over_best_peer"] == pytest.approx(0.525)
+    assert found["cpu.default_allocator.t32_d16_h8_e4_k2.over_best_peer"] == pytest.approx(0.7)
+
+
 def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
-    seconds = {LB: (1.0,), LB_ROUTER: (1.0,), LAYER: (1.0,), EXPERTS: (1.0,)}
+    seconds = {LB: (1.0,), ROUTER: (1.0,), LAYER: (1.0,)}
     one = Cell(case=case(), counts=(16,) * 4, seconds=seconds, growth_bytes={}, absent={"deepspeed": "not installed"})
-    claim = next(claim for claim in claims([one]) if claim.name.endswith("over_best_peer"))
+    claim = next(claim for claim in claims(rows_of(one)) if claim.name.endswith("over_best_peer"))
     assert (claim.value, claim.reason) == (None, "not installed")
+
+
+def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers() -> dict[str, object]:
+        return {"same": lambda layer: layer, "gone": "not installed"}
+
+    monkeypatch.setattr("moesaic.bench.device.peers", peers)
+    found = measure(case(), 7, given_routing=True)
+    assert {name: len(seconds) for name, seconds in found.seconds.items() if name != "same"} == {
+        LB: 7, ROUTER: 7, LAYER: 7, "experts": 7,
+    }  # fmt: skip
+    assert len(found.seconds["same"]) in (2, 5, 7)
+    assert found.absent == {"gone": "not installed"}
+    assert found.growth_bytes[LAYER] > 0

@@ -94,6 +94,28 @@ def test_cutting_experts_into_blocks_changes_nothing(way, monkeypatch: pytest.Mo
             compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
 
 
+@pytest.mark.parametrize("smallest", [0.0, 1e-30, 1e-3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_too_small_to_divide_by_has_its_gradient(smallest: float, bias: bool) -> None:
+    work = made((13, 8, 8, 5, 5), bias=bias)
+    assert work.gates is not None
+    with torch.no_grad():
+        work.gates[::3] = smallest
+    compare(work)
+
+
+def test_float16_has_no_room_for_a_weight_before_its_dot_product() -> None:
+    work = made((13, 8, 8, 5, 5), dtype=torch.float16)
+    assert work.gates is not None
+    with torch.no_grad():
+        work.gates.fill_(1e-5)
+        work.gates.data[0] = 1e-3
+    dy = torch.full(work.x.shape, 1e-3, dtype=torch.float16)
+    (found,) = torch.autograd.grad(expert_ffn(work), work.gates, dy)
+    (expected,) = torch.autograd.grad(expert_ffn_reference(work), work.gates, dy.double())
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 3)
@@ -102,6 +124,18 @@ def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = [[(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)] for b in found.all]
     assert cut == [[(0, 1, True), (1, 2, True)], [(2, 3, True)], [(2, 3, False)], [(2, 1, False)]]
     assert (found.most_rows, found.sizes) == (3, [1, 2, 3, 3, 1])
+
+
+def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 3)
+    work = replace(made((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32))
+    found = blocks.Blocks(work, 1, 1)
+    assert [block.sizes for block in found.all] == [(1, 2), (1,), (3,), (3,)]
+    scratch = blocks.Scratch(found, 4, work.x)
+    for block in found.all:
+        part = scratch.of(block)
+        assert (len(part.rows), tuple(map(len, part.segments))) == (block.rows, tuple(block.sizes))
 
 
 @pytest.mark.usefixtures("kernel")

@@ -1,21 +1,23 @@
 """`moesaic bench device` on a CPU: one MoE layer, forward and backward, against its matrix products alone and against others.
 
 Methods run in turn in one process on the same inputs: the bound (`device_bound.py`), the whole layer with its router and
-load-balance loss, the layer's experts with the routing given, and the layers of others (`device_peers.py`).
+load-balance loss, the router's products alone, and the layers of others (`device_peers.py`).
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.bench.device_bound import Bound
+from moesaic.bench.device_bound import Bound, RouterBound
 from moesaic.bench.device_cases import Case, step
 from moesaic.bench.device_memory import peak_growth_bytes
 from moesaic.bench.device_peers import MAX_BATCHED_BYTES, peers
@@ -23,9 +25,12 @@ from moesaic.bench.measure import Ratio, Timing, in_turn, over_ranks, paired
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.layer import MoE
 
-LB, LB_ROUTER, LAYER, EXPERTS = "LB", "LB with router", "layer", "experts"
+LB, ROUTER, LAYER, EXPERTS = "LB", "router's products", "layer", "experts"
 SLOW = 4.0
-"""A peer that takes this many times our layer in the warm-up is timed in three repeats only."""
+"""A peer that takes this many times our layer in the warm-up is timed in two repeats only."""
+FEW = 5
+"""Repeats of a peer that is not slow, but more than `NEAR_BEST` times as slow as the fastest peer."""
+NEAR_BEST = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +47,16 @@ class Cell:
     absent: dict[str, str]
     """Peers that did not run, and why."""
 
-    def ratio(self, method: str, over: str) -> Ratio:
-        """Return a paired ratio of two methods."""
-        pairs = min(len(self.seconds[method]), len(self.seconds[over]))
-        return paired(self.seconds[method][:pairs], self.seconds[over][:pairs])
+    def ratio(self, method: str, *over: str) -> Ratio:
+        """Return a paired ratio of a method over another, or over the sum of several."""
+        pairs = min(len(self.seconds[name]) for name in (method, *over))
+        below = [sum(seconds) for seconds in zip(*(self.seconds[name][:pairs] for name in over))]
+        return paired(self.seconds[method][:pairs], below)
 
     @property
     def peers(self) -> list[str]:
         """The layers of others that ran."""
-        return [name for name in self.seconds if name not in (LB, LB_ROUTER, LAYER, EXPERTS)]
+        return [name for name in self.seconds if name not in (LB, ROUTER, LAYER, EXPERTS)]
 
     @property
     def best_peer(self) -> str | None:
@@ -64,19 +70,22 @@ class Cell:
             "shape": shape.name, "dtype": self.case.dtype, "activation": self.case.activation,
             "routing": self.case.routed, "max_over_mean": max(self.counts) / mean,
         }  # fmt: skip
-        found = []
-        for method, seconds in self.seconds.items():
-            timing, over = Timing.of(seconds), self.ratio(method, LB)
-            found.append(
-                head | {
-                    "method": method, "repeats": len(seconds), "median_seconds": timing.median,
-                    "low_seconds": timing.low, "high_seconds": timing.high, "over_lb": over.median,
-                    "over_lb_low": over.low, "over_lb_high": over.high,
-                    "over_lb_with_router": self.ratio(method, LB_ROUTER).median,
-                    "growth_bytes": self.growth_bytes.get(method),
-                }
-            )  # fmt: skip
-        return found + [head | {"method": name, "reason": why} for name, why in self.absent.items()]
+        return [head | self._row(method) for method in self.seconds] + [
+            head | {"method": name, "reason": why} for name, why in self.absent.items()
+        ]
+
+    def _row(self, method: str) -> dict[str, Any]:
+        timing, over = Timing.of(self.seconds[method]), self.ratio(method, LB)
+        row: dict[str, Any] = {
+            "method": method, "repeats": len(self.seconds[method]), "median_seconds": timing.median,
+            "low_seconds": timing.low, "high_seconds": timing.high, "over_lb": over.median, "over_lb_low": over.low,
+            "over_lb_high": over.high, "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
+            "growth_bytes": self.growth_bytes.get(method),
+        }  # fmt: skip
+        if method in self.peers:
+            ours = self.ratio(LAYER, method)
+            row |= {"layer_over": ours.median, "layer_over_low": ours.low, "layer_over_high": ours.high}
+        return row
 
 
 class GivenRouting(nn.Module):
@@ -103,40 +112,65 @@ class GivenRouting(nn.Module):
         return self.experts.compute_tokens(sharded, common, x, routing.weight.detach(), permutation)
 
 
-def measure(case: Case, repeats: int, with_peers: bool = True) -> Cell:
+def measure(case: Case, repeats: int, with_peers: bool = True, given_routing: bool = False) -> Cell:
     """Measure one case with as many threads as torch has.
 
     Args:
         case: the layer and its inputs.
-        repeats: timed rounds of all methods.
+        repeats: timed rounds of the bound, our layer and the fastest layers of others.
         with_peers: also the layers of others; they have SwiGLU experts.
+        given_routing: also our layer's experts with the routing given.
     """
     layer, (x, dy) = case.layer(), case.inputs()
     layer.step_counts.zero_()
     layer(x)
     counts = tuple(layer.step_counts.tolist())
-    modules: dict[str, nn.Module] = {LAYER: layer, EXPERTS: GivenRouting(layer, x)}
-    absent: dict[str, str] = {}
-    if with_peers and case.activation == "swiglu":
-        for name, make in peers().items():
-            reason = make if isinstance(make, str) else _too_large(name, case)
-            if reason is None and not isinstance(make, str):
-                modules[name] = make(layer)
-            elif reason is not None:
-                absent[name] = reason
-    methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), LB_ROUTER: Bound(case, counts, router=True)}
-    growth = {}
+    modules: dict[str, nn.Module] = {LAYER: layer}
+    if given_routing:
+        modules[EXPERTS] = GivenRouting(layer, x)
+    peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
+    modules |= peer_modules
+    methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
+    growth, once = {}, {}
     for name, module in modules.items():
         methods[name] = partial(step, module, x, dy)
         methods[name]()
         _clear(module, x)
+        start = time.monotonic()
         growth[name] = peak_growth_bytes(methods[name])
-    quick = over_ranks([in_turn(methods, 1, barrier=gc.collect, warmup=1)])
-    slow = {name for name, taken in quick.items() if taken[0] > SLOW * quick[LAYER][0] and name in modules}
-    seconds = over_ranks([in_turn({k: m for k, m in methods.items() if k not in slow}, repeats, barrier=_nothing)])
-    if slow:
-        seconds |= over_ranks([in_turn({k: methods[k] for k in slow}, 3, barrier=_nothing, warmup=0)])
+        once[name] = time.monotonic() - start
+    slow = [name for name in peer_modules if once[name] > SLOW * once[LAYER]]
+    seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
     return Cell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
+
+
+def _timed(
+    methods: dict[str, Callable[[], object]], repeats: int, slow: list[str], peers: list[str]
+) -> dict[str, tuple[float, ...]]:
+    """Return seconds per method and repeat: all of them at first, then without peers that are far from the fastest."""
+
+    def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
+        return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=_nothing, warmup=warmup)])
+
+    names = [name for name in methods if name not in slow]
+    gc.collect()
+    found = run(names, min(FEW, repeats), 1)
+    best = min((median(found[name]) for name in peers), default=0.0)
+    names = [name for name in names if name not in peers or median(found[name]) <= NEAR_BEST * best]
+    later = run(names, max(repeats - FEW, 0), 0)
+    return {name: (*found[name], *later.get(name, ())) for name in found} | run(slow, 2, 0)
+
+
+def _peers(layer: MoE, case: Case) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the layers of others that can run a case, and why the rest cannot."""
+    made, absent = {}, {}
+    for name, make in peers().items():
+        reason = make if isinstance(make, str) else _too_large(name, case)
+        if reason is not None:
+            absent[name] = reason
+        elif not isinstance(make, str):
+            made[name] = make(layer)
+    return made, absent
 
 
 def _too_large(name: str, case: Case) -> str | None:

@@ -2,8 +2,8 @@
 
 Per expert `torch.mm(out=)` into buffers that are there already: two products forward (three with SwiGLU), and each one's input
 and weight gradient; one in-place pass each over the hidden rows for the activation and its derivative, the product
-of SwiGLU's two halves not counted. Nothing is routed, gathered, weighed, summed or allocated. `router=True` adds the three
-products of the layer's router, in float32, which are products of the layer as well.
+of SwiGLU's two halves not counted. Nothing is routed, gathered, weighed, summed or allocated. `RouterBound` is apart: the three
+products of the layer's router, in float32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Bound:
     Args:
         case: the layer.
         counts: rows of each expert.
-        router: also the router's products.
     """
 
-    def __init__(self, case: Case, counts: Sequence[int], *, router: bool = False) -> None:
+    def __init__(self, case: Case, counts: Sequence[int]) -> None:
         shape, rows = case.shape, sum(counts)
         num_ups = 2 if case.activation == "swiglu" else 1
 
@@ -45,7 +44,6 @@ class Bound:
         self.ups, self.d_ups = ([made(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
         self.down, self.d_down = (made(experts, dim, hidden) for _ in range(2))
         self.experts = [expert for expert, count in enumerate(counts) if count]
-        self.router = [torch.randn(size) for size in self._router_sizes(case)] if router else []
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -70,12 +68,24 @@ class Bound:
             for e in self.experts:
                 torch.mm(self.dh[up][e], matrices[e], out=self.dx[up][e])
                 torch.mm(self.dh[up][e].t(), self.x[e], out=self.d_ups[up][e])
-        if self.router:
-            x, weight, logits, dx, d_weight = self.router
-            torch.mm(x, weight.t(), out=logits)
-            torch.mm(logits, weight, out=dx)
-            torch.mm(logits.t(), x, out=d_weight)
 
-    def _router_sizes(self, case: Case) -> list[tuple[int, int]]:
+
+class RouterBound:
+    """The router's products of one case.
+
+    Args:
+        case: the layer.
+    """
+
+    def __init__(self, case: Case) -> None:
         tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts
-        return [(tokens, dim), (experts, dim), (tokens, experts), (tokens, dim), (experts, dim)]
+        self.x, self.dx = torch.randn(tokens, dim), torch.empty(tokens, dim)
+        self.weight, self.d_weight = torch.randn(experts, dim), torch.empty(experts, dim)
+        self.logits = torch.empty(tokens, experts)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Run all products once."""
+        torch.mm(self.x, self.weight.t(), out=self.logits)
+        torch.mm(self.logits, self.weight, out=self.dx)
+        torch.mm(self.logits.t(), self.x, out=self.d_weight)

@@ -19,9 +19,13 @@ COMMANDS = {
     "sample": "continue a prompt with a trained model",
     "report": "write one HTML page about one or more runs",
     "show": "print a schedule as a program and the bytes that it moves",
+    "profile": "measure this machine for the simulator and the planner",
+    "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "check": "prove on this machine that every plan computes what the plain layer computes",
+    "trace": "look at recorded routing, or make some up",
     "testbed": "run a command on an emulated cluster on this machine",
     "bench": "measure ways to run a layer against each other and against the limit of the links",
+    "reproduce": "published figures of five papers beside what the simulator says",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""

@@ -18,7 +18,8 @@ torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
 config.json takes that run up again), or from both: the file overrides the preset, flags override both.
---plan-file FILE takes the plan that moesaic show --write wrote.
+--plan-file FILE takes the plan that moesaic show --write wrote; --plan FILE mesh and plan that moesaic plan --write wrote;
+--plan auto changes plans while training, see --planner.
 The defaults shown below are those of the preset and file that were given."""
 
 
@@ -47,7 +48,9 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     from moesaic.train.config import TrainConfig
     from moesaic.train.presets import PRESETS
 
-    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan-file"))
+    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan-file", "--plan"))
+    if "--plan" in chosen:
+        words = (["--planner.auto"] if chosen["--plan"] == "auto" else ["--planner.file", chosen["--plan"]]) + words
     config = TrainConfig()
     if "--preset" in chosen:
         name = chosen["--preset"]

@@ -19,7 +19,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tens
     """Run the experts; see `ExpertKernel.forward`."""
     read = _taken(work.x, work)
     if work.before is not None:
-        read = read * work.before
+        read = read * work.before.unsqueeze(1)
     pre = [rows_times(read, matrices.transpose(1, 2), work.ends) for matrices in work.ups]
     for part, biases in zip(pre, work.up_biases):
         part += _per_row(biases, work)
@@ -27,9 +27,8 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tens
     if work.down_bias is not None:
         results = results + _per_row(work.down_bias, work)
     if work.dispatch is not None:
-        weights = None if work.after is None else work.after.squeeze(1)
-        return sum_rows(results, work.dispatch, weights=weights, dtype=out_dtype), pre
-    return (results if work.after is None else results * work.after).to(out_dtype), pre
+        return sum_rows(results, work.dispatch, weights=work.after, dtype=out_dtype), pre
+    return (results if work.after is None else results * work.after.unsqueeze(1)).to(out_dtype), pre
 
 
 @torch.no_grad()
@@ -45,7 +44,7 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
             d_gates = dot_rows(grad, hidden)
             if work.down_bias is not None:
                 d_gates = d_gates + (dy_rows * _per_row(work.down_bias, work)).sum(1)
-        grad, dy_rows = grad * work.after, dy_rows * work.after
+        grad, dy_rows = grad * work.after.unsqueeze(1), dy_rows * work.after.unsqueeze(1)
     hidden_gradient_into(pre, work.activation, grad, *gate)
     grads = [grad, *gate]
     read, d_rows = _taken(work.x, work), None
@@ -56,8 +55,8 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
     if work.before is not None:
         if d_rows is not None:
             d_gates = dot_rows(d_rows, read) if wanted.gates else None
-            d_rows = d_rows * work.before
-        read = read * work.before
+            d_rows = d_rows * work.before.unsqueeze(1)
+        read = read * work.before.unsqueeze(1)
     if d_rows is not None and work.dispatch is not None:
         d_rows = sum_rows(d_rows, work.dispatch)
     weights = wanted.weights

@@ -60,16 +60,16 @@ class ExpertWork:
 
     @property
     def before(self) -> Tensor | None:
-        """(R, 1) weights of the experts' inputs, in the rows' dtype."""
-        return self._column() if self.gates_first else None
+        """(R,) weights of the experts' inputs, in the rows' dtype."""
+        return self._weights() if self.gates_first else None
 
     @property
     def after(self) -> Tensor | None:
-        """(R, 1) weights of the experts' results, in the rows' dtype."""
-        return None if self.gates_first else self._column()
+        """(R,) weights of the experts' results, in the rows' dtype."""
+        return None if self.gates_first else self._weights()
 
-    def _column(self) -> Tensor | None:
-        return None if self.gates is None else self.gates.to(self.x.dtype).unsqueeze(1)
+    def _weights(self) -> Tensor | None:
+        return None if self.gates is None else self.gates.to(self.x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

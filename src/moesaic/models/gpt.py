@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache
@@ -21,6 +22,8 @@ from moesaic.models.split import Norm, local_part
 from moesaic.models.unembed import unembed
 from moesaic.routing.gates import ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
+from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.relocate_residual import Residual
 from moesaic.runtime.tape import checkpoint
 
 
@@ -86,14 +89,22 @@ class Block(nn.Module):
             self.ffn = Dense(config.dim, config.active_hidden, config.moe.experts)
 
     def forward(
-        self, x: Tensor, tokens: Tensor, mask: Tensor | None, cache: KeyValueCache | None
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        move: SampleMove | None = None,
     ) -> tuple[Tensor, Routing | None]:
         x = self.conv(x, None if cache is None else cache.recent)
         x = x + self.attention(self.attention_norm(x), cache)
         if isinstance(self.ffn, MoE):
-            y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)
+            residual = None if move is None else Residual(x, self.ffn_norm)
+            y, routing = self.ffn(
+                self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True, move=move, residual=residual
+            )
             # A record without a graph: FSDP would start its backward at every output that has one.
-            return x + y, replace(routing, weight=routing.weight.detach())
+            return x + y if move is None else y, replace(routing, weight=routing.weight.detach())
         return x + self.ffn(self.ffn_norm(x)), None
 
 
@@ -115,6 +126,8 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = Norm(config.dim)
+        self.relocator: Relocator | None = None
+        """Moves samples between ranks in forward passes without caches; None: each rank keeps its own."""
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,23 +159,34 @@ class GPT(nn.Module):
             caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
         """
         x = self.embedding(tokens)
+        trip = None if self.relocator is None else self._start_trip(self.relocator, tokens, caches)
         routings: list[Routing] = []
         # A recomputation would extend the caches a second time.
         recompute = self.config.checkpoint_activations and caches is None and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             cache = None if caches is None else caches[index]
-            if recompute:
-                x, routing = checkpoint(block, x, tokens, mask, cache)
-            else:
-                x, routing = block(x, tokens, mask, cache)
+            move: SampleMove | None = None
+            ids: Tensor | None = tokens
+            valid = mask
+            if trip is not None and isinstance(block.ffn, MoE):
+                ids = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
+                valid = None if mask is None else trip.bring(mask)
+                move = trip.next()
+            run = partial(checkpoint, block) if recompute else block
+            x, routing = run(x, ids, valid, cache, move)
             if routing is not None:
                 routings.append(routing)
         logits = unembed(self.norm(x), self.embedding.weight)
-        loss = None
-        if targets is not None:
-            precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+        loss = None if targets is None else _loss(logits, targets, trip)
         return GPTOutput(logits, loss, routings)
+
+    def _start_trip(self, relocator: Relocator, tokens: Tensor, caches: list[KeyValueCache] | None) -> SampleTrip:
+        if caches is not None:
+            raise InputError(
+                "sample placement clashes with key-value caches, which stay on their rank: set model.relocator = None to decode"
+            )
+        layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
+        return relocator.start([Following(layer.router, layer.top_k) for layer in layers], *tokens.shape)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -187,6 +211,19 @@ class GPT(nn.Module):
         12 * num_layers * dim * length / 2 for causal attention.
         """
         return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
+
+
+def _loss(logits: Tensor, targets: Tensor, trip: SampleTrip | None) -> Tensor:
+    """Return the mean cross-entropy of this rank's targets that are not -1.
+
+    Where other ranks' samples are here, each counts as in the mean of its own rank, so that the mean over ranks is the same.
+    """
+    precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    if trip is None or trip.homes.same_as(trip.home):
+        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+    weights = trip.bring((1 / (targets != -1).sum().to(precise.dtype)).expand(len(targets)))
+    losses = F.cross_entropy(precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none")
+    return (losses.view(len(targets), -1).sum(1) * weights).sum()
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:

@@ -158,9 +158,9 @@ class Grid:
         view = next((v for v in VIEWS if set(axes) <= set(v)), None)
         assert view is not None, f"{axes} are not axes of one view"
         fixed = [axis for axis in view if axis not in axes]
-        mine = [self.coordinate(rank, axis) for axis in fixed]
-        ranks = range(self.world)
-        members = tuple(r for r in ranks if all(self.coordinate(r, a) == at for a, at in zip(fixed, mine)))
-        for member in members:
-            self._groups[(member, axes)] = members
-        return members
+        members: dict[tuple[int, ...], list[int]] = {}
+        for each in range(self.world):
+            members.setdefault(tuple(self.coordinate(each, axis) for axis in fixed), []).append(each)
+        for group in map(tuple, members.values()):
+            self._groups.update({(member, axes): group for member in group})
+        return self._groups[(rank, axes)]

@@ -6,6 +6,7 @@ import re
 
 from moesaic.errors import InputError
 from moesaic.program.grid import AXES, Axis
+from moesaic.program.placed import Placed
 from moesaic.program.task import (
     FLOWS,
     WHICH,
@@ -98,6 +99,7 @@ def _layout_text(layout: Layout) -> str:
     parts.append("" if layout.experts == "all" else f"at {layout.experts}")
     parts.append("" if layout.chunk is None else f"chunk {layout.chunk}")
     parts.append("" if layout.step is None else f"step {layout.step[0]}/{layout.step[1]}")
+    parts.append("placed" if isinstance(layout, Placed) else "")
     return " ".join(part for part in parts if part)
 
 
@@ -116,7 +118,7 @@ def _read_slot(words: list[str]) -> Slot:
             axis, value = word.split(":")
             states.append((_axis(axis), State(value)))
     origins = rest[2].split("+")
-    layout = Layout(
+    layout = (Placed if "placed" in rest else Layout)(
         flow=_flow(rest[0]),
         spread=() if origins == ["own"] else tuple(map(_axis, origins)),
         whole_tp="whole-tp" in rest,

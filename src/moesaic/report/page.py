@@ -15,6 +15,7 @@ from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.report import charts, layers
 from moesaic.report.assets import CSS
+from moesaic.report.plan_choices import plans_section
 from moesaic.report.style import INK, layer_colours, run_colour
 from moesaic.report.summary import RunSummary, read_runs
 from moesaic.report.words import NONE, cards, in_words, number, percent
@@ -75,6 +76,7 @@ class Page:
             self._cards(),
             self._learning(),
             self._speed(),
+            *[plans_section(run) for run in self.runs],
             self._comparison(),
             *[self._experts(index) for index, run in enumerate(self.runs) if run.layers],
             self._config(),

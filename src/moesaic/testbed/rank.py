@@ -17,6 +17,7 @@ from typing import Any
 from moesaic.testbed.bed import Bed
 from moesaic.testbed.kernel import enter_net
 from moesaic.testbed.messages import Failure
+from moesaic.testbed.steady import hold_still
 from moesaic.testbed.wiring import NODE_DEVICE, node_address
 
 TIMEOUT_SECONDS = 600
@@ -62,12 +63,15 @@ def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict
 
 
 def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:
-    """Make this freshly forked process one of a node's."""
+    """Make this freshly forked process one of a node's; where ranks share cores, each is held on one, see `hold_still`."""
     enter_net(net)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in enumerate((nothing, *output)):
         os.dup2(source, target)
     os.environ.update(environment)
+    shares = int(environment.get("WORLD_SIZE", 0)) > len(os.sched_getaffinity(0))
+    if shares and environment["OMP_NUM_THREADS"] == "1":
+        hold_still(int(environment["RANK"]))
     os.chdir(cwd)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

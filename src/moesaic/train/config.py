@@ -106,6 +106,42 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """How the plan of the MoE layers is found, where `plan` does not say all of it; docs/planning.md."""
+
+    file: str = ""
+    """Take mesh and plan from this file, which moesaic plan --write made."""
+    auto: bool = False
+    """Switch between plans while training: predicted times at first, measured ones as they come."""
+    cluster: str = ""
+    """For auto: a preset or a file that ends in .toml, from which times are predicted."""
+    profile: str = ""
+    """For auto: what moesaic profile measured, in place of a cluster."""
+    plans: int = 8
+    """For auto: so many of the plans that are predicted best are candidates, the configured one besides."""
+    explore: float = 0.05
+    """For auto: largest share of steps under plans that are being tried, in every two hundred."""
+    hysteresis: float = 0.03
+    """For auto: leave a plan only for one that is faster by this share."""
+    rows_per_bucket: float = 128
+    """For auto: loads of the busiest expert that differ by less share what is learnt."""
+
+    def __post_init__(self) -> None:
+        if self.auto and bool(self.cluster) == bool(self.profile):
+            raise InputError(
+                "planner.auto needs either planner.cluster (a preset or a .toml file) or planner.profile (what moesaic "
+                "profile wrote), to predict from"
+            )
+        if self.plans < 1:
+            raise InputError(f"planner.plans={self.plans}: must be at least 1")
+        for name in ("explore", "hysteresis"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"planner.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
+        if not 0 < self.rows_per_bucket < math.inf:
+            raise InputError(f"planner.rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -142,6 +178,10 @@ class TrainConfig:
     """Validation sequences of the fixed batch on which churn is measured."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
+    record_routing: Literal["none", "counts", "tokens"] = "none"
+    """Write a trace of the routing into the run folder: copies per sequence, rank and expert; or every token's experts."""
+    replay_routing: str | None = None
+    """Take every token's experts from this trace (docs/traces.md), their weights from the router."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = DataConfig()
@@ -152,6 +192,8 @@ class TrainConfig:
     """How the ranks share the model."""
     plan: Plan = field(default_factory=Plan)
     """How the MoE layers run on the mesh; one process has no use for it."""
+    planner: PlannerConfig = PlannerConfig()
+    """Where the plan comes from besides."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):

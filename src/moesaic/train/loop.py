@@ -22,6 +22,7 @@ from moesaic.routing.losses import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.gradients import expert_parameters
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
+from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
 from moesaic.train.clock import Clock
 from moesaic.train.config import OptimizerConfig, TrainConfig
@@ -31,6 +32,8 @@ from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
 from moesaic.train.norm import clip, gradient_norm, largest_parameter
 from moesaic.train.progress import TrainingProgress, status
+from moesaic.train.record import RoutingObserver
+from moesaic.train.record_files import check_routing
 from moesaic.train.state import RunState, open_run, rng_state
 
 
@@ -63,8 +66,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             checkpoint stays.
     """
     console = console or Console()
+    config = with_planned(config)
+    check_routing(config)
+    candidates = find_candidates(config)
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    return Trainer(run, console if run.ranks.is_first else Console(quiet=True)).run()
+    return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
 
 
 class Trainer:
@@ -73,9 +79,10 @@ class Trainer:
     Args:
         run: what to train.
         console: where progress goes.
+        candidates: plans to switch between; None for none.
     """
 
-    def __init__(self, run: RunState, console: Console) -> None:
+    def __init__(self, run: RunState, console: Console, candidates: Candidates | None = None) -> None:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
         self.ranks = run.ranks
@@ -84,6 +91,8 @@ class Trainer:
         self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
+        self.routing = RoutingObserver(run)
+        self.planner = AutoPlanner(run, candidates)
 
     def run(self) -> TrainResult:
         """Train to the last step, or until a signal; returns how it ended."""
@@ -97,7 +106,8 @@ class Trainer:
                 _stop_requests() as stop,
                 TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
             ):
-                progress.say(self._describe())
+                for line in (self._describe(), *self.planner.describe()):
+                    progress.say(line)
                 stopped_by = self.ranks.agree_to_stop(stop)
                 while state.step < config.steps and not stopped_by:
                     values = self._step()
@@ -126,6 +136,8 @@ class Trainer:
         config, state = self.config, self.state
         logs = _due(state.step + 1, config.log_every, config.steps)
         saves = _due(state.step + 1, config.save_every, config.steps)
+        self.planner.before_step()
+        started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
             norm = gradient_norm(self.model.parameters(), self.ranks, expert_parameters(self.model))
@@ -137,9 +149,11 @@ class Trainer:
                 group["lr"] = rate
         before = self._probe_sets() if logs else []
         with self.clock.training(config.tokens_per_step):
+            self.planner.note_load()
             state.optimizer.step()
             state.optimizer.zero_grad()
             state.step += 1
+        self.planner.after_step(self.clock.seconds - started)
         if not logs:
             return {}
         moved = [self._churn(a, b) for a, b in zip(before, self._probe_sets())]
@@ -157,7 +171,7 @@ class Trainer:
             torch.manual_seed(hash((self.config.seed, state.step, self.ranks.dp_index)))
         for micro in range(count):
             tokens, targets = state.batches.get(state.step * count + micro)
-            with autocast(state.device, state.dtype):
+            with self.routing.call(state.step, micro), autocast(state.device, state.dtype):
                 output = self.model(tokens.to(state.device), targets.to(state.device))
             assert output.loss is not None
             (output.loss / count).backward()
@@ -176,6 +190,7 @@ class Trainer:
             "mfu": flops / self.peak,
             "seconds": self.clock.seconds,
             "layers": [layer.as_dict() for layer in self.meter.take()],
+            **self.planner.values(),
         }
 
     def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
@@ -234,6 +249,7 @@ class Trainer:
         return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
 
     def _save(self) -> None:
+        self.routing.flush()
         state = self.state
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
@@ -256,6 +272,7 @@ class Trainer:
             keep_last=self.config.keep_last,
             ranks=self.ranks,
         )
+        self.planner.save()
 
     def _how_to_go_on(self, signal_name: str) -> str:
         kept = shlex.quote(str(self.state.folder / "config.json"))

@@ -9,7 +9,10 @@ from moesaic.errors import InputError
 
 BENCHES = {
     "comm": "all-to-alls on an emulated cluster, beside the limit of its links",
+    "device": "one layer on one device, beside its matrix products alone and other people's layers",
+    "kernels": "each operation of a layer beside the plain way to write it and beside the roofline; a layer's memory",
     "layer": "schedules, adaptive r, pipelining, codecs and orders on an emulated cluster, with virtual compute",
+    "model": "predicted times of layers beside measured ones, on an emulated cluster",
     "train": "the demo model end to end on an emulated cluster, beside plain expert parallelism and DeepSpeed",
 }
 """Benchmarks; each lives in `moesaic.cli.bench.<name>` and has `run(arguments) -> exit code`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -20,14 +22,18 @@ class Options:
     """Where."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
+    add: bool = False
+    """Keep the rows of cases in the --json file that this run does not measure, and claim over all: a long run in parts."""
     threads: int = 2
     """Of torch."""
     repeats: int = 20
     """Timed rounds of all methods per case."""
     only: str | None = None
-    """Only cases whose name has all of these words, as "e32 bfloat16 swiglu zipf"."""
+    """Only cases whose name has all of these words, as "e32 bfloat16 swiglu zipf"; several such lists as "e8 gelu,e32"."""
     peers: bool = True
     """Also measure the layers of others that are installed: transformers, deepspeed."""
+    given_routing: bool = False
+    """Also measure our experts with the routing given."""
     keep_freed_memory: bool = True
     """Let the allocator keep what is freed, as a training program may, for all methods alike."""
 
@@ -42,31 +48,55 @@ def run(arguments: Sequence[str]) -> int:
 
     from moesaic.bench.device import measure
     from moesaic.bench.device_cases import cases
-    from moesaic.bench.device_claims import NOTES, claims, device_table, summary
+    from moesaic.bench.device_claims import NOTES, claims, device_table, merged, summary
     from moesaic.bench.tables import claims_table
     from moesaic.kernels.memory import keep_freed_memory
     from moesaic.report.claims import Measurement
 
-    chosen = [case for case in cases() if all(word in _words(case) for word in (options.only or "").split())]
+    wanted = [set(words.split()) for words in (options.only or "").split(",")]
+    chosen = [case for case in cases() if any(words <= _words(case) for words in wanted)]
     if not chosen:
         raise InputError(
             f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
         )
     kept = options.keep_freed_memory and keep_freed_memory()
+    setting = {"threads": options.threads, "kept_memory": kept}
+    rows = _old_rows(options)
     torch.set_num_threads(options.threads)
-    console, cells = Console(stderr=True), []
+    console = Console(stderr=True)
     for number, case in enumerate(chosen, 1):
-        cells.append(measure(case, options.repeats, options.peers))
-        console.print(f"{number} of {len(chosen)}  {summary(cells[-1])}", highlight=False)
-    found = claims(cells)
+        cell = measure(case, options.repeats, options.peers, options.given_routing)
+        console.print(f"{number} of {len(chosen)}  {summary(cell)}", highlight=False)
+        rows = merged(rows, [row | setting for row in cell.rows()])
+        if options.json and (options.json != "-" or number == len(chosen)):  # a run that is cut off loses one case
+            packages = ("torch", "numpy", "transformers", "deepspeed")
+            Measurement(rows=rows, claims=claims(rows), notes=NOTES, packages=packages).write(options.json)
     shown = Console(stderr=options.json == "-")
-    shown.print(device_table(cells))
-    shown.print(claims_table(found))
-    if options.json:
-        rows = [row | {"threads": options.threads, "kept_memory": kept} for cell in cells for row in cell.rows()]
-        packages = ("torch", "numpy", "transformers", "deepspeed")
-        Measurement(rows=rows, claims=found, notes=NOTES, packages=packages).write(options.json)
+    shown.print(device_table(rows))
+    shown.print(claims_table(claims(rows)))
     return 0
+
+
+def _old_rows(options: Options) -> list[dict[str, Any]]:
+    """Return the rows that `--add` keeps."""
+    if not options.add:
+        return []
+    if options.json in (None, "-"):
+        raise InputError("--add without a --json file: name the file whose rows are kept")
+    path = Path(str(options.json))
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--add {path}: this is no result of moesaic bench device: name another --json file"
+        ) from error
+    if any(row.get("threads") != options.threads for row in rows):
+        raise InputError(
+            f"--add {path}: it has rows of other than --threads {options.threads}: measure it anew, without --add"
+        )
+    return rows
 
 
 def _words(case: object) -> set[str]:

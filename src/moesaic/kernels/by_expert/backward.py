@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
-from moesaic.kernels.by_expert.blocks import Block, Blocks, Source
-from moesaic.kernels.by_expert.results import Results, split
+from moesaic.kernels.by_expert.blocks import Block, Blocks, Part, Scratch, Source
+from moesaic.kernels.by_expert.results import Results
 from moesaic.kernels.dots import dot_rows
 from moesaic.kernels.memory import empty
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
+
+SMALLEST_DIVISOR = 1e-10
+"""Of routing weights that a product may be divided by: with float32's range neither it nor the product underflows."""
 
 
 @torch.no_grad()
@@ -32,30 +35,35 @@ class _Backward:
         self.work, self.wanted = work, wanted
         self.blocks = blocks = Blocks(work, 1 + len(pre), 2)
         self.pre, self.x, self.dy = list(map(blocks.cut, pre)), Source(x, work, blocks), Source(dy, work, blocks)
-        before = work.before
+        before, after = work.before, work.after
         self.before = None if before is None else blocks.cut(before)
-        self.after = None if work.after is None else blocks.cut(work.after)
+        self.after = None if after is None else blocks.cut(after)
         self.ups, self.down = [matrices.unbind() for matrices in work.ups], work.down.unbind()
-        self.wide = [x.new_empty(blocks.most_rows, work.hidden) for _ in range(1 + len(pre))]
-        self.taken, self.weighted = (x.new_empty(blocks.most_rows, x.shape[1]) for _ in range(2))
+        self.wide = [Scratch(blocks, work.hidden, x) for _ in range(1 + len(pre))]
+        self.taken, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
+        self.each = torch.arange(blocks.most_rows)
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
         self.d_gates_of = None if self.d_gates is None else blocks.cut(self.d_gates)
+        self.weighs_early = after is not None and (not wants_gates or _can_divide_by(after))
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
         self.d_rows = Results(work, blocks, before) if reaches_rows else None
         self.d_ups = list(map(_like, work.ups)) if wanted.weights else []
         self.d_up_biases = list(map(_like, work.up_biases)) if wanted.weights else []
         self.d_down = _like(work.down) if wanted.weights else None
         self.d_down_bias = _like(work.down_bias) if wanted.weights and work.down_bias is not None else None
+        self.d_ups_of = [gradients.unbind() for gradients in self.d_ups]
+        self.d_down_of = () if self.d_down is None else self.d_down.unbind()
         self._clear_idle()
 
     def work_on(self, block: Block) -> None:
         """Work on one block."""
         parts = [part[block.index] for part in self.pre]
-        hidden, grad, *gate = (part[: block.rows] for part in self.wide)
-        hidden_rows_into(parts, self.work.activation, hidden, *gate)
+        hidden, grad, *gate = (scratch.of(block) for scratch in self.wide)
+        gates = [part.rows for part in gate]
+        hidden_rows_into(parts, self.work.activation, hidden.rows, *gates)
         self._through_down(block, hidden, grad)
-        hidden_gradient_into(parts, self.work.activation, grad, *gate)
+        hidden_gradient_into(parts, self.work.activation, grad.rows, *gates)
         self._through_ups(block, [grad, *gate])
 
     def found(self) -> Gradients:
@@ -70,72 +78,93 @@ class _Backward:
             down_bias=self.d_down_bias,
         )
 
-    def _through_down(self, block: Block, hidden: Tensor, grad: Tensor) -> None:
-        """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`."""
-        work = self.work
-        dy = self.dy.take(block, self.taken)
-        for segment, rows, out in zip(block.segments, split(dy, block), split(grad, block)):
+    def _through_down(self, block: Block, hidden: Part, grad: Part) -> None:
+        """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`.
+
+        Weights enter with the gather, where they cost nothing. A weight's own gradient is then a dot product of rows that have
+        it as a factor, over the weight. Where it is too small to divide by, weights enter after the dot products.
+        """
+        weight = None if self.after is None else self.after[block.index]
+        early = weight if self.weighs_early else None
+        dy = self.dy.take(block, self.taken, early)
+        for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
             torch.mm(rows, self.down[segment.expert], out=out)
-        if self.after is not None:
-            weight = self.after[block.index]
-            if self.d_gates_of is not None:
-                d_gates = dot_rows(grad, hidden)
-                if work.down_bias is not None:
-                    for segment, rows, out in zip(block.segments, split(dy, block), split(d_gates, block)):
-                        out += torch.mv(rows, work.down_bias[segment.expert])
-                self.d_gates_of[block.index].copy_(d_gates)
-            grad.mul_(weight)
-            dy = torch.mul(dy, weight, out=self.weighted[: block.rows])
+        if weight is not None and self.d_gates_of is not None:
+            dots = self._dots_with_results(block, dy, hidden, grad)
+            self.d_gates_of[block.index].copy_(dots if early is None else dots.div_(early))
+        if weight is not None and early is None:
+            column, late = weight.unsqueeze(1), self.weighted.of(block)
+            grad.rows.mul_(column)
+            torch.mul(dy.rows, column, out=late.rows)
+            dy = late
         if self.d_down is not None:
-            _products(dy, hidden, self.d_down, block)
+            _products(dy, hidden, self.d_down_of, block)
         if self.d_down_bias is not None:
             _column_sums(dy, self.d_down_bias, block)
 
-    def _through_ups(self, block: Block, grads: list[Tensor]) -> None:
+    def _dots_with_results(self, block: Block, dy: Part, hidden: Part, grad: Part) -> Tensor:
+        """Return the dot product of each row of dy with the expert's result before its weight: (rows,)."""
+        dots = dot_rows(grad.rows, hidden.rows, self.each[: block.rows])
+        if self.work.down_bias is not None:
+            for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
+                out += torch.mv(rows, self.work.down_bias[segment.expert])
+        return dots
+
+    def _through_ups(self, block: Block, grads: list[Part]) -> None:
         """Find the gradients of the matrices that read, of the rows and of weights before them."""
         read = self.x.take(block, self.taken)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for index, (grad, matrices) in enumerate(zip(grads, self.ups)):
-                for segment, rows, out in zip(block.segments, split(grad, block), split(d_rows, block)):
+                for segment, rows, out in zip(block.segments, grad.segments, d_rows.segments):
                     if index:
                         out.addmm_(rows, matrices[segment.expert])
                     else:
                         torch.mm(rows, matrices[segment.expert], out=out)
             if self.before is not None and self.d_gates_of is not None:
-                self.d_gates_of[block.index].copy_(dot_rows(d_rows, read))
+                self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.each[: block.rows]))
             self.d_rows.finish(block)
         if self.before is not None:
-            read = torch.mul(read, self.before[block.index], out=self.weighted[: block.rows])
-        for grad, gradients in zip(grads, self.d_ups):
+            weighted = self.weighted.of(block)
+            torch.mul(read.rows, self.before[block.index].unsqueeze(1), out=weighted.rows)
+            read = weighted
+        for grad, gradients in zip(grads, self.d_ups_of):
             _products(grad, read, gradients, block)
-        for grad, gradients in zip(grads, self.d_up_biases):
-            _column_sums(grad, gradients, block)
+        for grad, of_biases in zip(grads, self.d_up_biases):
+            _column_sums(grad, of_biases, block)
 
     def _clear_idle(self) -> None:
         """Set the gradients of experts without rows to zero."""
         gradients = [*self.d_ups, *self.d_up_biases, self.d_down, self.d_down_bias]
-        for expert, rows in enumerate(counts(self.work.ends)):
-            for gradient in () if rows else gradients:
-                if gradient is not None:
+        idle = [expert for expert, rows in enumerate(counts(self.work.ends)) if not rows]
+        for gradient in gradients:
+            if gradient is not None:
+                for expert in idle:
                     gradient[expert].zero_()
+
+
+def _can_divide_by(weights: Tensor) -> bool:
+    """Return whether no weight is so small that a product with it loses what the other factor had."""
+    if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
+        return False
+    return float(weights.abs().min()) >= SMALLEST_DIVISOR
 
 
 def _like(weights: Tensor) -> Tensor:
     return empty(weights.shape, weights.dtype, weights.device)
 
 
-def _products(a: Tensor, b: Tensor, out: Tensor, block: Block) -> None:
+def _products(a: Part, b: Part, out: Sequence[Tensor], block: Block) -> None:
     """Write each expert's `a.T @ b`, or add it to what earlier blocks of the expert wrote."""
-    for segment, a_rows, b_rows in zip(block.segments, split(a, block), split(b, block)):
+    for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
         if segment.is_first:
             torch.mm(a_rows.t(), b_rows, out=out[segment.expert])
         else:
             out[segment.expert].addmm_(a_rows.t(), b_rows)
 
 
-def _column_sums(rows: Tensor, out: Tensor, block: Block) -> None:
-    for segment, part in zip(block.segments, split(rows, block)):
+def _column_sums(rows: Part, out: Tensor, block: Block) -> None:
+    for segment, part in zip(block.segments, rows.segments):
         if segment.is_first:
             torch.sum(part, 0, out=out[segment.expert])
         else:

@@ -82,6 +82,44 @@ class Blocks:
             self.sizes += sizes
 
 
+@dataclass(frozen=True)
+class Part:
+    """A block's rows, whole and by expert."""
+
+    rows: Tensor
+    """(rows, width)."""
+    segments: Sequence[Tensor]
+    """(rows of a segment, width) each, as views."""
+
+    @classmethod
+    def of(cls, rows: Tensor, block: Block) -> Part:
+        """Cut rows that are a block's."""
+        return cls(rows, torch.split_with_sizes(rows, block.sizes))
+
+
+class Scratch:
+    """Memory that one block after the other writes its rows into.
+
+    Cutting it into views costs some microseconds per expert, and blocks of equal sizes share a cut.
+
+    Args:
+        blocks: of the call.
+        width: numbers per row.
+        like: a tensor of the dtype and device.
+    """
+
+    def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
+        self._memory = like.new_empty(blocks.most_rows, width)
+        self._cuts: dict[Sequence[int], Part] = {}
+
+    def of(self, block: Block) -> Part:
+        """Return the memory of a block's rows."""
+        part = self._cuts.get(block.sizes)
+        if part is None:
+            part = self._cuts[block.sizes] = Part.of(self._memory[: block.rows], block)
+        return part
+
+
 class Source:
     """Where blocks take their rows from.
 
@@ -95,9 +133,29 @@ class Source:
         self._x = x
         self._token = None if work.dispatch is None else blocks.cut(work.dispatch.token)
         self._rows = blocks.cut(x) if work.dispatch is None else ()
+        self._each = torch.arange(0 if work.dispatch is None else blocks.most_rows, device=x.device)
 
-    def take(self, block: Block, out: Tensor) -> Tensor:
-        """Return a block's rows: gathered into `out`, or a view."""
+    def take(self, block: Block, scratch: Scratch, weight: Tensor | None = None) -> Part:
+        """Return a block's rows: gathered, or a view where there is nothing to do.
+
+        Args:
+            block: whose.
+            scratch: memory of their width.
+            weight: (rows,) that they are multiplied by, in their dtype; None for 1. With a gather it is free: a bag of one
+                weighted row each.
+        """
         if self._token is None:
-            return self._rows[block.index]
-        return torch.index_select(self._x, 0, self._token[block.index], out=out[: block.rows])
+            if weight is None:
+                return Part.of(self._rows[block.index], block)
+            out = scratch.of(block)
+            torch.mul(self._rows[block.index], weight.unsqueeze(1), out=out.rows)
+            return out
+        token = self._token[block.index]
+        if weight is None:
+            out = scratch.of(block)
+            torch.index_select(self._x, 0, token, out=out.rows)
+            return out
+        bags = torch.ops.aten._embedding_bag_forward_only(
+            self._x, token, self._each[: block.rows], False, 0, False, weight
+        )
+        return Part.of(bags[0], block)

@@ -6,12 +6,10 @@ has to be fetched and cleared: their blocks are added to the tokens one after th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from moesaic.kernels.by_expert.blocks import Block, Blocks
+from moesaic.kernels.by_expert.blocks import Block, Blocks, Part, Scratch
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import ExpertWork, accumulate_dtype
@@ -26,7 +24,7 @@ class Results:
     Args:
         work: the call.
         blocks: its blocks.
-        weights: (R, 1) that rows are multiplied by when they are summed, or None for weights of 1.
+        weights: (R,) that rows are multiplied by when they are summed, or None for weights of 1.
     """
 
     def __init__(self, work: ExpertWork, blocks: Blocks, weights: Tensor | None) -> None:
@@ -36,24 +34,24 @@ class Results:
         self._total = self._rows = None
         if work.dispatch is not None and row_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
-            self._scratch = x.new_empty(blocks.most_rows, dim)
+            self._scratch = Scratch(blocks, dim, x)
             self._tokens = blocks.cut(work.dispatch.token)
             self._weights_of = None if weights is None else blocks.cut(weights)
         else:
             self._rows = empty((work.num_rows, dim), x.dtype, x.device)
             self._rows_of = blocks.cut(self._rows)
 
-    def of(self, block: Block) -> Tensor:
+    def of(self, block: Block) -> Part:
         """Return where a block's rows go."""
-        return self._scratch[: block.rows] if self._rows is None else self._rows_of[block.index]
+        return self._scratch.of(block) if self._rows is None else Part.of(self._rows_of[block.index], block)
 
     def finish(self, block: Block) -> None:
         """Take note that a block's rows are written; blocks come in order."""
         if self._total is None:
             return
-        rows = self.of(block)
+        rows = self._scratch.of(block).rows
         if self._weights_of is not None:
-            rows.mul_(self._weights_of[block.index])
+            rows.mul_(self._weights_of[block.index].unsqueeze(1))
         self._total.index_add_(0, self._tokens[block.index], rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:
@@ -62,11 +60,5 @@ class Results:
             return self._total.to(dtype)
         assert self._rows is not None
         if self._dispatch is not None:
-            flat = None if self._weights is None else self._weights.squeeze(1)
-            return sum_rows(self._rows, self._dispatch, weights=flat, dtype=dtype)
-        return (self._rows if self._weights is None else self._rows.mul_(self._weights)).to(dtype)
-
-
-def split(rows: Tensor, block: Block) -> Sequence[Tensor]:
-    """Return a block's rows by expert."""
-    return rows.split(block.sizes)
+            return sum_rows(self._rows, self._dispatch, weights=self._weights, dtype=dtype)
+        return (self._rows if self._weights is None else self._rows.mul_(self._weights.unsqueeze(1))).to(dtype)

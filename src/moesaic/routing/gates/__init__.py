@@ -1,4 +1,7 @@
-"""The routers, one published method a file. To add one: a new file and a line in `ROUTERS`."""
+"""The routers, one published method a file. To add one: a new file and a line in `ROUTERS`.
+
+`TopologyGate` has no name there: it wraps another router and needs to know the cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from moesaic.routing.gates.hash import Hash
 from moesaic.routing.gates.noisy import NoisyTopK
 from moesaic.routing.gates.sigmoid import SigmoidTopK
 from moesaic.routing.gates.softmax import SoftmaxTopK
+from moesaic.routing.gates.topology import LinkLevel, TopologyGate, levels_of
 from moesaic.routing.router import AbstractRouter
 
 RouterFactory = Callable[[int, int], AbstractRouter]
@@ -49,9 +53,12 @@ __all__ = [
     "GShardTop2",
     "GroupLimited",
     "Hash",
+    "LinkLevel",
     "NoisyTopK",
     "RouterFactory",
     "SigmoidTopK",
     "SoftmaxTopK",
+    "TopologyGate",
     "group_limited",
+    "levels_of",
 ]

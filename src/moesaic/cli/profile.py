@@ -1,0 +1,129 @@
+"""`moesaic profile`: measures the machine that its ranks run on, for the simulator and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+if TYPE_CHECKING:
+    from moesaic.cost.profile import ClusterProfile
+
+DESCRIPTION = (
+    "Measure links, host and products of this machine, on CPUs over Gloo. Start it as training is started: torchrun "
+    "--nproc-per-node 4 -m moesaic profile --out profile.json, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- "
+    "python -m moesaic profile --out profile.json. Nothing else should run meanwhile."
+)
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    out: str = "profile.json"
+    """File for the profile; an existing one is replaced."""
+    repeats: int = 5
+    """Of everything. More make a noisy machine's profile possible."""
+    dtypes: str = "fp32"
+    """Of expert products; "fp32,bf16" for both."""
+    still: bool = False
+    """Bind each rank to one core, under the batch policy, as moesaic bench model does; not as training runs."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 3:
+            raise InputError(f"--repeats {self.repeats}: give at least 3, so that their spread can be told")
+        for name in self.dtypes.split(","):
+            if name not in DTYPES:
+                raise InputError(f"--dtypes {self.dtypes}: choose of {', '.join(DTYPES)}, separated by a comma")
+        if not self.out.endswith(".json"):
+            raise InputError(f"--out {self.out}: name a file that ends in .json")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure; returns the exit code."""
+    options = parse(Options, arguments, prog="moesaic profile", description=DESCRIPTION)
+    import torch
+    import torch.distributed as dist
+
+    from moesaic.bench.profile import layer_errors, measure, profile_of
+    from moesaic.comm.mesh import Mesh
+    from moesaic.testbed.steady import hold_still
+    from moesaic.train.launch import launch
+
+    torch.set_num_threads(1)
+    started = launch()
+    if options.still:
+        hold_still(dist.get_rank() if dist.is_initialized() else 0)
+    console = Console(stderr=True, quiet=not started.is_first)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        grid = Mesh.create().grid
+        measured = measure(
+            grid.ranks_per_node or grid.world,
+            options.repeats,
+            tuple(options.dtypes.split(",")),
+            lambda what, share: bar.update(task, description=what, completed=share),
+        )
+    try:
+        profile = profile_of(measured)
+    except InputError:  # on every rank the same; one of them says it
+        if started.is_first:
+            raise
+        return 2
+    if started.is_first:
+        profile.write(Path(options.out))
+        console.print(table(profile, layer_errors(profile, measured)))
+        console.print(f"wrote {options.out}")
+    started.leave()
+    return 0
+
+
+def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
+    """Return a profile as a table.
+
+    Args:
+        profile: what was measured.
+        layers: errors of whole layers' times, as shares.
+    """
+    made = Table(
+        "what", "value", title=f"{profile.nodes} x {profile.ranks_per_node} ranks, {profile.machine.processor}"
+    )
+    for name, link in (("inside nodes", profile.inside), ("between nodes", profile.outside)):
+        if link.all_senders:
+            made.add_row(f"{name}: one sender", f"{link.one_sender / 1e6:.1f} MB/s")
+            made.add_row(f"{name}: each of all senders", f"{link.all_senders / 1e6:.1f} MB/s")
+            made.add_row(f"{name}: latency", f"{1e6 * link.latency_seconds:.0f} us")
+    for each in fields(profile.host):
+        value = getattr(profile.host, each.name)
+        text = (
+            f"{value:.2f}"
+            if each.name == "sharing"
+            else f"{1e9 * value:.3g} ns"
+            if "byte" in each.name
+            else f"{1e6 * value:.1f} us"
+        )
+        made.add_row(f"host: {each.name}", text)
+    for name in DTYPES:
+        rates = getattr(profile.products, name)
+        if rates:
+            made.add_row(f"products, {name}, most", f"{max(rates) / 1e9:.1f} GFLOP/s")
+    made.add_row("copies", f"{profile.copy_bytes_per_second / 1e9:.1f} GB/s")
+    made.add_row(
+        "check: held-out plans, processor time",
+        f"{profile.errors.host_median:.1%} (worst {profile.errors.host_worst:.1%})",
+    )
+    made.add_row("check: held-out sizes, links", f"worst {profile.errors.links_worst:.1%}")
+    ordered = sorted(abs(error) for error in layers)
+    if ordered:
+        made.add_row("check: whole layers, wall time", f"{ordered[len(ordered) // 2]:.1%} (worst {ordered[-1]:.1%})")
+    return made

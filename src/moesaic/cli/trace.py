@@ -1,0 +1,182 @@
+"""`moesaic trace`: look at recorded routing, make some up, take counts out of it. No torch needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.cli.arguments import parse
+from moesaic.cost.synthetic import SyntheticRouting, make_segment
+from moesaic.cost.trace import Trace, steps_in_words
+from moesaic.cost.trace_file import write_segment
+from moesaic.cost.trace_load import LayerLoad, layer_loads
+from moesaic.errors import InputError
+
+USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
+       moesaic trace make FILE.npz [options]
+       moesaic trace counts FILE --out FILE.csv [options]
+
+  show    how uneven a trace is, how it drifts, how local it is to sequences
+  make    make up a trace with a given skew or MaxVio, drift and locality
+  counts  write one call's copies per rank and expert, a row per rank, for the simulator
+
+FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
+moesaic trace show --help tells what it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What to look at."""
+
+    file: Annotated[str, tyro.conf.Positional]
+    """A trace, or the folder of a run that recorded one."""
+    picture: str | None = None
+    """Write load and MaxVio over the steps to this HTML file."""
+    json: bool = False
+    """Print the figures of every step as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions(SyntheticRouting):
+    """What to make up."""
+
+    file: Annotated[str, tyro.conf.Positional]
+    """The .npz file to write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsOptions:
+    """What to take out."""
+
+    file: Annotated[str, tyro.conf.Positional]
+    """A trace, or the folder of a run that recorded one."""
+    out: str
+    """The .csv or .npy file to write."""
+    layer: int = 0
+    """MoE layer, from 0."""
+    step: int | None = None
+    """Optimizer steps taken before; None for the trace's last one."""
+    micro: int = 0
+    """Micro-batch of the step."""
+    groups: int | None = None
+    """Ranks (data-parallel groups) to deal the sequences to; None for as many as the run had."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Show, make or take counts; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    word, rest = arguments[0], arguments[1:]
+    if word == "show":
+        return _show(rest)
+    if word == "make":
+        return _make(rest)
+    if word == "counts":
+        return _counts(rest)
+    raise InputError(f"unknown word {word}: write show, make or counts")
+
+
+def _show(arguments: Sequence[str]) -> int:
+    options = parse(ShowOptions, arguments, prog="moesaic trace show", description="Look at a routing trace.")
+    trace = Trace.open(Path(options.file))
+    loads = layer_loads(trace)
+    if options.picture is not None:
+        from moesaic.report.trace_page import write_trace_page
+
+        write_trace_page(trace, loads, Path(options.picture))
+    if options.json:
+        print(json.dumps(as_data(trace, loads), indent=2))
+        return 0
+    _print(trace, loads)
+    if options.picture is not None:
+        print(options.picture)
+    return 0
+
+
+def _make(arguments: Sequence[str]) -> int:
+    options = parse(MakeOptions, arguments, prog="moesaic trace make", description="Make up a routing trace.")
+    path = Path(options.file)
+    if path.suffix != ".npz":
+        raise InputError(f"trace {path}: choose a name that ends in .npz")
+    config = SyntheticRouting(**{each.name: getattr(options, each.name) for each in fields(SyntheticRouting)})
+    segment = make_segment(config)
+    write_segment(segment, path)
+    trace = Trace.of(segment, str(path))
+    _print(trace, layer_loads(trace))
+    return 0
+
+
+def _counts(arguments: Sequence[str]) -> int:
+    description = "Write one call's copies per rank and expert, a row per rank."
+    options = parse(CountsOptions, arguments, prog="moesaic trace counts", description=description)
+    path = Path(options.out)
+    if path.suffix not in (".csv", ".npy"):
+        raise InputError(f"--out {path}: choose a name that ends in .csv or .npy")
+    trace = Trace.open(Path(options.file))
+    step = trace.steps[-1] if options.step is None else options.step
+    table = trace.counts(options.layer, step, options.micro, groups=options.groups)
+    aside = path.with_name(f".writing-{path.name}")
+    try:
+        with aside.open("wb") as file:
+            if path.suffix == ".npy":
+                np.save(file, table)
+            else:
+                np.savetxt(file, table, fmt="%d", delimiter=",")
+        os.replace(aside, path)
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written ({error.strerror}): choose another place") from error
+    print(f"{path}: layer {options.layer}, step {step}, {table.shape[0]} ranks x {table.shape[1]} experts")
+    return 0
+
+
+def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:
+    """Return a trace's figures as plain data."""
+    return {
+        "trace": trace.name,
+        "holds": trace.holds,
+        "shape": asdict(trace.shape),
+        "bytes_per_step": trace.shape.bytes_per_step(trace.holds),
+        "steps": trace.steps,
+        "layers": [
+            {
+                "layer": load.layer,
+                "max_violation": list(load.max_violation),
+                "busiest": list(load.busiest),
+                "dead_experts": load.dead_experts,
+                "drift": load.drift,
+                "locality": load.locality,
+                "shares": load.shares.mean(axis=0).tolist(),
+            }
+            for load in loads
+        ],
+    }
+
+
+def _print(trace: Trace, loads: Sequence[LayerLoad]) -> None:
+    shape = trace.shape
+    held = "every token's experts" if trace.holds == "tokens" else "counts"
+    table = Table(
+        title=f"{trace.name}: {held}, steps {steps_in_words(trace.steps)}",
+        caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x {shape.sequences} sequences of "
+        f"{shape.seq_len} tokens a step; {shape.bytes_per_step(trace.holds):,} bytes a step before compression",
+    )
+    for name in ("layer", "MaxVio first", "mean", "largest", "last", "busiest", "dead", "drift", "locality"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for load in loads:
+        found = load.max_violation
+        figures = [found[0], float(np.mean(found)), max(found), found[-1]]
+        table.add_row(
+            str(load.layer), *(f"{value:.2f}" for value in figures), str(load.busiest[-1]), str(load.dead_experts),
+            f"{load.drift:.3f}", f"{load.locality:.3f}",
+        )  # fmt: skip
+    Console(stderr=True, soft_wrap=True, highlight=False).print(table)

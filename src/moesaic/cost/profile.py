@@ -1,0 +1,300 @@
+"""`ClusterProfile`: what `moesaic profile` measured of a machine, as data: links, host, products, copies. Needs no torch.
+
+A `ClusterSpec` says what a cluster is by data sheet; a profile says what programs meet there: what a task costs the host,
+what a message costs besides its bytes, how fast experts of so many rows multiply while all ranks do. A file names the
+machine and the versions that it was measured with, and is not taken for another one's unless somebody says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from moesaic.configfile import differing_fields, override, read_table
+from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops, check_above_zero, check_not_negative
+from moesaic.errors import InputError
+
+FORMAT = 1
+"""Of the file; another number is another meaning of its fields."""
+SHARED_FROM = 1.5
+"""Senders of a node that together get less than this times what one of them gets alone share one link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a profile was measured."""
+
+    processor: str = ""
+    """Its name."""
+    cores: int = 0
+    """That the ranks of a node may use."""
+    system: str = ""
+    """Operating system and its release."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this machine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(processor=_processor(), cores=cores, system=f"{platform.system()} {platform.release()}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Of what ran: another version may cost the host something else."""
+
+    moesaic: str = ""
+    torch: str = ""
+    python: str = ""
+
+    @classmethod
+    def here(cls) -> Versions:
+        """Return what is installed; "" for a package that is not."""
+        return cls(moesaic=_version("moesaic"), torch=_version("torch"), python=platform.python_version())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCosts:
+    """Movements on the links inside nodes, or between them, as the library's own wire makes them."""
+
+    latency_seconds: float = 0.0
+    """That a movement takes longer than its bytes and the host's part."""
+    credit_seconds: float = 0.0
+    """That a long movement takes less than its bytes at the rate below, if the links were idle before: a shaped link lets
+    the first kilobytes through at once."""
+    one_sender: float = 0.0
+    """Bytes per second of one rank that sends to one other; 0: there are no such links."""
+    all_senders: float = 0.0
+    """Bytes per second that each rank sends while all of them send to all others over these links; 0: as above."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_not_negative(f"profile link {each.name}", getattr(self, each.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Processor time of one rank, in seconds, all its threads together."""
+
+    layer: float = 0.0
+    """Of a layer's forward and backward pass outside its programs: routing, the exchange of counts, autograd."""
+    task: float = 0.0
+    """Per task of a program, idle ones too."""
+    wait: float = 0.0
+    """Per movement that has to be over before the next one on the way through the program can begin: going to sleep and
+    waking up."""
+    message: float = 0.0
+    """Per message that is sent or received."""
+    byte: float = 0.0
+    """Per byte of rows read or written by tasks that put them in another order or add them."""
+    weight_byte: float = 0.0
+    """Per byte of expert gradients written or added."""
+    wire_byte: float = 0.0
+    """Per byte sent or received: the wire's own thread, beside the one that issues and computes."""
+    sharing: float = 1.0
+    """How much longer a rank's processor time takes while all ranks of its machine compute: ranks over cores, if no more."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_not_negative(f"profile.host.{each.name}", getattr(self, each.name))
+        check_above_zero("profile.host.sharing", self.sharing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Expert products by rows per expert, all ranks at once."""
+
+    rows: tuple[float, ...] = ()
+    """Rows of one expert, ascending."""
+    fp32: tuple[float, ...] = ()
+    """Operations per second of processor time at these rows, forward and backward together; () where not measured."""
+    bf16: tuple[float, ...] = ()
+    """As above."""
+
+    def __post_init__(self) -> None:
+        for name in ("fp32", "bf16"):
+            rates = getattr(self, name)
+            if rates and len(rates) != len(self.rows):
+                raise InputError(f"profile.products.{name} has {len(rates)} rates for {len(self.rows)} numbers of rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecRates:
+    """Bytes of rows that a rank encodes and decodes once per second of processor time; 0 where not measured."""
+
+    bf16: float = 0.0
+    fp16: float = 0.0
+    int8: float = 0.0
+    fp8: float = 0.0
+    zfp: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far the fits are off on what they were not fitted to, as a share of what was measured there."""
+
+    host_median: float = 0.0
+    """Processor time of whole layers under plans that were held out: the median."""
+    host_worst: float = 0.0
+    """The same, at worst."""
+    links_worst: float = 0.0
+    """Movements of sizes that were held out, at worst."""
+    spread: float = 0.0
+    """Interquartile range of repeats over their median, at worst."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile:
+    """A measured cluster."""
+
+    format: int = FORMAT
+    date: str = ""
+    """Of the measurement, YYYY-MM-DD."""
+    machine: Machine = field(default_factory=Machine)
+    versions: Versions = field(default_factory=Versions)
+    nodes: int = 1
+    ranks_per_node: int = 1
+    inside: LinkCosts = field(default_factory=LinkCosts)
+    """Between ranks of one node."""
+    outside: LinkCosts = field(default_factory=LinkCosts)
+    """Between nodes."""
+    host: HostCosts = field(default_factory=HostCosts)
+    products: Products = field(default_factory=Products)
+    codecs: CodecRates = field(default_factory=CodecRates)
+    copy_bytes_per_second: float = 5e9
+    """Of rows put in another order, read plus written, per second of processor time."""
+    memory_gib: float = 1.0
+    """Of one rank."""
+    errors: Errors = field(default_factory=Errors)
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise InputError(f"format={self.format}: this version reads format {FORMAT}: run moesaic profile again")
+        for name in ("nodes", "ranks_per_node", "copy_bytes_per_second", "memory_gib"):
+            check_above_zero(f"profile.{name}", getattr(self, name))
+        if self.ranks_per_node > 1 and not self.inside.all_senders:
+            raise InputError("profile.inside.all_senders is 0 with several ranks on a node: run moesaic profile again")
+        if self.nodes > 1 and not self.outside.all_senders:
+            raise InputError("profile.outside.all_senders is 0 with several nodes: run moesaic profile again")
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    def to_cluster(self, nodes: int | None = None) -> ClusterSpec:
+        """Return the cluster as the simulator and the planner know one; host costs are means over kinds of tasks.
+
+        Args:
+            nodes: of the same kind; None for as many as were measured.
+        """
+        nodes = nodes or self.nodes
+        if nodes > 1 and not self.outside.all_senders:
+            raise InputError(f"nodes={nodes}: the profile was measured on one node: run moesaic profile on two or more")
+        rows, share, tflops = self._curve()
+        host = self.host
+        device = Device(
+            tflops=tflops, memory_gib=self.memory_gib, gemm_rows=rows, gemm_share=share,
+            memory_gigabytes_per_second=self.copy_bytes_per_second / 1e9 / host.sharing,
+        )  # fmt: skip
+        return ClusterSpec(
+            name="profile",
+            description=f"{self.machine.processor}, {self.machine.cores} cores, {self.nodes} x {self.ranks_per_node} ranks",
+            source=f"moesaic profile, {self.date}",
+            nodes=nodes,
+            devices_per_node=self.ranks_per_node,
+            device=device,
+            links=self._links(),
+            host=Host(
+                runs_compute=True, task_us=1e6 * host.sharing * host.task, message_us=1e6 * host.sharing * host.message
+            ),
+        )
+
+    def _links(self) -> tuple[Link, ...]:
+        found = []
+        for name, costs, count, shared in (
+            ("inside", self.inside, self.ranks_per_node, True), ("outside", self.outside, self.ranks_per_node, False),
+        ):  # fmt: skip
+            if not costs.all_senders:
+                continue
+            together = costs.all_senders * count
+            is_one = together < SHARED_FROM * costs.one_sender or count == 1
+            found.append(
+                Link(
+                    name=name,
+                    devices=count if is_one else 1,
+                    gbps=((together if is_one else costs.all_senders) * 8e-9,),
+                    latency_us=1e6 * costs.latency_seconds,
+                    carries="inside" if name == "inside" else "outside",
+                    shared=shared and is_one and count > 1,
+                )
+            )
+        return tuple(found)
+
+    def _curve(self) -> tuple[tuple[float, ...], tuple[float, ...], Tflops]:
+        """Return rows, shares and rates of products, while all ranks multiply."""
+        known = {name: getattr(self.products, name) for name in ("fp32", "bf16") if getattr(self.products, name)}
+        if not known:
+            return (1.0,), (1.0,), Tflops(fp32=1.0)
+        best = {name: max(rates) for name, rates in known.items()}
+        shares = next(iter(known.values()))
+        top = max(shares)
+        tflops = {name: rate / self.host.sharing / 1e12 for name, rate in best.items()}
+        return self.products.rows, tuple(rate / top for rate in shares), Tflops(**tflops)
+
+    def write(self, path: Path) -> None:
+        """Write the profile; an existing file is replaced whole."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        try:
+            draft = path.with_name(path.name + ".part")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
+
+
+def read_profile(path: Path, *, any_machine: bool = False) -> ClusterProfile:
+    """Read a profile.
+
+    Args:
+        path: of a JSON file that `moesaic profile` wrote.
+        any_machine: also take one of another machine or of other versions.
+
+    Raises:
+        InputError: for a file that is none, or one of another machine or version.
+    """
+    table = read_table(path)
+    if "format" not in table or "host" not in table:
+        raise InputError(f"profile {path}: is no profile: write one with moesaic profile --out {path.name}")
+    try:
+        profile = override(ClusterProfile(), table, source=f"profile {path}")
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"profile {path}: {error}") from error
+    if not any_machine:
+        for mine, found in ((profile.machine, Machine.here()), (profile.versions, Versions.here())):
+            apart = differing_fields(mine, found)
+            if apart:
+                raise InputError(
+                    f"profile {path} is of another {'machine' if found == Machine.here() else 'version'} ({apart[0]}): "
+                    "measure again with moesaic profile, or read it with any_machine=True"
+                )
+    return profile
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,169 @@
+"""Host costs from the processor time of whole layers, and links from timed movements; refuses to fit noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from moesaic.cost.fit import MAX_SPREAD
+from moesaic.cost.profile import HostCosts
+from moesaic.cost.profile_host import FEATURES
+from moesaic.errors import InputError
+
+HELD_OUT = 4
+"""Every so-manieth measurement is kept from the fit, and the fit is checked on it."""
+MAX_UNSURE = 0.2
+"""Spread of repeats over the root of their number, as a share of their median, above which host times are noise."""
+MIN_EXPLAINED = 0.8
+"""Share of the variation of host times that counts have to explain; ranks that share cores vary by a tenth by themselves."""
+USUAL_ERROR = 0.1
+"""Errors above this share count less than by their square: now and then something else runs on the machine."""
+LONG = 3.0
+"""Movements that take so many times the shortest one's time are the link's, not the host's."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One plan's layer on one shape."""
+
+    features: np.ndarray
+    """(features,) what forward and backward ask of the host."""
+    seconds: tuple[float, ...]
+    """Processor time of one rank, repeats."""
+
+    @property
+    def median(self) -> float:
+        """Of the repeats."""
+        return float(np.median(self.seconds))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        low, high = np.percentile(self.seconds, [25, 75])
+        return float((high - low) / self.median)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFit:
+    """Costs and how far they are off."""
+
+    costs: HostCosts
+    median_error: float
+    """On held-out samples, as a share."""
+    worst_error: float
+    spread: float
+    """Of repeats, the worst."""
+    r2: float
+    """Share of the variation of log time that the fit explains, held-out samples included; robust to outliers."""
+
+
+def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
+    """Fit what each feature costs, none below 0, each sample weighted by 1 / time, so that short layers count as much.
+
+    Large errors count by their size rather than their square (soft L1), as outliers should.
+
+    Args:
+        samples: of many plans and several shapes.
+        sharing: passed through to the costs.
+
+    Raises:
+        InputError: for repeats that vary too much, too few samples, or costs that do not explain the times.
+    """
+    if len(samples) < 2 * len(FEATURES):
+        raise InputError(
+            f"host costs: {len(samples)} samples for {len(FEATURES)} costs: measure at least twice as many"
+        )
+    times = np.array([sample.median for sample in samples])
+    spread = float(np.median([sample.spread for sample in samples]))
+    if not (np.isfinite(times).all() and (times > 0).all()):
+        raise InputError("host costs: a time is missing, not finite or not above 0: measure again")
+    unsure = spread / len(samples[0].seconds) ** 0.5
+    if unsure > MAX_UNSURE:
+        raise InputError(
+            f"host costs: repeats vary by {spread:.0%} of their median, which leaves it unsure by {unsure:.0%}, above "
+            f"{MAX_UNSURE:.0%}: the machine is busy; measure again with more --repeats, nothing beside it"
+        )
+    table = np.stack([sample.features for sample in samples]) / times[:, None]
+    kept = np.arange(len(samples)) % HELD_OUT != HELD_OUT - 1
+    asked = table.max(axis=0) > 0  # one rank sends no messages: what nobody asks for costs nothing
+    scaled = table[:, asked] / table[:, asked].max(axis=0)
+    fitted = least_squares(
+        lambda each: scaled[kept] @ each - 1, np.full(scaled.shape[1], 0.1), bounds=(0, np.inf), loss="soft_l1",
+        f_scale=USUAL_ERROR,
+    )  # fmt: skip
+    costs = np.zeros(len(FEATURES))
+    costs[asked] = fitted.x / table[:, asked].max(axis=0)
+    errors = np.abs(table @ costs - 1)
+    r2 = _explained(np.log(times), np.log(np.maximum(table @ costs * times, 1e-300)))
+    if r2 < MIN_EXPLAINED:
+        raise InputError(
+            f"host costs: R2={r2:.2f}, below {MIN_EXPLAINED}: counts of tasks, messages and bytes do not explain the times "
+            f"(worst error {errors.max():.0%}): measure again with more --repeats, nothing beside it"
+        )
+    return HostFit(
+        costs=HostCosts(**dict(zip(FEATURES, costs.tolist())), sharing=sharing),
+        median_error=float(np.median(errors[~kept])),
+        worst_error=float(errors[~kept].max()),
+        spread=spread,
+        r2=r2,
+    )
+
+
+def _explained(measured: np.ndarray, fitted: np.ndarray) -> float:
+    """Return the share of the variation that a fit explains, from medians of absolute deviations: outliers do not count."""
+    total = float(np.median(np.abs(measured - np.median(measured))))
+    return 1 - (float(np.median(np.abs(measured - fitted))) / total) ** 2 if total > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """t = max(latency, bytes / rate - credit): short movements wait for the host, long ones for the link."""
+
+    latency: float
+    """Seconds of the shortest movement."""
+    bytes_per_second: float
+    """By what longer ones take more."""
+    credit: float
+    """Seconds that long ones take less than their bytes at this rate."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the predicted time."""
+        return max(self.latency, num_bytes / self.bytes_per_second - self.credit)
+
+
+def fit_link(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], what: str) -> tuple[LinkFit, float]:
+    """Fit a movement's shortest time and rate; returns the fit, and its error on the size that was held out.
+
+    The rate is the slope between the longest movement and the shortest of those that take `LONG` times the latency: a shaped
+    link lets the first kilobytes through at once, so a line through short movements would have the wrong slope. The second
+    largest size is held out.
+
+    Raises:
+        InputError: for fewer than 4 sizes, repeats of long movements that vary too much, or times that do not grow with size.
+    """
+    if len(num_bytes) < 4 or len(num_bytes) != len(seconds):
+        raise InputError(f"{what}: {len(num_bytes)} sizes and {len(seconds)} sets of repeats: measure at least 4 sizes")
+    medians = [float(np.median(each)) for each in seconds]
+    if not all(np.isfinite(each) and each > 0 for each in medians):
+        raise InputError(f"{what}: a time is missing, not finite or not above 0: measure again")
+    low, high = np.percentile(seconds[-1], [25, 75])
+    spread = float((high - low) / medians[-1])
+    if spread > MAX_SPREAD:
+        raise InputError(
+            f"{what}: repeats of the largest size vary by {spread:.0%} of their median, above {MAX_SPREAD:.0%}: the machine is "
+            "busy; measure again with more --repeats"
+        )
+    held = len(num_bytes) - 2
+    others = [n for n in range(len(num_bytes) - 1) if n != held]
+    long = [n for n in others if medians[n] > LONG * medians[0]] or others[-1:]
+    slope = (medians[-1] - medians[long[0]]) / (num_bytes[-1] - num_bytes[long[0]])
+    if not slope > 0:
+        raise InputError(
+            f"{what}: {num_bytes[-1]:.0f} bytes take no longer than {num_bytes[long[0]]:.0f}: measure again"
+        )
+    credit = max(num_bytes[-1] * slope - medians[-1], 0.0)
+    found = LinkFit(latency=medians[0], bytes_per_second=1 / slope, credit=credit)
+    return found, abs(found.seconds(num_bytes[held]) / medians[held] - 1)

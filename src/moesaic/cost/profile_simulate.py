@@ -1,0 +1,184 @@
+"""`ProfiledSimulator`: programs on a machine that was profiled, with the costs that tasks have for its host.
+
+Rows, links and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
+processor time of every task, its messages and its bytes, stretched where ranks share cores. Two effects depend on when
+things happen, so every program is simulated twice: a link that was idle lets its first kilobytes through at once, and
+the wire's own threads take their part of the cores while it carries something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.cost.compute import Rates, compute_seconds, rates_of
+from moesaic.cost.events import Events, Graph, graph_of
+from moesaic.cost.movement import AbstractVolumes, Movement
+from moesaic.cost.profile import ClusterProfile
+from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, layer_features
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Op, Program
+
+MOST_TAKEN = 0.5
+"""Of the cores, by the wire's own threads: above this share the issuing threads would not slow down further."""
+Movements = list[list[Movement]]
+"""Of each task."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a program asks of a machine."""
+
+    volumes: AbstractVolumes
+    movements: Movements
+    features: np.ndarray
+    """(tasks, actors, features), see `FEATURES`."""
+
+
+class ProfiledSimulator:
+    """Predicts times on a profiled machine.
+
+    Args:
+        profile: what was measured.
+        virtual_flops: operations per second of virtual accelerators, which take no processor time; None: experts multiply.
+    """
+
+    def __init__(self, profile: ClusterProfile, *, virtual_flops: float | None = None) -> None:
+        self.profile, self._virtual_flops = profile, virtual_flops
+        self._cluster = profile.to_cluster()
+        self._simulator = Simulator(self._cluster)
+        self._costs = costs_vector(profile.host, with_wire=False)
+
+    def asked(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> Asked:
+        """Return what a program asks of host and links; arguments as of `Simulator.run`."""
+        volumes = self._simulator.volumes(program, workload, grid, sizes=sizes)
+        slots = {slot.name: slot for slot in program.slots}
+        codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+        movements = [
+            volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
+            for task in program.tasks
+        ]
+        return Asked(volumes, movements, host_features(program, volumes, movements))
+
+    def program_seconds(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> float:
+        """Return how long a program takes, forward or backward, until the last rank has ended."""
+        if not program.tasks:
+            return 0.0
+        asked = self.asked(program, workload, grid, sizes=sizes)
+        issue = asked.features @ self._costs * self.profile.host.sharing
+        compute = np.zeros_like(issue)
+        slots = {slot.name: slot for slot in program.slots}
+        rates = self._rates(workload.dtype)
+        for number, task in enumerate(program.tasks):
+            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+                compute[number] = compute_seconds(task, slots, asked.volumes, rates)
+        graph = graph_of(program, host_runs_compute=True)
+        first = _run(graph, issue, compute, asked.movements)
+        busy = _busy(first, asked.movements)
+        issue = issue * self._stretch(first, asked, issue, busy)
+        return float(_run(graph, issue, compute, self._early(first, asked, issue)).ends.max())
+
+    def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
+        """Return how long a layer takes, routing, forward and backward pass.
+
+        Args:
+            forward, backward: of a compiled plan.
+            workload: of the layer, even routing.
+            grid: of the compiled plan.
+        """
+        around = float(layer_features() @ self._costs) * self.profile.host.sharing
+        return around + sum(self.program_seconds(each, workload, grid) for each in (forward, backward))
+
+    def _rates(self, dtype: str) -> Rates:
+        if self._virtual_flops is None:
+            return rates_of(self._cluster, dtype)
+        return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
+
+    def _stretch(self, first: Events, asked: Asked, issue: np.ndarray, busy: np.ndarray) -> float:
+        """Return how much longer the host's work takes because the wire's threads want the cores too."""
+        carried = float((busy[:, 1] - busy[:, 0]).sum())
+        wanted = asked.features[:, :, FEATURES.index("wire_byte")].sum(axis=0).max() * self.profile.host.wire_byte
+        if not carried or not issue.any():
+            return 1.0
+        taken = min(wanted * self.profile.host.sharing / carried, MOST_TAKEN)
+        starts, spent = first.starts[:, 0], issue[:, 0]
+        meanwhile = sum(_overlap(start - length, start, busy) for start, length in zip(starts, spent))
+        return 1 + meanwhile / float(spent.sum()) * taken / (1 - taken)
+
+    def _early(self, first: Events, asked: Asked, issue: np.ndarray) -> Movements:
+        """Return the movements, those shortened before which their links were idle.
+
+        Of ranks that share a core the first has done its host work while the others still wait for the core, and what it
+        exchanges with other cores' first ranks travels meanwhile.
+        """
+        names, sharing = asked.volumes.topology.names, max(self.profile.host.sharing, 1.0)
+        last: dict[int, float] = {}
+        order = sorted(
+            (float(first.starts[number, moved.actors[0]]), number, part)
+            for number, parts in enumerate(asked.movements)
+            for part, moved in enumerate(parts)
+        )
+        found = [list(parts) for parts in asked.movements]
+        for start, number, part in order:
+            moved = asked.movements[number][part]
+            links, actor = moved.load.links.tolist(), moved.actors[0]
+            since = max((last.get(link, 0.0) for link in links), default=0.0)
+            last.update(dict.fromkeys(links, float(first.ends[number, actor])))
+            inside = all(names[link].startswith("inside") for link in links)
+            credit = min((self.profile.inside if inside else self.profile.outside).credit_seconds, start - since)
+            worked = self._worked(first, issue[:, actor], since, start, actor)
+            less = _ahead(moved.load.seconds, worked, round(sharing)) + max(credit, 0.0)
+            seconds = np.maximum(moved.load.seconds - less, 1e-9)
+            found[number][part] = replace(moved, load=replace(moved.load, seconds=seconds))
+        return found
+
+    @staticmethod
+    def _worked(first: Events, issue: np.ndarray, since: float, until: float, actor: int) -> float:
+        """Return the host's work in an interval, tasks being issued just before they start."""
+        starts = first.starts[:, actor]
+        return float(np.maximum(np.minimum(starts, until) - np.maximum(starts - issue, since), 0.0).sum())
+
+
+def _run(graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]) -> Events:
+    events = Events(graph, issue, compute, movements)
+    events.run()
+    return events
+
+
+def _busy(events: Events, movements: Movements) -> np.ndarray:
+    """Return when anything moves, (n, 2) seconds, apart and ascending."""
+    spans = sorted((float(events.starts[n, 0]), float(events.ends[n, 0])) for n, parts in enumerate(movements) if parts)
+    merged: list[list[float]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return np.array(merged).reshape(-1, 2)
+
+
+def _overlap(start: float, end: float, spans: np.ndarray) -> float:
+    """Return how much of an interval lies in spans."""
+    return float(np.maximum(np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], start), 0.0).sum())
+
+
+def _ahead(carried: np.ndarray, worked: float, ranks: int) -> np.ndarray:
+    """Return how much of a movement is over when the last of the ranks that share a core has issued its part.
+
+    A message needs both its ends: when k ranks of every core have done their host work, (k / ranks)^2 of all messages can
+    travel. The link ends at the latest of: one of these moments, and what becomes free then or later.
+
+    Args:
+        carried: (links,) seconds that the movement takes each link.
+        worked: seconds of host work of all ranks of a core, one after the other, before it.
+        ranks: that share a core.
+    """
+    moments = worked / ranks * np.arange(1, ranks + 1)
+    later = 1 - (np.arange(ranks) / ranks) ** 2
+    ends = (moments[None, :] + carried[:, None] * later[None, :]).max(axis=1)
+    return np.maximum(worked + carried - ends, 0.0)

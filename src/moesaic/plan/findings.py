@@ -1,0 +1,95 @@
+"""What a search is told and what it finds: settings, plans on layouts with their times, memory and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moesaic.cost.memory import Memory
+from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.layouts import Pins
+from moesaic.plan.plan import Codec, Plan
+from moesaic.plan.surroundings import Estimate
+from moesaic.program.grid import Grid
+
+LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))
+"""What is searched unless told otherwise."""
+LOSSY: tuple[Codec, ...] = ("none", "bf16", "fp16", "int8", "fp8", "zfp")
+"""Codecs that are searched, both ways, where losses are allowed."""
+COMPRESSION = 8.0
+"""More than any codec saves of float32 rows; only floors read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan on a layout."""
+
+    plan: Plan
+    grid: Grid
+    """The mesh, etp not factored."""
+    estimate: Estimate
+    memory: Memory
+    bound_seconds: float
+    """What a perfect plan on this layout takes: its computing or its fullest link, whichever is longer."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.estimate.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfEp:
+    """How layouts with one size of ep fare."""
+
+    floor_seconds: float
+    """No plan on any of them takes less."""
+    best: Found | None
+    """The best plan that was simulated and fits the memory; None if there is none."""
+    is_too_large: bool
+    """Plans were simulated, and none of them fits the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search found."""
+
+    ranking: tuple[Found, ...]
+    """The best plans that fit the memory, best first."""
+    by_ep: dict[int, OfEp]
+    """How each size of ep fares, by ep."""
+    bound_seconds: float
+    """The least bound of all layouts that fit."""
+    num_layouts: int
+    """Layouts that the job fits on."""
+    num_left_out: int
+    """Of them, those whose floor or memory told enough."""
+    num_simulated: int
+    """Plans that were simulated."""
+
+    @property
+    def best(self) -> Found:
+        """The plan to use."""
+        return self.ranking[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to search."""
+
+    space: SearchSpace = LOSSLESS
+    """The choices."""
+    pins: Pins = field(default_factory=Pins)
+    """Sizes of axes to keep."""
+    keep: int = 10
+    """Plans in the ranking."""
+    refine: int = 6
+    """Layouts on which single choices are changed."""
+    exhaustive: bool = False
+    """Try every combination on those layouts."""
+    reserve_gib: float = 1.0
+    """Memory that the framework and fragmentation take."""
+
+    @property
+    def compression(self) -> float:
+        """What a floor must allow codecs to save."""
+        return 1.0 if {*self.space.codecs, *self.space.backward_codecs} == {"none"} else COMPRESSION

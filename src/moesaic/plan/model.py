@@ -1,0 +1,236 @@
+"""What of a training configuration decides how long a step takes and what memory it needs: `Job`. Read without torch.
+
+Names and defaults are those of `moesaic train`, so one file serves both commands; a test holds the two together. The
+training configuration itself imports the layers that it configures, and so torch, which planning does without.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moesaic.configfile import override, read_table, suggestion
+from moesaic.cost.cluster import ClusterSpec, Dtype
+from moesaic.cost.step import StepModel
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEShape:
+    """The MoE layers."""
+
+    num_experts: int = 16
+    """Experts per layer."""
+    top_k: int = 2
+    """Experts per token."""
+    hidden: int = 256
+    """Inner width of one expert."""
+    shared_hidden: int = 0
+    """Inner width of a shared expert that every token passes; 0 for none."""
+    every: int = 1
+    """Each how-many-th block has an MoE layer, counted from the last block."""
+    experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
+    """Three matrices, or two."""
+    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
+    """Only padded changes what even routing sends."""
+    capacity_factor: float = 1.25
+    """Rows per expert over the mean load, where padded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer."""
+
+    ffn: Literal["moe", "dense"] = "moe"
+    """Dense models have no plan."""
+    dim: int = 128
+    """Width of a token."""
+    num_layers: int = 4
+    """Blocks."""
+    num_heads: int = 4
+    """Attention heads, which tp divides."""
+    seq_len: int = 256
+    """Tokens of a sequence."""
+    dense_hidden: int | None = None
+    """Inner width of dense feed-forward layers; None for the active width of a sparse one."""
+    moe: MoEShape = field(default_factory=MoEShape)
+    """The sparse layers."""
+    checkpoint_activations: bool = False
+    """Recompute each block in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShape:
+    """The data."""
+
+    vocab_size: int = 256
+    """Tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training run, as far as its speed and memory go."""
+
+    batch_size: int = 16
+    """Sequences per micro-batch, over all ranks."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Of products and activations; auto takes bfloat16 where the cluster's rate of it is known. Parameters stay float32."""
+    model: ModelShape = field(default_factory=ModelShape)
+    """The model."""
+    data: DataShape = DataShape()
+    """The data."""
+
+    def __post_init__(self) -> None:
+        model, moe = self.model, self.model.moe
+        if model.ffn == "dense":
+            raise InputError('model.ffn="dense": a model without MoE layers has no plan to choose: set model.ffn="moe"')
+        for where, value in (
+            ("batch_size", self.batch_size), ("accumulation", self.accumulation), ("model.num_layers", model.num_layers),
+            ("model.num_heads", model.num_heads), ("model.moe.every", moe.every), ("data.vocab_size", self.data.vocab_size),
+        ):  # fmt: skip
+            if value < 1:
+                raise InputError(f"{where}={value}: must be at least 1")
+        if moe.shared_hidden < 0:
+            raise InputError(f"model.moe.shared_hidden={moe.shared_hidden}: must be at least 0")
+
+    @property
+    def active_hidden(self) -> int:
+        """Inner width that a token passes in one feed-forward layer."""
+        moe = self.model.moe
+        return self.model.dense_hidden or moe.top_k * moe.hidden + moe.shared_hidden
+
+    @property
+    def dense_layers(self) -> int:
+        """Blocks without an MoE layer."""
+        return sum(
+            (self.model.num_layers - 1 - layer) % self.model.moe.every != 0 for layer in range(self.model.num_layers)
+        )
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of a parameter, of its gradient, and of each of Adam's two moments."""
+        return 8 if self.precision == "float64" else 4
+
+    def dtype(self, cluster: ClusterSpec) -> Dtype:
+        """Return the dtype of products on a cluster.
+
+        Raises:
+            InputError: if the cluster's rate of it is not known.
+        """
+        names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+        rates = cluster.device.tflops
+        if self.precision == "auto":
+            return "bf16" if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32 else "fp32" if rates.fp32 else "bf16"
+        found = names[self.precision]
+        rates.of(found)
+        return found
+
+    def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
+        """Return one micro-batch as the simulator takes it, for so many data-parallel groups.
+
+        Raises:
+            InputError: if the batch does not split over them.
+        """
+        model, moe = self.model, self.model.moe
+        if self.batch_size % dp:
+            raise InputError(f"batch_size={self.batch_size} does not split over {dp} data-parallel groups")
+        layer = Workload(
+            tokens=self.batch_size // dp * model.seq_len,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            dim=model.dim,
+            hidden=moe.hidden,
+            matrices=3 if moe.experts == "swiglu" else 2,
+            dtype=self.dtype(cluster),
+            capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
+        )
+        return StepModel(
+            num_layers=model.num_layers,
+            layer=layer,
+            seq_len=model.seq_len,
+            moe_every=min(moe.every, model.num_layers),
+            dense_hidden=self.active_hidden,
+            vocab=self.data.vocab_size,
+            checkpoint_activations=model.checkpoint_activations,
+            gradient_bytes=self.parameter_bytes,
+        )
+
+
+PRESETS: dict[str, Job] = {
+    "demo": Job(
+        batch_size=8,
+        model=ModelShape(dim=128, num_layers=4, num_heads=4, seq_len=256, moe=MoEShape(num_experts=64, hidden=64)),
+    ),
+    "gpt-tiny": Job(
+        batch_size=4,
+        model=ModelShape(dim=32, num_layers=2, num_heads=2, seq_len=64, moe=MoEShape(num_experts=4, hidden=32)),
+    ),
+    "gpt-small": Job(
+        batch_size=16,
+        accumulation=4,
+        model=ModelShape(
+            dim=768, num_layers=12, num_heads=12, seq_len=1024, moe=MoEShape(num_experts=8, hidden=1024),
+            checkpoint_activations=True,
+        ),
+        data=DataShape(vocab_size=16_384),
+    ),
+}  # fmt: skip
+"""The sparse ones of `moesaic train --preset`, by the same names."""
+
+
+def read_job(name: str) -> Job:
+    """Return a job.
+
+    Args:
+        name: a preset, or the path of a training configuration: TOML, or JSON as a run folder has it. Fields that change
+            neither time nor memory are passed over.
+
+    Raises:
+        InputError: for an unknown preset, a file that does not parse, a misspelt field, or a value that cannot be.
+    """
+    if not name.endswith((".toml", ".json")):
+        if name not in PRESETS:
+            raise InputError(
+                f"model {name!r} is unknown{suggestion(name, list(PRESETS))}; or give a path that ends in .toml"
+            )
+        return PRESETS[name]
+    return job_of(read_table(Path(name)), f"model {name}")
+
+
+def job_of(table: dict[str, Any], source: str) -> Job:
+    """Return the job of a training configuration as a table.
+
+    Args:
+        table: with any of its fields.
+        source: where it comes from, for messages.
+
+    Raises:
+        InputError: as `read_job` does.
+    """
+    return override(Job(), _known(Job(), table, source), source=source)
+
+
+def with_batch(job: Job, batch_size: int | None) -> Job:
+    """Return the job with another batch; None leaves it."""
+    return job if batch_size is None else replace(job, batch_size=batch_size)
+
+
+def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a table that planning reads, nested ones too; a name that is nearly one of them is refused."""
+    names = [each.name for each in fields(shape)]
+    found = {}
+    for name, value in table.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.84)
+            if near:
+                raise InputError(f"{source}: unknown field {prefix}{name}: did you mean {near[0]}?")
+            continue
+        nested = getattr(shape, name)
+        inner = is_dataclass(nested) and isinstance(value, dict)
+        found[name] = _known(nested, value, source, f"{prefix}{name}.") if inner else value
+    return found

@@ -1,0 +1,268 @@
+"""The search for a layout and a plan: the least simulated time of a step within the memory of a device.
+
+A layout's floor, what no plan on it goes below, is cheap; a layout whose floor lies above the best step found is left out.
+On the others a few plans are simulated, on the most promising ones single choices of the best plans are changed as long as
+that makes the step shorter. Trying every combination (`exhaustive`) takes minutes where this takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.memory import GIB
+from moesaic.cost.simulate import MAX_RANKS_APART, Simulator
+from moesaic.errors import InputError
+from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.compile import Compiled, compile_plan
+from moesaic.plan.findings import Found, OfEp, Result, Settings
+from moesaic.plan.layouts import layouts, name_of, replica_of
+from moesaic.plan.loads import fit_counts, simulate_counts
+from moesaic.plan.model import Job
+from moesaic.plan.plan import Plan, Schedule
+from moesaic.plan.surroundings import Surroundings, mean_of
+from moesaic.program.grid import Grid
+
+STARTS = ("linear", "hier2d", "multicast")
+"""All-to-alls of the plans that a layout is judged by."""
+
+
+def search(
+    job: Job,
+    cluster: ClusterSpec,
+    settings: Settings | None = None,
+    *,
+    counts: Sequence[np.ndarray] = (),
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Result:
+    """Search layouts and plans.
+
+    Args:
+        job: what is trained.
+        cluster: on all devices of what.
+        settings: how.
+        counts: tables of the copies that each of some data-parallel groups sends to each expert, (groups, num_experts);
+            the best plans are ranked anew by their mean time under them. None at all: even routing.
+        progress: is told now and then what is done, how much of it, and out of how much.
+
+    Raises:
+        InputError: if no layout holds the job, if none fits the memory (says by how much), or if the space is empty.
+    """
+    return _Search(job, cluster, settings or Settings(), progress).run(counts)
+
+
+class _Search:
+    """A search while it goes on."""
+
+    def __init__(
+        self, job: Job, cluster: ClusterSpec, settings: Settings, progress: Callable[[str, int, int], None]
+    ) -> None:
+        self.job, self.cluster, self.settings, self.progress = job, cluster, settings, progress
+        self.simulator = Simulator(cluster)
+        self.tried: dict[tuple[Grid, Plan], Found | None] = {}
+        self.refusal = ""
+
+    def run(self, counts: Sequence[np.ndarray]) -> Result:
+        """Search; returns what was found."""
+        grids = layouts(self.job, self.cluster, self.settings.pins)
+        around = [self._surround(grid, number, len(grids)) for number, grid in enumerate(grids)]
+        fitting = [each for each in around if each.least_bytes <= self._memory]
+        if not fitting:
+            raise self._too_large(
+                min(around, key=lambda each: each.least_bytes).grid, min(e.least_bytes for e in around)
+            )
+        started = self._start(fitting)
+        if not started:
+            raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
+        for number, each in enumerate(started[: self.settings.refine]):
+            self.progress("changing single choices", number, self.settings.refine)
+            self._refine(each)
+        ranking = self._ranking(counts)
+        if not ranking:
+            smallest = min(filter(None, self.tried.values()), key=lambda each: each.memory.total)
+            raise self._too_large(smallest.grid, smallest.memory.total)
+        return Result(
+            ranking=tuple(ranking[: self.settings.keep]),
+            by_ep=self._by_ep(fitting, ranking),
+            bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
+            num_layouts=len(grids),
+            num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
+            num_simulated=sum(found is not None for found in self.tried.values()),
+        )
+
+    def _by_ep(self, fitting: list[Surroundings], ranking: list[Found]) -> dict[int, OfEp]:
+        found = {}
+        for ep in sorted({each.grid.ep for each in fitting}):
+            floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
+            best = min((one for one in ranking if one.grid.ep == ep), key=lambda one: one.seconds, default=None)
+            tried = any(grid.ep == ep and one is not None for (grid, _), one in self.tried.items())
+            found[ep] = OfEp(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
+        return found
+
+    @property
+    def _memory(self) -> float:
+        return (self.cluster.device.memory_gib - self.settings.reserve_gib) * GIB
+
+    def _surround(self, grid: Grid, number: int, count: int) -> Surroundings:
+        self.progress("bounding layouts", number, count)
+        return Surroundings(self.job, self.cluster, grid, self.simulator)
+
+    def _start(self, around: list[Surroundings]) -> list[Surroundings]:
+        """Simulate a few plans on every layout whose floor is below the best step so far; the best layouts come first."""
+        compression = self.settings.compression
+        best = float("inf")
+        judged: list[tuple[tuple[bool, float], int, Surroundings]] = []
+        for number, each in enumerate(sorted(around, key=lambda each: each.floor(compression=compression))):
+            self.progress("judging layouts", number, len(around))
+            # Whole experts on every rank are always judged: people ask when they pay.
+            if each.floor(compression=compression) > best and each.grid.ep * each.grid.etp > 1:
+                continue
+            found = [found for plan in self._starts(each.grid) if (found := self._try(each, plan)) is not None]
+            if found:
+                judged.append((min(map(self._cost, found)), len(judged), each))
+                best = min([best, *(one.seconds for one in found if one.memory.total <= self._memory)])
+        return [each for _, _, each in sorted(judged, key=lambda item: item[:2])]
+
+    def _starts(self, grid: Grid) -> Iterator[Plan]:
+        space = self.settings.space
+        links = [link for link in space.all_to_alls if link in STARTS] or [space.all_to_alls[0]]
+        for schedule in _schedules(space, grid, ("s1", "s2")):
+            for link in links:
+                yield self._first(schedule=schedule, all_to_all=link)
+
+    def _first(self, **choices: Any) -> Plan:
+        """Return a plan with the first value of the space for what is not given."""
+        space = self.settings.space
+        return Plan(
+            **{
+                "fuse": space.fuse[0], "chunks": space.chunks[0], "peer_groups": space.peer_groups[0],
+                "overlap_gather": space.overlap_gather[0], "codec": space.codecs[0],
+                "backward_codec": space.backward_codecs[0], "order": space.orders[0], **choices,
+            }
+        )  # fmt: skip
+
+    def _refine(self, around: Surroundings) -> None:
+        if self.settings.exhaustive:
+            plans = list(self.settings.space.plans(around.grid))
+            for number, plan in enumerate(plans):
+                self.progress(f"trying every plan on {name_of(around.grid)}", number, len(plans))
+                self._try(around, plan)
+            return
+        starts = [found for (grid, _), found in self.tried.items() if grid == around.grid and found is not None]
+        for start in sorted(starts, key=self._cost)[:2]:
+            best = start
+            while True:
+                near = [self._try(around, plan) for plan in neighbours(best.plan, self.settings.space, around.grid)]
+                step = min([best, *filter(None, near)], key=self._cost)
+                if self._cost(step) >= self._cost(best):
+                    break
+                best = step
+
+    def _cost(self, found: Found) -> tuple[bool, float]:
+        return found.memory.total > self._memory, found.seconds
+
+    def _try(self, around: Surroundings, plan: Plan) -> Found | None:
+        """Simulate a plan on a layout; None where it does not fit."""
+        key = (around.grid, plan)
+        if key not in self.tried:
+            try:
+                compiled = self._compile(plan, around.grid)
+                programs = (compiled.forward, compiled.backward)
+                there, back = (self.simulator.run(each, around.model.layer, compiled.grid) for each in programs)
+            except InputError as error:
+                self.refusal = str(error)
+                self.tried[key] = None
+                return None
+            self.tried[key] = Found(
+                plan=plan,
+                grid=around.grid,
+                estimate=around.estimate(there, back),
+                memory=around.memory(compiled),
+                bound_seconds=max(around.compute_bound, around.link_bound),
+            )
+        return self.tried[key]
+
+    def _compile(self, plan: Plan, grid: Grid) -> Compiled:
+        compiled = compile_plan(plan, replica_of(grid), host_runs_compute=self.cluster.host.runs_compute)
+        return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))
+
+    def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
+        """Return all plans that fit the memory, best first; under counts those that were best without them."""
+        fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
+        fitting.sort(key=lambda found: found.seconds)
+        if not counts:
+            return _different(fitting)
+        if self.cluster.world > MAX_RANKS_APART:
+            raise InputError(
+                f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without them, or use at most "
+                f"{MAX_RANKS_APART} ranks"
+            )
+        some = _different(fitting)[: 3 * self.settings.keep]
+        again = []
+        for number, found in enumerate(some):
+            self.progress("simulating under counts", number, len(some))
+            around = Surroundings(self.job, self.cluster, found.grid, self.simulator)
+            compiled, layer = self._compile(found.plan, found.grid), around.model.layer
+            tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
+            runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
+            again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))
+        return sorted(again, key=lambda found: found.seconds)
+
+    def _too_large(self, grid: Grid, num_bytes: float) -> InputError:
+        device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
+        over = num_bytes / GIB + reserve - device
+        recompute = "" if self.job.model.checkpoint_activations else "set model.checkpoint_activations, "
+        return InputError(
+            f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
+            f"{num_bytes / GIB:.1f} GiB and {reserve:g} in reserve, {over:.1f} more than a device of {self.cluster.name} has "
+            f"({device:g}): {recompute}use a smaller batch_size, or more nodes"
+        )
+
+
+def neighbours(plan: Plan, space: SearchSpace, grid: Grid) -> Iterator[Plan]:
+    """Yield the plans of a space that differ from a plan in one choice.
+
+    Args:
+        plan: to change.
+        space: of the values.
+        grid: tells the values of r.
+    """
+    shards = space.gather_weights
+    if shards is None:
+        shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
+    values: dict[str, Sequence[object]] = {
+        "schedule": _schedules(space, grid), "fuse": space.fuse, "gather_weights": (None, *shards), "chunks": space.chunks,
+        "peer_groups": space.peer_groups, "overlap_gather": space.overlap_gather, "all_to_all": space.all_to_alls,
+        "codec": space.codecs, "backward_codec": space.backward_codecs, "order": space.orders,
+    }  # fmt: skip
+    assert set(values) <= {each.name for each in fields(Plan)}
+    for name, choices in values.items():
+        for value in choices:
+            if value != getattr(plan, name):
+                yield replace(plan, **{name: value})  # type: ignore[arg-type]
+
+
+def _schedules(space: SearchSpace, grid: Grid, wanted: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
+    """Return the schedules of a space, the wanted ones if it holds any; one where tp and etp are 1 and all are alike."""
+    if grid.tp == grid.etp == 1:
+        return ("s1",) if "s1" in space.schedules else space.schedules[:1]
+    return tuple(schedule for schedule in space.schedules if schedule in wanted) or space.schedules
+
+
+def _different(ranking: list[Found]) -> list[Found]:
+    """Return a ranking in which of plans that take as long on one layout only the plainest is left."""
+    kept: dict[tuple[Grid, str], Found] = {}
+    for found in ranking:
+        key = (found.grid, f"{found.seconds:.6g}")
+        if key not in kept or _choices(found.plan) < _choices(kept[key].plan):
+            kept[key] = found
+    return sorted(kept.values(), key=lambda found: found.seconds)
+
+
+def _choices(plan: Plan) -> int:
+    """Return in how many fields a plan is not the default one."""
+    return sum(value != getattr(Plan(), name) for name, value in vars(plan).items())

@@ -1,0 +1,303 @@
+"""Which plan to run at which load, learnt while training: Tutel's dictionary (Hwang et al. 2023, section 3.3), filled first.
+
+The paper's dictionary tries every choice at every load that it meets. Here each load starts with simulated times; measured
+ones replace and correct them, so that only plans near the best are ever tried, each a few times, in a bounded share of steps.
+
+Pure and deterministic: given the same loads and the same measured seconds, every rank comes to the same plan. Who uses it has
+the ranks agree on both first. A plan whose codec loses precision is run only where the caller has named that codec as tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from moesaic.configfile import override
+from moesaic.errors import InputError
+from moesaic.plan.plan import Codec, Plan
+
+VERSION = 1
+"""Of the saved form."""
+Predict = Callable[[float], Sequence[float]]
+"""From a load to the predicted seconds of a step under each plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """How a table learns."""
+
+    rows_per_bucket: float = 128
+    """Loads that differ by less share an entry: Tutel's R. A load is the copies that the busiest expert gets."""
+    explore: float = 0.05
+    """Largest share of steps under plans that are being tried, of the first two hundred and of every two hundred after."""
+    hysteresis: float = 0.03
+    """Leave a plan only for one that is faster by this share."""
+    trial_steps: int = 2
+    """Steps that a trial measures, after one that it does not."""
+    doubt: float = 0.25
+    """How much faster than predicted a plan may turn out: those that would then be best are worth a trial. Less once the
+    plans that were measured turn out to be off alike."""
+
+    def __post_init__(self) -> None:
+        if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
+            raise InputError(f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
+        for name in ("explore", "hysteresis", "doubt"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
+        if self.trial_steps < 1:
+            raise InputError(f"trial_steps={self.trial_steps}: must be at least 1")
+
+
+@dataclass
+class Entry:
+    """What is known of one plan at one load."""
+
+    predicted: float
+    """Seconds of a step."""
+    measured: list[float] = field(default_factory=list)
+    """Of the last steps, at most `KEPT`."""
+    count: int = 0
+    """Steps measured in all."""
+
+
+WINDOW = 200
+"""Steps of which `explore` is a share: what a share of them allows may be used at once."""
+KEPT = 8
+"""Measured steps that an entry remembers; their median counts, so that one slow step decides nothing."""
+TRUST = 8
+"""Measured steps at a load that weigh as much as what predictions and other loads say of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A change of plan."""
+
+    step: int
+    """Steps decided before, this run and earlier ones together."""
+    bucket: int
+    """The load, in buckets."""
+    plan: int
+    """Which plan runs from now on."""
+    why: str
+    """start, trial, trial over, load, faster."""
+
+
+class PlanTable:
+    """Chooses a plan before every step and is told afterwards how long the step took.
+
+    Args:
+        plans: to choose from; the first is the one to fall back on.
+        predict: seconds of a step under each of them at a load.
+        settings: how to learn.
+        tested: pairs of codecs (forward, backward) that the user has tested; other lossy plans are never run.
+
+    Raises:
+        InputError: if no plan may be run.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        predict: Predict,
+        settings: TableSettings | None = None,
+        *,
+        tested: Collection[tuple[Codec, Codec]] = (),
+    ) -> None:
+        self.plans, self.settings = tuple(plans), settings or TableSettings()
+        self._predict = predict
+        self.allowed = [
+            number for number, plan in enumerate(self.plans)
+            if plan.is_lossless or (plan.codec, plan.backward_codec) in tested
+        ]  # fmt: skip
+        if not self.allowed:
+            raise InputError(
+                "the plan table holds no plan that may be run: name a lossless one, or test the codec first"
+            )
+        self.entries: dict[int, list[Entry]] = {}
+        self.held: dict[int, int] = {}
+        self.decisions: list[Decision] = []
+        self._last_run: dict[int, int] = {}
+        self.steps = self.explored = self.switches = 0
+        self.running: int | None = None
+        self._bucket = 0
+        self._trial_left = self._unsettled = 0
+
+    def bucket_of(self, load: float) -> int:
+        """Return the bucket of a load."""
+        return int(load // self.settings.rows_per_bucket)
+
+    def choose(self, load: float) -> int:
+        """Return the number of the plan for the next step.
+
+        Args:
+            load: copies that the busiest expert is expected to get; the same on all ranks.
+        """
+        bucket = self.bucket_of(load)
+        self._filled(bucket)
+        moved, self._bucket = bucket != self._bucket, bucket
+        was_trial, self._trial_left = self._trial_left, max(self._trial_left - 1, 0)
+        if was_trial > 1 and self.running is not None:
+            self.explored += 1
+        else:
+            best = self._best(bucket)
+            tried = self._worth_trying(bucket, best)
+            if tried is not None:
+                self._trial_left = 1 + self.settings.trial_steps
+                self.explored += 1
+                self._run(tried, "trial")
+            else:
+                self._run(
+                    best,
+                    "start" if self.running is None else "trial over" if was_trial else "load" if moved else "faster",
+                )
+        self.steps += 1
+        assert self.running is not None
+        return self.running
+
+    def record(self, seconds: float) -> None:
+        """Take down how long the step took; the first one after a change of plan is left out, as it warms caches.
+
+        Args:
+            seconds: the same on all ranks: the slowest one's.
+        """
+        assert self.running is not None, "choose a plan first"
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        entry = self.entries[self._bucket][self.running]
+        entry.measured = [*entry.measured, seconds][-KEPT:]
+        entry.count += 1
+        self._last_run[self.running] = self.steps
+
+    def estimates(self, bucket: int) -> list[float]:
+        """Return what each plan is thought to take at a load: predicted and corrected, then measured as steps come in.
+
+        Measured over predicted is taken as a factor of the plan times one of the load: what a plan was seen to take at other
+        loads counts here too, and a plan that never ran is taken to be off as much as those that did. A few steps measured at
+        this very load do not decide alone: loads differ within a bucket, and two plans' steps may have been at its two ends.
+        """
+        entries, of_plan = self._filled(bucket), self._plan_factors()
+        usual = median(of_plan.values()) if of_plan else 1.0
+        here = [
+            median(entry.measured) / entry.predicted / of_plan[plan]
+            for plan, entry in enumerate(entries) if entry.measured
+        ]  # fmt: skip
+        of_load = median(here) if here else 1.0
+        found = []
+        for plan, entry in enumerate(entries):
+            thought, count = entry.predicted * of_plan.get(plan, usual) * of_load, len(entry.measured)
+            seen = median(entry.measured) if entry.measured else thought
+            found.append((count * seen + TRUST * thought) / (count + TRUST))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return {
+            "version": VERSION,
+            "rows_per_bucket": self.settings.rows_per_bucket,
+            "plans": [asdict(plan) for plan in self.plans],
+            "entries": {str(bucket): [asdict(each) for each in entries] for bucket, entries in self.entries.items()},
+            "held": {str(bucket): plan for bucket, plan in self.held.items()},
+            "running": self.running,
+            "last_run": {str(plan): step for plan, step in self._last_run.items()},
+            "counts": [self.steps, self.explored, self.switches],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned: of the plans that this table has too, what was measured; predictions are anew.
+
+        Raises:
+            InputError: if it is of another version, or has other buckets.
+        """
+        if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
+            raise InputError(
+                f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, this table version "
+                f"{VERSION} and {self.settings.rows_per_bucket:g}: delete the file to start anew, or set rows_per_bucket back"
+            )
+        now = {plan: number for number, plan in enumerate(self.plans)}
+        before = [now.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
+        for bucket, saved in state["entries"].items():
+            entries = self._filled(int(bucket))
+            for number, entry in zip(before, saved):
+                if number is not None:
+                    entries[number].measured, entries[number].count = list(entry["measured"]), entry["count"]
+        places = {int(bucket): before[plan] for bucket, plan in state["held"].items()}
+        self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
+        last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
+        self._last_run = {plan: step for plan, step in last.items() if plan is not None}
+        self.steps, self.explored, self.switches = state["counts"]
+
+    def _filled(self, bucket: int) -> list[Entry]:
+        """Return the entries of a load; a load that is new is given its predictions, taken at the middle of its bucket."""
+        if bucket not in self.entries:
+            predicted = list(self._predict((bucket + 0.5) * self.settings.rows_per_bucket))
+            assert len(predicted) == len(self.plans), "a prediction for each plan"
+            self.entries[bucket] = [Entry(predicted=seconds) for seconds in predicted]
+        return self.entries[bucket]
+
+    def _plan_factors(self) -> dict[int, float]:
+        """Return measured over predicted seconds of every plan that was measured, the median over loads."""
+        ratios: dict[int, list[float]] = {}
+        for entries in self.entries.values():
+            for plan, entry in enumerate(entries):
+                if entry.measured:
+                    ratios.setdefault(plan, []).append(median(entry.measured) / entry.predicted)
+        return {plan: median(each) for plan, each in ratios.items()}
+
+    def _count(self, plan: int) -> int:
+        """Return how many steps of a plan were measured, at any load."""
+        return sum(entries[plan].count for entries in self.entries.values())
+
+    def _weight(self, plan: int) -> float:
+        """Return the measured steps of a plan, fewer the longer ago: what was seen at other loads may have misled."""
+        return self._count(plan) / (1 + (self.steps - self._last_run.get(plan, 0)) // WINDOW)
+
+    def _best(self, bucket: int) -> int:
+        """Return the plan to hold at a load; a plan that was measured is left only for another that was, or for one that is
+        faster even if its prediction is off as far as may be."""
+        seconds, doubt = self.estimates(bucket), self._doubt()
+        held = self.held.get(bucket)
+        if held is None:
+            held = self.running if self.running in self.allowed else self.allowed[0]
+        assert held is not None
+        known = [
+            plan for plan in self.allowed
+            if self._count(plan) or not self._count(held) or seconds[plan] * (1 + doubt) < seconds[held]
+        ]  # fmt: skip
+        best = min(known, key=lambda plan: (seconds[plan], plan))
+        self.held[bucket] = best if seconds[best] < (1 - self.settings.hysteresis) * seconds[held] else held
+        return self.held[bucket]
+
+    def _worth_trying(self, bucket: int, best: int) -> int | None:
+        """Return a plan to try next, the most promising of those tried least; None if none is, or it would be too often."""
+        cost, budget = 1 + self.settings.trial_steps, self.settings.explore * WINDOW * (1 + self.steps // WINDOW)
+        if self.explored + cost > budget or self._count(best) < self.settings.trial_steps:
+            return None
+        seconds, doubt = self.estimates(bucket), self._doubt()
+        to_beat = (1 - self.settings.hysteresis) * seconds[best]
+        open_to_doubt = [
+            plan for plan in self.allowed
+            if plan != best and seconds[plan] * (1 - doubt / (1 + self._weight(plan))) < to_beat
+        ]  # fmt: skip
+        return min(open_to_doubt, key=lambda plan: (self._count(plan), seconds[plan], plan), default=None)
+
+    def _doubt(self) -> float:
+        """Return how far a prediction may be off: what the settings say until plans were measured, then no more than twice
+        what those that were measured are apart, the hysteresis at least."""
+        factors = list(self._plan_factors().values())
+        if len(factors) < 2:
+            return self.settings.doubt
+        apart = 1 - min(factors) / max(factors)
+        return min(self.settings.doubt, max(2 * apart, self.settings.hysteresis))
+
+    def _run(self, plan: int, why: str) -> None:
+        if plan == self.running:
+            return
+        why = "start" if self.running is None else why
+        self.switches += self.running is not None
+        self._unsettled = 1
+        self.running = plan
+        self.decisions.append(Decision(step=self.steps, bucket=self._bucket, plan=plan, why=why))

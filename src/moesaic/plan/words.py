@@ -1,0 +1,16 @@
+"""A plan in a few words, for tables and logs."""
+
+from __future__ import annotations
+
+from moesaic.plan.plan import Plan
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Return what of a plan is not the plain one."""
+    words: list[str] = [plan.schedule, plan.all_to_all]
+    words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
+    words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
+    words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + ["overlapped gather"] * plan.overlap_gather
+    words += [f"{plan.codec} forward"] * (plan.codec != "none")
+    words += [f"{plan.backward_codec} backward"] * (plan.backward_codec != "none")
+    return ", ".join([*words, *([plan.order] if plan.order != "optsche" else [])])

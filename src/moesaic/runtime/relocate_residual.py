@@ -1,0 +1,173 @@
+"""The residual of an MoE block when samples change home: with the experts' results, or on its own.
+
+NetMoE (Liu et al., ICLR 2025, appendix A.1) lets every copy bring its token's residual along, so that results and residual
+arrive as one: y_e = x + E(x). It says that this keeps the result and not when. The copies' weighted sum is
+
+    sum_k g_k (E_k(norm(x)) + x) = sum_k g_k E_k(norm(x)) + x        if and only if the weights g of a token sum to one.
+
+So it needs a router whose weights do, a copy of every token (no padding, nothing dropped), weights that multiply results and
+not inputs, and rows of at least 32 bits that no codec
+or autocast rounds, since every layer would round the residual stream with them. With a norm in
+front, tokens travel as they are and the experts' rank applies the norm; that is linear in what comes back, so the norm's
+gradient adds up over copies. Where anything stands between the layer and the sum, dropout for one, the residual goes alone
+(`SampleMove.carry`): one more row per token that moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.plan import Plan
+from moesaic.routing.gates import Hash, SoftmaxTopK
+from moesaic.routing.router import AbstractRouter
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What is added to an MoE layer's result, nothing in between: x + moe(norm(x))."""
+
+    x: Tensor
+    """Of the layer's input's shape."""
+    norm: nn.Module | None = None
+    """What made the layer's input of x, token by token, such as RMSNorm; None where that is x itself."""
+
+
+def rides_along(
+    residual: Residual | None, router: AbstractRouter, plan: Plan, mask: Tensor | None, weight_first: bool
+) -> bool:
+    """Whether a residual may travel with the experts' results; see the module. Of a layer that drops nothing.
+
+    Args:
+        residual: None for none.
+        router: of the layer.
+        plan: of the layer.
+        mask: of the call, False for padding.
+        weight_first: the layer multiplies by the routing weight before the expert.
+    """
+    if residual is None or weight_first or mask is not None or not plan.is_lossless:
+        return False
+    sums_to_one = isinstance(router, Hash) or (isinstance(router, SoftmaxTopK) and router.normalize == "after")
+    dtype = residual.x.dtype
+    return sums_to_one and compute_dtype(residual.x) is dtype and dtype.itemsize >= 4
+
+
+class WithResidual(AbstractExperts):
+    """Experts that take tokens before the norm, and add each token to its result before the routing weight multiplies.
+
+    The norm's parameters come as further columns of what the shards of an expert hold in common, the same for every expert.
+
+    Args:
+        inner: the experts.
+        norm: in front of them; None for none.
+    """
+
+    def __init__(self, inner: AbstractExperts, norm: nn.Module | None) -> None:
+        super().__init__(inner.dim, inner.num_experts)
+        self.inner, self.norm = inner, norm
+        self._shapes = {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
+        self._columns = sum(shape.numel() for shape in self._shapes.values())
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.inner.names
+
+    def compute(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
+    ) -> Tensor:
+        own, row = self._split(common)
+        out = self.inner.compute(sharded, own, self._normed(rows, row), gates, ends, shards)
+        return out + self._share(rows, gates, shards)
+
+    def run(
+        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
+    ) -> tuple[Tensor, Weights]:
+        own, row = self._split(common)
+        with torch.no_grad():
+            out, kept = self.inner.run(sharded, own, self._normed(rows, row), gates, ends, shards)
+        return out + self._share(rows, gates, shards), kept
+
+    def gradients(
+        self,
+        sharded: Weights,
+        common: Weights,
+        rows: Tensor,
+        gates: Tensor | None,
+        ends: Tensor,
+        kept: Weights,
+        dy: Tensor,
+        shards: int = 1,
+    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+        assert gates is not None, "a residual rides on copies that have weights"
+        own, row = self._split(common)
+        leaves = [rows.detach().requires_grad_(), row.detach().requires_grad_()]
+        with torch.enable_grad():
+            seen = self._normed(*leaves)
+        found = self.inner.gradients(sharded, own, seen.detach(), gates, ends, kept, dy, shards)
+        assert found[1] is not None
+        d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
+        d_rows = d_rows + self._share(dy, gates, shards)
+        d_gates = found[1] + (dy * rows).sum(1).to(gates.dtype) / shards
+        d_common: Weights = found[3]
+        if self._columns:
+            of_norm = torch.zeros_like(common[0][:, common[0].shape[1] - self._columns :])
+            of_norm[:1] = d_row
+            d_common = (torch.cat([*d_common, of_norm], dim=1),)
+        return d_rows, d_gates, found[2], d_common
+
+    def init_normal(self, std: float, out_std: float) -> None:
+        self.inner.init_normal(std, out_std)
+
+    def pack(self, sharded: Weights) -> Tensor:
+        return self.inner.pack(sharded)
+
+    def unpack(self, rows: Tensor, num_experts: int) -> Weights:
+        return self.inner.unpack(rows, num_experts)
+
+    def num_units(self, sharded: Weights) -> int:
+        return self.inner.num_units(sharded)
+
+    def first(self, sharded: Weights, num_experts: int) -> Weights:
+        return self.inner.first(sharded, num_experts)
+
+    def joined(self, common: Weights, num_experts: int, shards: int) -> Weights:
+        """Return what an expert's shards hold in common, with the norm's parameters beside it; differentiable.
+
+        Every shard of an expert gets the whole gradient of those, and data-parallel ranks add up theirs, the shards' among
+        them: each counts for its share.
+
+        Args:
+            common: of the inner experts.
+            num_experts: on this rank.
+            shards: of an expert.
+        """
+        if self.norm is None or not self._columns:
+            return common
+        row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
+        row = row if shards == 1 else row / shards + (row - row / shards).detach()
+        return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
+
+    def _split(self, common: Weights) -> tuple[Weights, Tensor]:
+        """Return the inner experts' common parameters, and the norm's, (columns,)."""
+        if not self._columns:
+            return common, torch.empty(0)
+        width = common[0].shape[1] - self._columns
+        return ((common[0][:, :width],) if width else ()), common[0][0, width:]
+
+    def _normed(self, rows: Tensor, row: Tensor) -> Tensor:
+        if self.norm is None:
+            return rows.view_as(rows)
+        parts = row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
+        given = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+        out: Tensor = functional_call(self.norm, given, (rows,))
+        return out
+
+    @staticmethod
+    def _share(rows: Tensor, gates: Tensor | None, shards: int) -> Tensor:
+        """Return a shard's share of each row times its weight; the shards' results are summed."""
+        assert gates is not None, "a residual rides on copies that have weights"
+        return rows * (gates / shards).to(rows.dtype).unsqueeze(1)

@@ -1,0 +1,251 @@
+"""Plans that change while a run trains: the plan table on the ranks of a run. Off, it costs nothing.
+
+Before each step all ranks choose by the last step's load; after it they agree on its time, the slowest one's. A switch moves
+no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.configfile import override
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.planned import MESH, read_planned
+from moesaic.plan.predict import Predictor
+from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.plan.words import plan_in_words
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.ranks import Ranks
+from moesaic.train.state import RunState
+
+FILE = "plan-table.json"
+"""In the run folder: what the table knows, written with every checkpoint."""
+
+
+def with_planned(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with mesh and plan of the file that `planner.file` names, if it names one.
+
+    Raises:
+        InputError: for a file that holds none, or fields of `mesh` and `plan` that say something else.
+    """
+    if not config.planner.file:
+        return config
+    path = Path(config.planner.file)
+    table, plan = read_planned(path)
+    mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
+    for name in MESH:
+        asked, found = getattr(config.mesh, name), getattr(mesh, name)
+        if asked not in (found, getattr(MeshConfig(), name)):
+            raise InputError(f"mesh.{name}={asked} and {path} with {found} contradict each other: leave one out")
+    if config.plan not in (plan, Plan()):
+        raise InputError(f"plan and planner.file={path} contradict each other: leave one out")
+    return replace(config, mesh=mesh, plan=plan, planner=replace(config.planner, file=""))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Plans to switch between, the same on all ranks; one of them predicts."""
+
+    plans: tuple[Plan, ...]
+    predictor: Predictor | None
+    """On the first rank."""
+
+
+def find_candidates(config: TrainConfig) -> Candidates | None:
+    """Return the plans that a run may switch between; None where `planner.auto` is off. All ranks call it together.
+
+    It comes before the run's folder is made, so that what is refused leaves nothing behind.
+
+    Raises:
+        InputError: on every rank, if the run cannot be planned: one process, a capacity whose drops depend on the plan, a
+            cluster that the ranks do not fit, a model that does not fit the cluster.
+    """
+    settings = config.planner
+    if not settings.auto:
+        return None
+    ranks = Ranks.of(config, "cpu")
+    predictor: Predictor | None = None
+    tables: list[dict[str, Any]] = []
+    with ranks.together():
+        _check(config, ranks)
+        if ranks.is_first:
+            assert ranks.mesh is not None
+            predictor = Predictor.of(
+                asdict(config), ranks.mesh.grid, config.plan,
+                cluster=settings.cluster, profile=settings.profile, plans=settings.plans,
+            )  # fmt: skip
+            tables = [asdict(plan) for plan in predictor.plans]
+    told = ranks.first_says(tables)
+    return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
+
+
+class AutoPlanner:
+    """Switches the plan of a run's MoE layers between steps; all ranks make it and call it together.
+
+    Args:
+        run: a run.
+        candidates: its plans; None to leave the plan as it is.
+
+    Raises:
+        InputError: on every rank, if a saved table is of another kind.
+    """
+
+    def __init__(self, run: RunState, candidates: Candidates | None) -> None:
+        self._run, self._ranks, self._path = run, run.ranks, run.folder / FILE
+        self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        self._compiled: dict[tuple[int, bool], Compiled] = {}
+        self._told = 0
+        self._load = _even_load(run.config)
+        self.table = None if candidates is None else self._make_table(candidates)
+
+    def before_step(self) -> None:
+        """Choose the plan of the next step."""
+        if self.table is None:
+            return
+        before, chosen = self.table.running, self.table.choose(self._load)
+        if chosen != before:
+            for layer in self._layers:
+                layer.use_plan(self._compile(chosen, layer))
+
+    def note_load(self) -> None:
+        """Look at the load of the step, before its optimizer step, where layers still know it."""
+        if self.table is not None:
+            busiest = torch.stack([layer.step_counts.max() for layer in self._layers]).double().mean()
+            self._load = float(busiest) / self._run.config.accumulation
+
+    def after_step(self, seconds: float) -> None:
+        """Take down how long the step took on the slowest rank.
+
+        Args:
+            seconds: on this rank.
+        """
+        if self.table is not None:
+            told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
+            self._load = float(told[1])
+            self.table.record(float(told[0]))
+
+    def values(self) -> dict[str, Any]:
+        """Return for the metrics what runs and what was decided since the last call; nothing if off."""
+        if self.table is None or self.table.running is None:
+            return {}
+        table, running, new = self.table, self.table.running, self.table.decisions[self._told :]
+        self._told = len(table.decisions)
+        estimates = table.estimates(table.bucket_of(self._load))
+        return {
+            "plan": {
+                "running": plan_in_words(table.plans[running]),
+                "load": self._load,
+                "estimated_seconds": estimates[running],
+                "switches": table.switches,
+                "explored_share": table.explored / table.steps,
+                "decisions": [
+                    [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])] for each in new
+                ],
+            }
+        }
+
+    def describe(self) -> list[str]:
+        """Return a line about the candidates, for people."""
+        if self.table is None:
+            return []
+        first = self.table.estimates(self.table.bucket_of(self._load))
+        words = [
+            f"{plan_in_words(plan)} ({1e3 * first[number]:.1f} ms)" for number, plan in enumerate(self.table.plans)
+        ]
+        return [f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"]
+
+    def save(self) -> None:
+        """Write down what the table knows, on the first rank.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        if self.table is None or not self._ranks.is_first:
+            return
+        aside = self._path.with_suffix(".writing")
+        try:
+            aside.write_text(json.dumps(self.table.state()) + "\n", encoding="utf-8")
+            os.replace(aside, self._path)
+        except OSError as error:
+            raise InputError(f"{self._path}: cannot be written ({error.strerror}): check the folder") from error
+
+    def _make_table(self, candidates: Candidates) -> PlanTable:
+        config, ranks, predictor = self._run.config, self._ranks, candidates.predictor
+
+        def predict(load: float) -> list[float]:
+            found: list[float] = ranks.first_says(None if predictor is None else predictor(load))
+            return found
+
+        settings = config.planner
+        how = TableSettings(
+            rows_per_bucket=settings.rows_per_bucket, explore=settings.explore, hysteresis=settings.hysteresis
+        )
+        table = PlanTable(candidates.plans, predict, how, tested={(config.plan.codec, config.plan.backward_codec)})
+        saved = None
+        with ranks.together():
+            saved = _read(self._path) if self._run.step and ranks.is_first else None
+        saved = ranks.first_says(saved)
+        if saved is not None:
+            try:
+                table.restore(saved)
+            except InputError as error:
+                raise InputError(f"{self._path}: {error}") from error
+        return table
+
+    def _compile(self, number: int, layer: MoE) -> Compiled:
+        """Return a plan compiled for a layer: once for all layers that are alike."""
+        assert self.table is not None
+        assert self._ranks.mesh is not None
+        key = (number, bool(layer.experts.names[1]))
+        if key not in self._compiled:
+            mesh = self._ranks.mesh
+            on_cpu = mesh.wire.device.type == "cpu"
+            self._compiled[key] = compile_plan(
+                self.table.plans[number], mesh.grid, bias=key[1], host_runs_compute=on_cpu
+            )
+        return self._compiled[key]
+
+
+def _even_load(config: TrainConfig) -> float:
+    """Return the copies that each expert gets under even routing."""
+    moe = config.model.moe
+    return config.batch_size * config.model.seq_len * moe.top_k / moe.num_experts
+
+
+def _check(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise InputError for what cannot be planned while it runs."""
+    moe = config.model.moe
+    if ranks.mesh is None:
+        raise InputError(
+            "planner.auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
+        )
+    if config.model.ffn == "dense":
+        raise InputError('planner.auto: model.ffn="dense" has no MoE layers to plan: leave it off')
+    if moe.capacity == "padded" or (moe.capacity != "dropless" and moe.capacity_scope == "rank"):
+        raise InputError(
+            f"planner.auto clashes with a capacity counted on each rank (model.moe.capacity={moe.capacity}), where what is "
+            'dropped depends on the plan: choose "dropless", or model.moe.capacity_scope="mesh"'
+        )
+    if config.plan.all_to_all == "deepep":
+        raise InputError(
+            "planner.auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the saved table of a run that is taken up again; None if it has none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}): delete it to start the plan table anew") from error
+    return found

@@ -1,0 +1,271 @@
+"""Routing written down during training, and routing that was written down run again.
+
+    train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
+    train --replay-routing FILE      experts come from a trace, weights from the router's scores
+
+Recording reads the tape that also serves activation checkpointing (`runtime/tape.py`), so nothing is recorded twice where
+blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.comm.collectives import share_of
+from moesaic.cost.trace import (
+    FOLDER,
+    PATTERN,
+    Trace,
+    differences,
+    segment_name,
+)
+from moesaic.cost.trace_file import Segment, read_header, write_segment
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.routing.replay import encoded, replayed
+from moesaic.routing.route import RoutingRecord, count
+from moesaic.runtime.tape import RoutingTape, TapedModule
+from moesaic.train.config import TrainConfig
+from moesaic.train.durable import flush
+from moesaic.train.ranks import Ranks
+from moesaic.train.record_files import check_routing, digest_of, prune, shape_of
+from moesaic.train.state import RunState
+
+SEGMENT_STEPS = 50
+"""Steps of a segment at most; a checkpoint ends one too."""
+SEGMENT_BYTES = 64 << 20
+"""Of all ranks' tables in memory at most, before they are written."""
+
+
+class RoutingObserver:
+    """Records the routing of a run, replays another's, both or neither.
+
+    Args:
+        run: at its start.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._ranks, self._model = run.ranks, run.model
+        self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        self._replay = check_routing(run.config, run.step)
+        with self._ranks.together():
+            if self._ranks.is_first:
+                prune(run.folder / FOLDER, run.step)
+        if self._replay is not None:
+            advice = "give every rank the same files"
+            self._ranks.require_same("the trace of replay_routing", digest_of(Path(self._replay.name)), advice)
+        self._recorder: _Recorder | None = None
+        if run.config.record_routing != "none":
+            self._recorder = _Recorder(run.config, run.ranks, self._layers, run.folder / FOLDER)
+            with self._ranks.together():
+                if self._ranks.is_first:
+                    self._recorder.check_continues()
+
+    @contextmanager
+    def call(self, step: int, micro: int) -> Iterator[None]:
+        """The forward pass of one micro-batch of training; all ranks enter it together.
+
+        Args:
+            step: optimizer steps taken before.
+            micro: micro-batch of the step.
+        """
+        self._check_placement()
+        if self._recorder is not None and micro == 0 and self._recorder.is_full:
+            self._recorder.flush()
+        recording = nullcontext() if self._recorder is None else self._recorder.recording(step, micro)
+        replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
+        with recording, replaying:
+            yield
+
+    def flush(self) -> None:
+        """Write what was recorded; all ranks call it together.
+
+        Raises:
+            InputError: on every rank, if the first one cannot write.
+        """
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def _check_placement(self) -> None:
+        is_idle = self._recorder is None and self._replay is None
+        if not is_idle and getattr(self._model, "relocator", None) is not None:
+            raise InputError(
+                "record_routing and replay_routing clash with sample placement, under which ranks route other samples than "
+                "they were given: set model.relocator = None"
+            )
+
+    @contextmanager
+    def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
+        part = [_part(layer, trace.shape.tokens, self._ranks) for layer in self._layers]
+
+        def experts(place: int) -> Tensor:
+            return torch.from_numpy(trace.experts(place, step, micro)[part[place]].astype(np.int64))
+
+        with replayed([layer.router for layer in self._layers], experts):
+            yield
+
+
+class _Recorder:
+    """Keeps the choices of steps until they are written.
+
+    Args:
+        config: of the run.
+        ranks: of the run.
+        layers: MoE layers, in order.
+        folder: where segments go.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, layers: list[MoE], folder: Path) -> None:
+        assert config.record_routing != "none"
+        self._shape, self._holds, self._ranks, self._folder = shape_of(config), config.record_routing, ranks, folder
+        self._layers = layers
+        self._source = {
+            "router": config.model.moe.router,
+            "mesh": {"world": ranks.world, "dp": ranks.dp, "ep": config.mesh.ep, "etp": config.mesh.etp},
+        }
+        self._steps: list[int] = []
+        self._tables: list[np.ndarray] = []
+        self._was_sliced = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to write, another segment begins with another kind of plan; the same on all ranks."""
+        at_most = max(1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)))
+        return len(self._steps) >= at_most or (bool(self._steps) and self._was_sliced != self._is_sliced)
+
+    @contextmanager
+    def recording(self, step: int, micro: int) -> Iterator[None]:
+        """Record the layers' next calls, one each."""
+        tape = _RecordingTape()
+        before = [layer.tape for layer in self._layers]
+        try:
+            for layer in self._layers:
+                layer.tape = tape
+            yield
+        finally:
+            for layer, earlier in zip(self._layers, before):
+                layer.tape = earlier
+        tables = torch.stack([self._table(layer, tape.records[layer]) for layer in self._layers]).cpu().numpy()
+        self._was_sliced = self._is_sliced
+        if micro == 0:
+            self._steps.append(step)
+        self._tables.append(tables.astype(self._shape.dtype(self._holds)))
+
+    def flush(self) -> None:
+        """Collect the ranks' parts and write them as a segment."""
+        shape, steps = self._shape, self._steps
+        if not steps:
+            return
+        mine = np.stack(self._tables).reshape(len(steps), shape.accumulation, *self._tables[0].shape)
+        self._steps, self._tables = [], []
+        parts = self._collect(mine)
+        with self._ranks.together():
+            if parts is not None:
+                table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
+                segment = Segment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
+                write_segment(segment, self._folder / segment_name(steps[0]))
+                flush(self._folder)
+
+    def check_continues(self) -> None:
+        """Make sure that the segments that are there already are of this run's shape.
+
+        Raises:
+            InputError: if they are not.
+        """
+        for path in sorted(self._folder.glob(PATTERN))[:1]:
+            header = read_header(path)
+            found = differences(header.shape, self._shape)
+            if header.holds != self._holds:
+                found.append(f"holds={header.holds} (not {self._holds})")
+            if found:
+                raise InputError(
+                    f"{self._folder} holds a trace with {', '.join(found)}: move it away, or resume as it was recorded"
+                )
+
+    @property
+    def _is_sliced(self) -> bool:
+        """Whether the ranks of a tensor group route a slice of its tokens each; else each routes all of them."""
+        return any(_slices(layer) for layer in self._layers)
+
+    def _table(self, layer: MoE, record: RoutingRecord) -> Tensor:
+        """Return a call's part of the table: tokens' experts, or counts per sequence of the data-parallel group."""
+        choice, shape = record.choice, self._shape
+        if self._holds == "tokens":
+            return encoded(choice, shape.top_k)
+        own = shape.sequences // self._ranks.dp
+        slices = _slices(layer)
+        first = _tensor_slice(own * shape.seq_len, self._ranks).start if slices else 0
+        cell = (choice.token + first) // shape.seq_len * shape.num_experts + choice.expert
+        return count(cell, choice.sent, own * shape.num_experts).view(own, shape.num_experts)
+
+    def _collect(self, mine: np.ndarray) -> list[np.ndarray] | None:
+        """Return every rank's part on the first rank, by rank; None on the others."""
+        if self._ranks.mesh is None:
+            return [mine]
+        parts: list[np.ndarray] | None = [mine] * self._ranks.world if self._ranks.is_first else None
+        dist.gather_object(mine, parts)
+        return parts
+
+
+class _RecordingTape(RoutingTape):
+    """Keeps the record of each layer's one call; nothing is replayed from it."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.records: dict[TapedModule, RoutingRecord] = {}
+
+    def write(self, layer: TapedModule, record: RoutingRecord) -> None:
+        """Keep a record."""
+        assert layer not in self.records
+        self.records[layer] = record
+
+    def read(self, layer: TapedModule) -> RoutingRecord | None:
+        """Return nothing: the layer routes."""
+        return None
+
+
+def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) -> np.ndarray:
+    """Return one table of the ranks' tables.
+
+    Args:
+        parts: by rank, (steps, accumulation, layers, tokens or sequences, columns).
+        tp: consecutive ranks of a tensor group.
+        is_sliced: whether these have routed a slice of their tokens each; else all of them the same.
+        by_token: whether rows are tokens; else the sequences of the group, counted by each rank over its slice.
+    """
+    groups = [parts[first : first + tp] for first in range(0, len(parts), tp)]
+    if not is_sliced:
+        return np.concatenate([group[0] for group in groups], axis=3)
+    if by_token:
+        return np.concatenate([part for group in groups for part in group], axis=3)
+    return np.concatenate([np.sum(group, axis=0, dtype=group[0].dtype) for group in groups], axis=3)
+
+
+def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:
+    """Return which of a micro-batch's tokens a layer routes on this rank."""
+    own = tokens // ranks.dp
+    first = ranks.dp_index * own
+    within = _tensor_slice(own, ranks) if _slices(layer) else slice(0, own)
+    return slice(first + within.start, first + within.stop)
+
+
+def _slices(layer: MoE) -> bool:
+    """Whether each rank of a tensor group routes a slice of its tokens (S1)."""
+    if layer.on_mesh is None:
+        return False
+    compiled = layer.on_mesh.compiled
+    return compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+
+
+def _tensor_slice(tokens: int, ranks: Ranks) -> slice:
+    """Return this rank's slice of its tensor group's tokens."""
+    assert ranks.mesh is not None
+    grid = ranks.mesh.grid
+    return share_of(tokens, grid.coordinate(ranks.rank, "tp"), grid.tp)

@@ -1,0 +1,177 @@
+"""`moesaic plan`: what it prints and writes, what it refuses in one line, and that it runs without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.cli.plan import plan_in_words
+from moesaic.plan import Plan
+from moesaic.plan.planned import read_planned
+from moesaic.train.auto_plan import with_planned
+from moesaic.train.config import PlannerConfig, TrainConfig
+
+MODEL = """batch_size = 8
+[model]
+dim = 64
+num_layers = 2
+num_heads = 2
+seq_len = 64
+[model.moe]
+num_experts = 4
+top_k = 1
+hidden = 128
+"""
+CLUSTER = """nodes = 2
+devices_per_node = 2
+[device]
+memory_gib = 2
+memory_gigabytes_per_second = 100
+tflops = { bf16 = 10, fp32 = 5 }
+[[links]]
+name = "bus"
+devices = 1
+gbps = 40
+[[links]]
+name = "nic"
+devices = 2
+gbps = 1
+carries = "outside"
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "gpt.toml").write_text(MODEL)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return ["plan", "--model", str(tmp_path / "gpt.toml"), "--cluster", str(tmp_path / "cluster.toml")]
+
+
+def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*files, "--json", "--top", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ranking = found["ranking"]
+    assert len(ranking) == 4
+    assert [each["seconds"] for each in ranking] == sorted(each["seconds"] for each in ranking)
+    best = ranking[0]
+    assert best["bottleneck"] in best["limits"]
+    assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
+    assert best["memory_bytes"]["total"] < 2 * 2**30
+    assert best["over_bound"] >= 1
+    assert found["bound_seconds"] <= best["seconds"] / best["over_bound"] * (1 + 1e-9)
+    assert Plan(**best["plan"]).is_lossless
+    assert {"1", "2", "4"} == set(found["by_ep"])
+    assert found["by_ep"]["1"]["best_seconds"] >= found["by_ep"]["1"]["floor_seconds"]
+    assert any("ep = 1" in line for line in found["reasons"])
+    assert found["layouts"] > found["layouts_left_out"] >= 0
+
+
+def test_the_table_goes_to_people(
+    files: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*files, "--top", "2"]) == 0
+    out, shown = capsys.readouterr()
+    assert out == ""
+    for words in ("over bound", "limited by", "best: tp ", "times the bound of this layout", "memory: ", "ep = 1"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_the_plan_file_is_what_training_takes(files: list[str], ending: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / f"plan.{ending}"
+    assert main([*files, "--json", "--write", str(path)]) == 0
+    best = json.loads(capsys.readouterr().out)["ranking"][0]
+    mesh, plan = read_planned(path)
+    assert plan == Plan(**best["plan"])
+    assert mesh == {name: best["mesh"][name] for name in ("tp", "ep", "etp", "innermost")}
+    config = with_planned(TrainConfig(planner=PlannerConfig(file=str(path))))
+    assert (config.plan, config.mesh.ep, config.mesh.etp) == (plan, mesh["ep"], mesh["etp"])
+
+
+def test_pinned_axes_and_choices_are_kept(files: list[str], capsys: pytest.CaptureFixture) -> None:
+    only = ["--ep", "2", "--tp", "2", "--etp", "1", "--schedules", "s2", "--chunks", "2", "--all-to-alls", "linear"]
+    assert main([*files, *only, "--json"]) == 0
+    for each in json.loads(capsys.readouterr().out)["ranking"]:
+        assert (each["mesh"]["ep"], each["mesh"]["tp"], each["mesh"]["etp"]) == (2, 2, 1)
+        assert (each["plan"]["schedule"], each["plan"]["chunks"], each["plan"]["all_to_all"]) == ("s2", 2, "linear")
+
+
+def test_codecs_only_where_allowed(files: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*files, "--ep", "4", "--allow-lossy", "--json"]) == 0
+    plans = [each["plan"] for each in json.loads(capsys.readouterr().out)["ranking"]]
+    assert {plan["codec"] for plan in plans} != {"none"}
+
+
+def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    seconds = []
+    for row in ([1, 1, 1, 1], [97, 1, 1, 1]):
+        np.save(tmp_path / "counts.npy", np.array([row] * 4))
+        assert (
+            main([*files, "--ep", "4", "--all-to-alls", "linear", "--json", "--trace", str(tmp_path / "counts.npy")])
+            == 0
+        )
+        seconds.append(json.loads(capsys.readouterr().out)["ranking"][0]["seconds"])
+    assert seconds[1] > seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--cluster", "25gb", "--model", "demo"], "cluster '25gb' is unknown: did you mean 25gbe?"),
+        (["--cluster", "25gbe", "--model", "dmo"], "model 'dmo' is unknown: did you mean demo?"),
+        (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, gpt-small"),
+        (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
+        (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
+        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not there yet: leave it at 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
+        (["--model", "demo", "--cluster", "25gbe", "--chunk", "2"], "did you mean --chunks?"),
+        (["--model", "demo", "--cluster", "25gbe", "--ep", "5"], "the search space holds no layout of 16 ranks"),
+        (["--model", "demo", "--cluster", "25gbe", "--profile", "no.json"], "both say what the cluster is"),
+        (["--model", "demo", "--profile", "no.json"], "no.json: no such file"),
+        (["--model", "no.toml", "--cluster", "25gbe"], "config no.toml: no such file"),
+        (["--model", "demo", "--cluster", "25gbe", "--trace", "no.npz"], "no.npz"),
+        (["--model", "demo", "--cluster", "25gbe", "--write", "plan.txt"], "--write plan.txt: choose a name that ends in"),
+        (["--model", "gpt-small", "--cluster", "25gbe", "--reserve-gib", "23.9"], "the model fits no layout of 16 ranks"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)  # fmt: skip
+def test_bad_input_is_one_line(words: list[str], refusal: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *words]) == 2
+    out, shown = capsys.readouterr()
+    assert out == ""
+    last = shown.strip().splitlines()[-1]
+    assert last.startswith("moesaic plan: ")
+    assert refusal in last
+
+
+def test_it_plans_without_torch(files: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('torch', 'safetensors', 'plotly', 'triton'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "from moesaic.cli.main import main\n"
+        f"sys.exit(main({[*files, '--json', '--ep', '2']!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    assert json.loads(done.stdout)["ranking"][0]["mesh"]["ep"] == 2
+
+
+def test_plans_in_words() -> None:
+    assert plan_in_words(Plan()) == "s1, linear"
+    told = plan_in_words(
+        Plan(schedule="s2", chunks=2, gather_weights=0, codec="int8", overlap_gather=True, order="fifo", peer_groups=2)
+    )
+    assert told == "s2, linear, 2 chunks, r = 0, 2 peer groups, overlapped gather, int8 forward, fifo"

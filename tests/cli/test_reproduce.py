@@ -1,0 +1,60 @@
+"""`moesaic reproduce`: tables, JSON, pictures, and one line for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+
+
+def test_netmoe_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, picture = tmp_path / "netmoe.json", tmp_path / "netmoe.svg"
+    assert main(["reproduce", "netmoe", "--json", str(data), "--picture", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(data.read_text(encoding="utf-8"))
+    rows = {row["cell"]: row for row in found["rows"]}
+    assert {"machine", "versions", "date", "rows", "claims", "papers"} <= set(found)
+    assert rows["netmoe.before.inter.16.S"]["ours"] == pytest.approx(192.0)
+    assert rows["netmoe.before.inter.16.S"]["role"] == "validation"
+    assert rows["netmoe.before.inter.16.S"]["source"] == "NetMoE, Table 5, volume between nodes before, 2 nodes"
+    assert rows["netmoe.change.16.S"]["role"] == "fit"
+    kept = rows["netmoe.before.inter.32.XXL"]
+    assert (kept["role"], kept["published"], kept["error"]) == ("kept back", None, None)
+    claims = {claim["name"]: claim for claim in found["claims"]}
+    assert claims["reproduce.netmoe.error"]["holds"] is True
+    assert claims["reproduce.parm.error"]["value"] is None
+    assert claims["reproduce.parm.error"]["reason"]
+    constants = {constant["name"]: constant for constant in found["papers"]["netmoe"]["constants"]}
+    assert constants["netmoe.concentration"]["cells"] == ["netmoe.change.16.S"]
+    assert "netmoe.concentration" in shown
+    assert "kept back" in shown
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+    assert not list(tmp_path.glob("*.writing"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "moesaic reproduce: say what to reproduce: moesaic reproduce PAPER, one of parm, "),
+        (["--json", "x"], "moesaic reproduce: say what to reproduce"),
+        (
+            ["pram"],
+            "moesaic reproduce: paper 'pram' is unknown: did you mean parm?",
+        ),
+        (["netmoe", "--picture", "x.png"], "moesaic reproduce: --picture x.png: unknown kind of picture"),
+        (["netmoe", "--jsno", "x"], "moesaic reproduce: unknown argument --jsno, did you mean --json?"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(line)
+    assert errors.count("\n") == 1
+
+
+def test_help_names_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--help"]) == 0
+    assert "parm, schemoe, tutel, netmoe, fastermoe, all" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,110 @@
+"""`moesaic trace`: shows, makes, takes counts, and refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.cost.trace import Trace
+from moesaic.cost.workload import read_counts
+
+MAKE = ("--steps", "4", "--num-layers", "2", "--sequences", "8", "--seq-len", "64", "--groups", "2")
+
+
+def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    assert main(["trace", "show", str(path), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_is_made_is_shown(tmp_path, capsys):
+    path, picture = tmp_path / "a.npz", tmp_path / "a.html"
+    assert main(["trace", "make", str(path), "--max-vio", "1.5", "--locality", "0.4", "--drift", "0.2", *MAKE]) == 0
+    assert "steps 0 to 3" in capsys.readouterr().err
+    found = shown(capsys, path)
+    assert (found["holds"], found["steps"], found["bytes_per_step"]) == ("counts", [0, 1, 2, 3], 2 * 8 * 16)
+    assert found["shape"] == {
+        "num_layers": 2,
+        "num_experts": 16,
+        "top_k": 2,
+        "sequences": 8,
+        "seq_len": 64,
+        "accumulation": 1,
+    }
+    for layer in found["layers"]:
+        assert layer["max_violation"] == pytest.approx([1.5] * 4, abs=0.1)
+        assert layer["locality"] == pytest.approx(0.4, abs=0.1)
+        assert sum(layer["shares"]) == pytest.approx(1)
+    assert main(["trace", "show", str(path), "--picture", str(picture)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{picture}\n"
+    assert "steps 0 to 3" in said.err
+    assert "Load of the experts, layer 1" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "npy"])
+def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
+    path, out = tmp_path / "a.npz", tmp_path / f"a.{suffix}"
+    assert main(["trace", "make", str(path), "--skew", "1", "--tokens", *MAKE]) == 0
+    assert main(["trace", "counts", str(path), "--out", str(out), "--layer", "1", "--step", "2", "--groups", "4"]) == 0
+    assert capsys.readouterr().out == f"{out}: layer 1, step 2, 4 ranks x 16 experts\n"
+    assert (read_counts(out) == Trace.open(path).counts(1, 2, groups=4)).all()
+    assert main(["trace", "counts", str(path), "--out", str(out)]) == 0
+    assert (read_counts(out) == Trace.open(path).counts(0, 3)).all()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["a.npz", out.name])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["draw"], "unknown word draw: write show, make or counts"),
+        (["show"], "Missing from moesaic trace show"),
+        (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
+        (["make", "a.txt"], "trace a.txt: choose a name that ends in .npz"),
+        (["make", "a.npz", "--max-vio", "8"], "max_vio=8.0: so many experts and experts per token allow 0 to 7"),
+        (["make", "a.npz", "--skw", "1"], "unknown argument --skw; --help lists all"),
+        (["counts", "nowhere", "--out", "a.txt"], "--out a.txt: choose a name that ends in .csv or .npy"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *words]) == 2
+    said = capsys.readouterr().err
+    assert message.split(";")[0] in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_truncated_trace_is_one_line(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    assert main(["trace", "make", str(path), *MAKE]) == 0
+    path.write_bytes(path.read_bytes()[:-200])
+    capsys.readouterr()
+    assert main(["trace", "show", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"moesaic trace: trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again\n"
+    )
+
+
+def test_help_needs_no_torch(capsys):
+    assert main(["trace", "--help"]) == 0
+    assert "show    how uneven a trace is" in capsys.readouterr().out
+    code = "import sys, moesaic.cli.trace; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_zero_drift_keeps_the_busiest_expert(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    assert main(["trace", "make", str(path), "--skew", "1", "--seed", "3", *MAKE]) == 0
+    capsys.readouterr()
+    found = shown(capsys, path)
+    assert [len(set(layer["busiest"])) for layer in found["layers"]] == [1, 1]
+    assert np.argmax(found["layers"][0]["shares"]) == found["layers"][0]["busiest"][0]

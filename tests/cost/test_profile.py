@@ -1,0 +1,279 @@
+"""Profiles: their file, their cluster, their fits, and what the simulator makes of them. No torch, no clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.cost.profile import (
+    ClusterProfile,
+    Errors,
+    HostCosts,
+    LinkCosts,
+    Machine,
+    Products,
+    Versions,
+    read_profile,
+)
+from moesaic.cost.profile_fit import Sample, fit_host, fit_link
+from moesaic.cost.profile_host import FEATURES, costs_vector
+from moesaic.cost.profile_simulate import ProfiledSimulator, _ahead
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+
+LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+PROFILE = ClusterProfile(
+    date="2026-01-01", machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
+    inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
+    host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, wire_byte=1e-9, sharing=2.0),
+    products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
+)  # fmt: skip
+
+
+PLAIN = Plan()
+
+
+def compiled(plan: Plan = PLAIN) -> Compiled:
+    return compile_plan(plan, GRID)
+
+
+def seconds(profile: ClusterProfile, plan: Plan = PLAIN, **options: float) -> float:
+    made = compiled(plan)
+    return ProfiledSimulator(profile, **options).program_seconds(made.forward, LAYER, made.grid)
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    PROFILE.write(tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == PROFILE
+    assert [each.name for each in tmp_path.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"machine": {"processor": "Z80"}}, ["another machine", "processor", "Z80", "any_machine=True"]),
+        ({"versions": {"torch": "0.1"}}, ["another version", "torch", "0.1", "any_machine=True"]),
+        ({"format": 99}, ["format=99", "moesaic profile"]),
+        ({"nodse": 2}, ["unknown field nodse", "nodes"]),
+        ({"host": {"task": -1.0}}, ["profile.host.task=-1.0"]),
+        ({"outside": {}}, ["profile.outside.all_senders", "several nodes"]),
+        ({"products": {"rows": [1.0], "fp32": [1.0, 2.0]}}, ["2 rates for 1"]),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, change: dict, words: list[str]) -> None:
+    path = tmp_path / "p.json"
+    PROFILE.write(path)
+    table = json.loads(path.read_text())
+    for name, value in change.items():
+        known = isinstance(value, dict) and name != "outside" and name != "products"
+        table[name] = {**table[name], **value} if known else value
+    path.write_text(json.dumps(table))
+    with pytest.raises(InputError) as refused:
+        read_profile(path)
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in [*words, str(path)])
+
+
+def test_a_profile_of_another_machine_can_be_taken_all_the_same(tmp_path: Path) -> None:
+    other = replace(PROFILE, machine=Machine(processor="Z80", cores=1, system="CP/M"))
+    other.write(tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json", any_machine=True) == other
+
+
+def test_a_file_that_is_no_profile_says_how_to_write_one(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is no profile.*moesaic profile --out p.json"):
+        read_profile(tmp_path / "p.json")
+
+
+def test_ranks_that_share_a_link_are_told_from_those_that_do_not() -> None:
+    inside, outside = PROFILE.to_cluster().links
+    assert (inside.devices, inside.shared, inside.gbps) == (2, True, (0.4,))
+    assert (outside.devices, outside.shared, outside.gbps) == (2, False, (0.2,))
+    own = replace(PROFILE, outside=LinkCosts(one_sender=25e6, all_senders=24e6)).to_cluster().links[1]
+    assert (own.devices, own.gbps) == (1, (pytest.approx(0.192),))
+
+
+def test_the_cluster_computes_as_fast_as_ranks_do_that_share_cores() -> None:
+    spec = PROFILE.to_cluster(nodes=4)
+    assert (spec.nodes, spec.devices_per_node) == (4, 2)
+    assert spec.device.tflops.fp32 == pytest.approx(0.005)
+    assert spec.device.gemm_share == (0.1, 1.0)
+    assert spec.host.task_us == pytest.approx(200.0)
+    one = replace(PROFILE, nodes=1, outside=LinkCosts())
+    with pytest.raises(InputError, match=r"nodes=2: the profile was measured on one node"):
+        one.to_cluster(nodes=2)
+
+
+def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], HostCosts]:
+    draw = np.random.default_rng(0)
+    true = HostCosts(
+        layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, wire_byte=2e-9, sharing=2.0
+    )
+    found = []
+    for number in range(60):
+        counts = {
+            "layer": 1, "task": draw.integers(16, 160), "wait": draw.integers(2, 18), "message": draw.integers(10, 300),
+            "byte": draw.integers(0, 4e6), "weight_byte": draw.integers(0, 3e7), "wire_byte": draw.integers(0, 2e6),
+        }  # fmt: skip
+        features = np.array([counts[name] for name in FEATURES], dtype=float)
+        exact = float(features @ costs_vector(true)) * (outlier if number in (3, 11, 19) else 1.0)
+        times = tuple(exact * float(np.exp(draw.normal(0, noise))) for _ in range(5))
+        found.append(Sample(features, times))
+    return found, true
+
+
+def test_host_costs_are_recovered_and_checked_on_samples_that_the_fit_has_not_seen() -> None:
+    found, true = samples()
+    made = fit_host(found, 2.0)
+    assert costs_vector(made.costs) == pytest.approx(costs_vector(true), rel=1e-3)
+    assert made.costs.sharing == 2.0
+    assert made.worst_error < 1e-3
+    assert made.r2 > 0.999
+    rough = fit_host(samples(noise=0.05)[0], 2.0)
+    assert 0.001 < rough.median_error < 0.1
+
+
+def test_a_few_disturbed_samples_hardly_move_the_host_costs() -> None:
+    found, true = samples(outlier=0.3)
+    assert fit_host(found, 1.0).costs.task == pytest.approx(true.task, rel=0.05)
+
+
+def test_what_no_sample_asks_for_costs_nothing() -> None:
+    """One rank sends no messages."""
+    found, true = samples()
+    place = FEATURES.index("message")
+    silent = []
+    for each in found:
+        features = each.features.copy()
+        features[place] = 0.0
+        silent.append(Sample(features, (float(features @ costs_vector(true)),) * 3))
+    costs = fit_host(silent, 1.0).costs
+    assert costs.message == 0
+    assert costs.task == pytest.approx(true.task, rel=1e-3)
+
+
+def test_noise_is_not_fitted() -> None:
+    with pytest.raises(InputError, match=r"repeats vary by .* more --repeats"):
+        fit_host(samples(noise=0.6)[0], 1.0)
+    found, _ = samples()
+    draw = np.random.default_rng(1)
+    shuffled = [replace(each, seconds=(float(draw.uniform(1e-3, 1e-1)),) * 3) for each in found]
+    with pytest.raises(InputError, match=r"R2=.* do not explain the times"):
+        fit_host(shuffled, 1.0)
+    with pytest.raises(InputError, match="10 samples"):
+        fit_host(found[:10], 1.0)
+
+
+SIZES = (2e3, 8e3, 32e3, 128e3, 512e3)
+
+
+def test_a_link_has_a_rate_a_shortest_time_and_a_credit() -> None:
+    times = [[max(3e-4, size / 25e6 - 7e-4)] * 5 for size in SIZES]
+    found, error = fit_link(SIZES, times, "a link")
+    assert found.bytes_per_second == pytest.approx(25e6)
+    assert found.latency == pytest.approx(3e-4)
+    assert found.credit == pytest.approx(7e-4)
+    assert error < 1e-6
+    bent = [*times[:3], [2 * times[3][0]] * 5, times[4]]
+    assert fit_link(SIZES, bent, "a link")[1] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "words"),
+    [
+        (SIZES[:3], [[1.0]] * 3, "a link: 3 sizes"),
+        (SIZES, [[1e-3]] * 5, "take no longer"),
+        (SIZES, [[1e-3], [1e-3], [2e-3], [8e-3], [2e-2, 4e-2, 6e-2]], "vary by 50%"),
+        (SIZES, [[0.0]] * 5, "a time is missing"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(sizes: tuple[float, ...], times: list[list[float]], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        fit_link(sizes, times, "a link")
+
+
+FREE = replace(PROFILE, host=HostCosts())
+"""Costs the host nothing."""
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="naive")])
+def test_without_costs_of_the_host_the_simulator_says_the_same(plan: Plan) -> None:
+    made, spec = compiled(plan), FREE.to_cluster()
+    quick = replace(spec, device=replace(spec.device, memory_gigabytes_per_second=1e9))
+    plain = Simulator(quick).run(made.forward, LAYER, made.grid).seconds
+    assert seconds(FREE, plan) == pytest.approx(plain, rel=0.01)
+
+
+def test_the_host_takes_its_time_for_every_task_and_so_much_longer_where_cores_are_shared() -> None:
+    made = compiled()
+    fast = LinkCosts(one_sender=1e15, all_senders=1e15)
+    alone = replace(FREE, inside=fast, outside=fast, host=HostCosts(task=1e-3))
+    shared = replace(alone, host=HostCosts(task=1e-3, sharing=3.0))
+    count = len(made.forward.tasks)
+    assert seconds(alone, virtual_flops=1e30) == pytest.approx(1e-3 * count, rel=1e-3)
+    assert seconds(shared, virtual_flops=1e30) == pytest.approx(3e-3 * count, rel=1e-3)
+
+
+def test_virtual_accelerators_take_exactly_their_time() -> None:
+    fast = LinkCosts(one_sender=1e15, all_senders=1e15)
+    rows, matrices = 64 * 2, 2
+    flops = 2 * rows * LAYER.dim * LAYER.hidden * matrices
+    profile = replace(FREE, inside=fast, outside=fast)
+    assert seconds(profile, virtual_flops=1e6) == pytest.approx(flops / 1e6, rel=1e-6)
+
+
+def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
+    made = compiled()
+    simulator = ProfiledSimulator(PROFILE)
+    parts = [simulator.program_seconds(each, LAYER, made.grid) for each in (made.forward, made.backward)]
+    layer = simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid)
+    assert layer == pytest.approx(sum(parts) + 2.0 * 1e-3)
+
+
+def test_messages_and_bytes_are_those_that_ranks_send() -> None:
+    """A linear dispatch on four ranks: three peers, each of rows and of gates; half the copies cross to other ranks."""
+    made = compiled()
+    asked = ProfiledSimulator(PROFILE).asked(made.forward, LAYER, made.grid)
+    total = asked.features.sum(axis=(0, 1))
+    moves = sum(1 for moved in asked.movements if moved)
+    assert moves == 3
+    assert total[FEATURES.index("message")] == moves * 6
+    copies = LAYER.tokens * LAYER.top_k * 3 / 4
+    sent = 2 * copies * LAYER.dim * 4 + copies * 4
+    assert total[FEATURES.index("wire_byte")] == pytest.approx(2 * sent)
+    assert total[FEATURES.index("wait")] == 2
+
+
+def test_idle_links_let_the_first_bytes_through_at_once() -> None:
+    credited = replace(FREE, outside=replace(FREE.outside, credit_seconds=1e-4))
+    saved = seconds(FREE) - seconds(credited)
+    assert 0 < saved <= 3e-4
+
+
+def test_the_wires_threads_slow_a_host_that_works_while_links_are_busy() -> None:
+    plan = Plan(chunks=4)
+    busy = replace(PROFILE, host=replace(PROFILE.host, wire_byte=1e-8))
+    idle = replace(PROFILE, host=replace(PROFILE.host, wire_byte=0.0))
+    assert seconds(busy, plan) > 1.01 * seconds(idle, plan)
+
+
+def test_nobody_waits_for_the_wires_own_thread() -> None:
+    assert seconds(replace(FREE, host=HostCosts(wire_byte=1e-6))) == seconds(FREE)
+
+
+def test_ranks_that_share_a_core_start_one_after_the_other() -> None:
+    """Long movements begin with the first rank's; of short ones little can travel before the last rank has come."""
+    long, short, none = (_ahead(np.array([each]), 2e-3, 2)[0] for each in (1.0, 1e-4, 0.0))
+    assert long == pytest.approx(1e-3)
+    assert short == pytest.approx(0.25e-4)
+    assert none == 0
+    assert _ahead(np.array([1.0]), 2e-3, 1)[0] == 0

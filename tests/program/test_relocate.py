@@ -1,0 +1,184 @@
+"""Relocation: the programs, their sizes, and what travels where."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.placement import Homes
+from moesaic.program.grid import Grid
+from moesaic.program.passes.relocate import INDEX, relocate
+from moesaic.program.placed import Placed, PlacedShapes, PlacedSizes, SampleShapes
+from moesaic.program.shapes import Move, Shapes
+from moesaic.program.task import Layout, Op, Program
+from moesaic.program.transpose import transpose
+from moesaic.program.validate import reduces, validate
+from moesaic.program.volume import messages_of
+
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+PLANS = [
+    Plan(),
+    Plan(chunks=3, order="early"),
+    Plan(peer_groups=2, all_to_all="pipelined"),
+    Plan(chunks=2, peer_groups=2, all_to_all="hier2d", codec="int8", backward_codec="bf16"),
+]
+LENGTH = 8
+HOMES = Homes(np.array([[0, 4], [1, 5], [2, 6], [3, 7]]))
+
+
+def random_copies(grid: Grid, slots: int, num_experts: int, seed: int = 0) -> np.ndarray:
+    """(world, slots, num_experts), some of them 0."""
+    return np.random.default_rng(seed).integers(0, 4, (grid.world, slots, num_experts))
+
+
+def sizes_of(grid: Grid, copies: np.ndarray, after: Homes, chunks: int = 1) -> PlacedSizes:
+    slots, num_experts = copies.shape[1:]
+    before = Homes.start(grid.world, slots)
+    shapes = SampleShapes(grid, num_experts, slots, chunks)
+    return PlacedSizes(grid, copies, LENGTH, PlacedShapes(shapes, lambda: before.targets(after)))
+
+
+def messages(program: Program, task_name: str, sizes: PlacedSizes) -> dict[tuple[int, int], int]:
+    task = next(task for task in program.tasks if task.name == task_name)
+    slots = {slot.name: slot for slot in program.slots}
+    return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_pass_comes_before_or_after_every_other(plan: Plan, bias: bool) -> None:
+    plain = compile_plan(plan, GRID, bias=bias)
+    for program in (plain.logical, plain.forward, plain.backward):
+        validate(relocate(program))
+    one, other = transpose(relocate(plain.logical)), relocate(transpose(plain.logical))
+    assert (one.tasks, one.inputs, one.outputs) == (other.tasks, other.inputs, other.outputs)
+    assert set(one.slots) == set(other.slots)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_places_travel_when_results_do_and_no_earlier(plan: Plan) -> None:
+    """Whoever decides where samples go has all dispatches and the first experts to do it in."""
+    tasks = relocate(compile_plan(plan, GRID).forward).tasks
+    names = [task.name for task in tasks]
+    first_expert = next(at for at, task in enumerate(tasks) if task.op is Op.EXPERT)
+    slots = {slot.name: slot for slot in relocate(compile_plan(plan, GRID).forward).slots}
+    needs = [at for at, task in enumerate(tasks) for name in task.writes if isinstance(slots[name].layout, Placed)]
+    assert first_expert < names.index(INDEX) == min(needs)
+
+
+def test_results_go_from_the_experts_to_the_new_homes() -> None:
+    copies = random_copies(GRID, 2, 8)
+    sizes, program = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical)
+    expected: dict[tuple[int, int], int] = {}
+    places: dict[tuple[int, int], int] = {}
+    for sample in range(8):
+        home = int(HOMES.rank[sample])
+        for expert in range(8):
+            rows = int(copies[sample // 2, sample % 2, expert])
+            for found, source in ((expected, expert // 2), (places, sample // 2)):
+                if source != home and rows:
+                    found[(source, home)] = found.get((source, home), 0) + rows
+    assert messages(program, "z", sizes) == expected
+    assert messages(program, INDEX, sizes) == places
+    assert messages(transpose(program), "z'", sizes) == {(b, a): rows for (a, b), rows in expected.items()}
+    plain = sizes_of(GRID, copies, Homes.start(4, 2))
+    assert messages(program, "h", sizes) == messages(program, "h", plain), "dispatch does not ask where samples go"
+
+
+def test_nobody_moves_nothing_changes() -> None:
+    copies, program = random_copies(GRID, 2, 8), relocate(compile_plan(Plan(), GRID).logical)
+    sizes = sizes_of(GRID, copies, Homes.start(4, 2))
+    assert messages(program, INDEX, sizes) == {}
+    assert messages(program, "z", sizes) == {(b, a): rows for (a, b), rows in messages(program, "h", sizes).items()}
+
+
+@pytest.mark.parametrize("grid", [GRID, Grid(world=4, ep=2, etp=2), Grid(world=4, ep=2), Grid(world=6, ep=6)], ids=str)
+def test_messages_match_on_both_sides(grid: Grid) -> None:
+    """Sent and received list the same pieces, whatever the layouts; movements that are not placed as elsewhere."""
+    random = np.random.default_rng(1)
+    program = relocate(compile_plan(Plan(chunks=2), grid).forward)
+    rank = np.repeat(np.arange(grid.world), 3)
+    for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
+        members = np.flatnonzero(np.isin(rank, replica))
+        rank[members] = random.permutation(rank[members])
+    sizes = sizes_of(grid, random_copies(grid, 3, 2 * grid.ep), Homes.of_ranks(rank, grid.world), chunks=2)
+    slots = {slot.name: slot for slot in program.slots}
+    for task in program.tasks:
+        if task.op is Op.MOVE and slots[task.reads[0]].layout.flow == "copies":
+            found = messages(program, task.name, sizes)
+            for source in range(grid.world):
+                for target in range(grid.world):
+                    if source != target:
+                        before, after = slots[task.reads[0]], slots[task.writes[0]]
+                        move = Move(before.layout, after.layout, task.group, reduces(before, after))
+                        assert sizes.num_moved(move, source, target) == found.get((source, target), 0)
+
+
+def test_chunks_are_samples() -> None:
+    shapes = SampleShapes(GRID, 4, 3, 2)
+    chunks = [shapes.pieces(Layout(chunk=chunk), 0).chunk for chunk in (0, 1)]
+    assert [sorted(set(chunk.tolist())) for chunk in chunks] == [[0], [1, 2]]
+    sizes = sizes_of(GRID, random_copies(GRID, 3, 4), Homes.start(4, 3), chunks=2)
+    assert sum(sizes.num_rows(Layout(chunk=chunk), 0) for chunk in (0, 1)) == sizes.num_rows(Layout(), 0)
+
+
+def test_where_samples_go_is_not_asked_before_results_travel() -> None:
+    def not_yet() -> tuple[np.ndarray, np.ndarray]:
+        raise AssertionError("asked too early")
+
+    sizes = PlacedSizes(
+        GRID, random_copies(GRID, 2, 8), LENGTH, PlacedShapes(SampleShapes(GRID, 8, 2, 1), not_yet), units=4
+    )
+    program = relocate(compile_plan(Plan(), GRID).logical)
+    assert messages(program, "h", sizes)
+    assert sizes.num_rows(Layout(spread=("ep", "etp"), experts="rank"), 0)
+    with pytest.raises(AssertionError, match="asked too early"):
+        messages(program, "z", sizes)
+
+
+def test_a_token_is_found_where_its_sample_is_now() -> None:
+    """Sample 3, in slot 1 of rank 1, goes to slot 0 of rank 3: its tokens, counted from 8 there, count from 0 here."""
+    copies = np.zeros((4, 2, 8), dtype=np.int64)
+    copies[1, 1, 6] = 2
+    sizes, layout = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical).slot(INDEX).layout
+    assert sizes.token_bases(Layout(flow="tokens"), layout, 3).tolist() == [-LENGTH, -LENGTH]
+    assert sizes.token_bases(Layout(flow="tokens"), layout, 1).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "grid", "words"),
+    [
+        (Plan(all_to_all="multicast"), GRID, r"clashes with plan\.all_to_all=multicast.*choose another"),
+        (Plan(lending="shadow"), GRID, r"clashes with plan\.lending.*leave lending none"),
+        (Plan(gather_weights=1), Grid(world=4, ep=2, etp=2), r"clashes with plan\.gather_weights.*leave it unset"),
+        (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2'?: choose s1"),
+        (Plan(schedule="s3"), GRID, r"needs plan\.schedule=s1.*choose s1"),
+        (Plan(schedule="baseline"), GRID, r"needs plan\.schedule=s1.*choose s1"),
+        (Plan(schedule="ted"), GRID, r"needs plan\.schedule=s1.*choose s1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_programs_that_deliver_otherwise_are_refused(plan: Plan, grid: Grid, words: str) -> None:
+    compiled = compile_plan(plan, grid)
+    for program in (compiled.logical, compiled.forward, compiled.backward):
+        with pytest.raises(InputError, match=words) as refusal:
+            relocate(program)
+        assert "\n" not in str(refusal.value)
+
+
+def test_the_pass_is_applied_once() -> None:
+    with pytest.raises(InputError, match="relocates already"):
+        relocate(relocate(compile_plan(Plan(), GRID).logical))
+
+
+def test_pieces_of_samples_are_pieces() -> None:
+    """A run's pieces by sample stand where the run stood: the experts see the same rows in the same order."""
+    copies = random_copies(GRID, 2, 8)
+    sizes = sizes_of(GRID, copies, HOMES)
+    layout = Layout(spread=("ep", "etp"), experts="rank")
+    by_run = Shapes(GRID, 8).pieces(layout, 2)
+    rows = [int(copies[origin, :, expert].sum()) for origin, expert in zip(by_run.origin, by_run.expert)]
+    assert sizes.rows_per_expert(layout, 2).tolist() == [sum(rows[:4]), sum(rows[4:])]
+    assert np.diff(sizes.offsets(layout, 2)).reshape(-1, 2).sum(1).tolist() == rows

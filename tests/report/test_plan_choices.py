@@ -1,0 +1,52 @@
+"""The section about plans: what the metrics say, in order, escaped; nothing for a run whose plan stayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moesaic.report.plan_choices import SHOWN, choices_of, plans_section
+from moesaic.report.summary import summarise
+from report.folders import layer, sparse_run, train_line, write_run
+
+
+def told(step: int, decisions: list[list[Any]], share: float = 0.05) -> dict[str, Any]:
+    plan = {
+        "running": "s1, <linear>", "load": 7.0, "estimated_seconds": 0.5, "switches": 2, "explored_share": share,
+        "decisions": decisions,
+    }  # fmt: skip
+    return train_line(step, 2.0, 100.0, [layer([1, 1], 0.0)], plan=plan)
+
+
+LINES = [
+    told(10, [[0, "start", 3, "s1, <linear>"], [4, "trial", 3, "s2, linear"]]),
+    told(20, []),
+    told(30, [[22, "trial over", 4, "s1, <linear>"]], share=0.125),
+]
+
+
+def test_decisions_come_in_order_from_all_lines() -> None:
+    found = choices_of(LINES)
+    assert found is not None
+    assert [step for step, _, _, _ in found.decisions] == [0, 4, 22]
+    assert (found.running, found.switches, found.explored_share) == ("s1, <linear>", 2, 0.125)
+
+
+def test_the_section_says_what_was_decided(tmp_path: Path) -> None:
+    text = plans_section(summarise(write_run(tmp_path / "run", LINES), "run"))
+    assert "2 changes of plan, 12 % of the steps on trial" in text
+    assert "<tr><th>22</th><td>trial over</td><td>4</td><td>s1, &lt;linear&gt;</td></tr>" in text
+    assert "<linear>" not in text
+    assert text.count("<tr><th>") == 3 + 1
+
+
+def test_only_the_last_decisions_are_shown(tmp_path: Path) -> None:
+    many = [told(500, [[step, "load", step % 5, "s2, linear"] for step in range(100)])]
+    text = plans_section(summarise(write_run(tmp_path / "run", many), "run"))
+    assert text.count("<td>load</td>") == SHOWN
+    assert "<th>99</th>" in text
+    assert "<th>59</th>" not in text
+
+
+def test_a_run_whose_plan_stayed_has_no_section(tmp_path: Path) -> None:
+    assert plans_section(summarise(sparse_run(tmp_path / "run"), "run")) == ""

@@ -1,0 +1,60 @@
+"""Tutel's layers: parts, breakdown, r."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.plan import Plan
+from moesaic.reproduce.records import read_book
+from moesaic.reproduce.tutel import Cluster, Layer, RLayer, big, breakdown, cluster, single, sweep
+
+BOOK = read_book()
+
+
+def test_the_sweep_has_81_layers_and_cuts_half_experts_in_two() -> None:
+    found = list(sweep(16))
+    assert len(set(found)) == 81
+    assert {(layer.grid.ep, layer.grid.etp, layer.workload.num_experts) for layer in found} == {
+        (8, 2, 8), (16, 1, 16), (16, 1, 32)
+    }  # fmt: skip
+
+
+def test_computing_and_moving_of_the_large_layer_are_those_it_was_fitted_to() -> None:
+    computing, moving = Cluster(BOOK).parts_ms(big(16))
+    assert computing == pytest.approx(BOOK.value("tutel.compute.16"), rel=2e-3)
+    assert moving == pytest.approx(BOOK.value("tutel.a2a.16"), rel=5e-3)
+
+
+def test_the_rate_between_nodes_falls_with_their_number() -> None:
+    rates = [cluster(BOOK, gpus).links[1].gbps[0] for gpus in (16, 64, 256)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == BOOK.constant("tutel.nic")
+    assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
+
+
+def test_products_message_by_message_are_slower() -> None:
+    bed, layer = Cluster(BOOK), single(16)
+    assert layer.rows_per_message == 1024
+    small = Layer(gpus=16, tokens=256, dim=2048, hidden=2048)
+    for each in (layer, small):
+        assert bed.seconds(Plan(), each, flexible=False) > bed.seconds(Plan(), each)
+    apart, together = (bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True))
+    assert apart > 1.1 * together
+
+
+def test_every_part_of_the_breakdown_helps() -> None:
+    parts = breakdown(Cluster(BOOK), 64)
+    assert parts.fairseq > parts.kernels >= parts.hier2d > parts.flexible
+
+
+def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
+    bed = Cluster(BOOK)
+    one, two = (bed.einsum_seconds(Layer(gpus=16, tokens=tokens, dim=512, hidden=512)) for tokens in (1024, 2048))
+    assert two == pytest.approx(4 * one)
+
+
+def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large() -> None:
+    bed = Cluster(BOOK)
+    many, large = RLayer(tokens=4096, hidden=2048), RLayer(tokens=1024, hidden=32768)
+    assert bed.with_r(0, many, 8.0) < bed.with_r(4, many, 8.0)
+    assert bed.with_r(4, large, 1.0) < bed.with_r(0, large, 1.0)

@@ -1,0 +1,213 @@
+"""Plans that are found, and switched, while a run trains: the curve is the unswitched run's; refusals reach all ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.plan import Plan
+from moesaic.plan.table import PlanTable
+from moesaic.train.auto_plan import FILE, with_planned
+from moesaic.train.config import TrainConfig
+from runs import lines, tiny
+from train.worlds import Outcome, assert_same_run, train_on
+
+BASE = {
+    "batch_size": 4, "precision": "float64", "eval_sequences": 5, "steps": 16, "save_every": 8, "eval_every": 8,
+    "optimizer": {"warmup_steps": 0, "final_share": 1.0},
+}  # fmt: skip
+"""A constant rate, so that a run in two parts is the run in one."""
+MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}
+TWO = "two.toml"
+"""A cluster of two nodes of one rank each."""
+AUTO = {"auto": True, "explore": 0.05, "rows_per_bucket": 16, "plans": 4, "hysteresis": 0.0}
+
+
+def cluster(folder: Path) -> str:
+    """Write the cluster down; returns the path."""
+    path = folder / TWO
+    path.write_text(
+        "nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = 4\nmemory_gigabytes_per_second = 5\n"
+        'tflops = { fp64 = 0.03, fp32 = 0.05 }\n[[links]]\nname = "eth"\ndevices = 1\ngbps = 0.2\n'
+        "[host]\nruns_compute = true\ntask_us = 30\nmessage_us = 60\n"
+    )
+    return str(path)
+
+
+def runs_of(folder: Path) -> dict[str, TrainConfig]:
+    """Return what is trained: one plan, many plans in one go, many plans in two parts."""
+    plain = tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, out=str(folder / "plain"))
+    switched = replace(
+        tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, planner={**AUTO, "cluster": cluster(folder)}),
+        out=str(folder / "switched"),
+    )
+    parts = replace(switched, out=str(folder / "parts"), existing="resume")
+    other = replace(parts, planner=replace(parts.planner, rows_per_bucket=7.0))
+    lossy = replace(
+        switched, out=str(folder / "lossy"), steps=6, plan=Plan(schedule="s2", codec="int8"),
+        planner=replace(switched.planner, explore=0.9),
+    )  # fmt: skip
+    auto = {"auto": True, "cluster": cluster(folder)}
+    refused = {
+        "no nodes of two": replace(switched, mesh=replace(switched.mesh, ranks_per_node=2)),
+        "capacity": tiny(folder, **BASE, planner=auto, model={"moe": {"capacity": "padded"}}),
+        "dense": tiny(folder, **BASE, planner=auto, model={"ffn": "dense"}),
+        "unknown": replace(switched, planner=replace(switched.planner, cluster="25gb")),
+    }  # fmt: skip
+    return {
+        "plain": plain, "switched": switched, "part 1": replace(parts, steps=8), "part 2": parts, "other": other,
+        "lossy": lossy,
+        **{name: replace(config, out=str(folder / "refused")) for name, config in refused.items()},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train everything on two ranks; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("auto")
+    runs = runs_of(folder)
+    return folder, dict(zip(runs, train_on(2, list(runs.values()))))
+
+
+def decisions(run: Path) -> list[list]:
+    """Return all that was decided in a run."""
+    return [each for line in lines(run, "train") for each in line["plan"]["decisions"]]
+
+
+def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for name in ("plain", "switched") for outcome in outcomes[name]] == [""] * 4
+    made = decisions(folder / "switched")
+    assert len({plan for _, _, _, plan in made}) >= 2, "several plans ran"
+    assert made[0][1] == "start"
+    assert "trial" in {why for _, why, _, _ in made}
+    assert_same_run(folder / "plain", folder / "switched")
+
+
+def test_metrics_tell_what_runs_and_how_much_was_tried(world) -> None:
+    last = lines(world[0] / "switched", "train")[-1]["plan"]
+    assert last["running"] in {plan for _, _, _, plan in decisions(world[0] / "switched")}
+    assert last["switches"] == len(decisions(world[0] / "switched")) - 1
+    assert 0 < 16 * last["explored_share"] <= 200 * AUTO["explore"]
+    assert last["load"] >= 4 * 16 * 2 / 4, "the busiest expert has at least an even share"
+    assert last["estimated_seconds"] > 0
+    assert "plan" not in lines(world[0] / "plain", "train")[-1]
+
+
+def test_the_first_rank_names_the_candidates(world) -> None:
+    said, other = (outcome.said for outcome in world[1]["switched"])
+    assert "planner: 5 plans, predicted steps: s2, linear (" in said
+    assert other == ""
+
+
+def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for name in ("part 1", "part 2") for outcome in outcomes[name]] == [""] * 4
+    saved = json.loads((folder / "parts" / FILE).read_text())
+    assert saved["counts"][0] == 16
+    counts = sum(entry["count"] for entries in saved["entries"].values() for entry in entries)
+    # Each change of plan leaves out one step; being taken up again is one.
+    changes = len(decisions(folder / "parts"))
+    assert counts == 16 - changes
+    assert [step for step, why, _, _ in decisions(folder / "parts") if why == "start"] == [0, 8]
+    assert_same_run(folder / "plain", folder / "parts", kinds=("train",))
+
+
+def test_a_table_with_other_buckets_is_refused_on_both_ranks(world) -> None:
+    texts = [outcome.refusal for outcome in world[1]["other"]]
+    assert texts[0] == texts[1]
+    assert re.search(
+        rf"InputError: .*{FILE}: has version 1 and buckets of 16.0 rows, .* set rows_per_bucket back", texts[0]
+    )
+
+
+def test_no_codec_runs_that_the_user_did_not_name(world) -> None:
+    folder, outcomes = world
+    assert outcomes["lossy"][0].refusal == ""
+    saved = json.loads((folder / "lossy" / FILE).read_text())
+    assert {plan["codec"] for plan in saved["plans"]} <= {"int8", "none"}
+    assert {plan["backward_codec"] for plan in saved["plans"]} == {"none"}
+    table = PlanTable([Plan(**plan) for plan in saved["plans"]], lambda _: [1.0] * len(saved["plans"]))
+    assert all(table.plans[number].is_lossless for number in table.allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no nodes of two", "has nodes of 1 devices, this run 2 ranks on a node: choose a cluster of such nodes"),
+        ("capacity", r"clashes with a capacity counted on each rank \(model.moe.capacity=padded\)"),
+        ("dense", "has no MoE layers to plan: leave it off"),
+        ("unknown", "cluster '25gb' is unknown: did you mean 25gbe"),
+    ],
+)
+def test_what_is_refused_is_refused_on_both_ranks(world, name: str, words: str) -> None:
+    texts = [outcome.refusal for outcome in world[1][name]]
+    assert texts[0] == texts[1]
+    assert re.match(f"InputError: .*{words}", texts[0]), texts[0]
+    assert "\n" not in texts[0]
+    assert not (world[0] / "refused").exists(), "nothing stays behind"
+
+
+PLANNED = """version = 1
+[mesh]
+tp = 2
+ep = 4
+etp = 1
+innermost = "etp"
+[plan]
+schedule = "s2"
+chunks = 2
+[found]
+ranks = 8
+"""
+
+
+def test_a_plan_file_gives_mesh_and_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(PLANNED)
+    config = tiny(tmp_path, planner={"file": str(path)})
+    found = with_planned(config)
+    assert (found.mesh.tp, found.mesh.ep, found.mesh.etp) == (2, 4, 1)
+    assert found.plan == Plan(schedule="s2", chunks=2)
+    assert found.planner.file == "", "the run folder holds what was found, not where"
+    assert with_planned(found) == found
+    assert with_planned(replace(config, mesh=replace(config.mesh, ep=4))) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": {"ep": 2}}, "mesh.ep=2 and .*plan.toml with 4 contradict each other: leave one out"),
+        ({"plan": {"chunks": 4}}, "plan and planner.file=.*plan.toml contradict each other: leave one out"),
+    ],
+)
+def test_a_plan_file_and_flags_must_not_contradict(changes: dict, words: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLANNED)
+    with pytest.raises(InputError, match=words):
+        with_planned(tiny(tmp_path, planner={"file": str(tmp_path / "plan.toml")}, **changes))
+
+
+def test_a_plan_file_with_another_mesh_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("version = 1\n[mesh]\npp = 2\n[plan]\n")
+    with pytest.raises(InputError, match=r"\[mesh\] must be a table of tp, ep, etp, innermost"):
+        with_planned(tiny(tmp_path, planner={"file": str(tmp_path / "plan.toml")}))
+
+
+@pytest.mark.parametrize(
+    ("planner", "words"),
+    [
+        ({"auto": True}, "planner.auto needs either planner.cluster"),
+        ({"auto": True, "cluster": "25gbe", "profile": "p.json"}, "planner.auto needs either planner.cluster"),
+        ({"explore": 1.5}, "planner.explore=1.5: choose a share"),
+        ({"rows_per_bucket": 0.0}, "planner.rows_per_bucket=0.0: must be a finite number above 0"),
+        ({"plans": 0}, "planner.plans=0: must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(planner: dict, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        tiny(tmp_path, planner=planner)

@@ -1,0 +1,323 @@
+"""Recorded routing is what the layers did; replayed routing is the run again, bit by bit; a killed run keeps its segments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moesaic.cost.trace import Trace, samples_of, segment_name
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.routing.gates import GShardTop2
+from moesaic.routing.replay import decoded, encoded
+from moesaic.train import loop, record
+from moesaic.train.config import TrainConfig
+from moesaic.train.loop import Trainer
+from moesaic.train.record import joined
+from moesaic.train.record_files import prune, shape_of
+from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, skip_measuring, snapshot, tiny
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "accumulated": {"accumulation": 2},
+    "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
+    "sigmoid": {"model": {"moe": {"router": "sigmoid", "bias_rate": 0.01, "balance_level": "global_batch"}}},
+    "gshard": {"model": {"moe": {"router": "gshard"}}},
+    "dropped": {"model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "admit_by": "score"}}},
+    "every second": {"model": {"num_layers": 3, "moe": {"every": 2}}},
+}
+
+
+def traced(config: TrainConfig) -> Trace:
+    return Trace.open(Path(config.out))
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
+    """Collect what `MoE._route` asked for in training, per call, before capacity: copies per expert."""
+    seen: list[list[torch.Tensor]] = []
+    plain = MoE._route
+
+    def route(self: MoE, *args: Any) -> Any:
+        routed = plain(self, *args)
+        if self.training and (self.tape is None or not self.tape.is_replaying):
+            seen.append(routed.routing.requested.clone())
+        return routed
+
+    monkeypatch.setattr(MoE, "_route", route)
+    return seen
+
+
+@pytest.mark.parametrize("holds", ["counts", "tokens"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_trace_holds_what_the_routers_asked_for(tmp_path, monkeypatch, variant, holds):
+    seen = spied(monkeypatch)
+    config = tiny(tmp_path, **VARIANTS[variant], record_routing=holds)
+    run_quietly(config)
+    trace = traced(config)
+    shape = shape_of(config)
+    assert trace.steps == [0, 1, 2, 3]
+    assert trace.shape == shape
+    assert shape.num_layers == 2
+    calls = [
+        trace.samples(layer, step, micro)
+        for step in trace.steps
+        for micro in range(shape.accumulation)
+        for layer in range(shape.num_layers)
+    ]
+    assert len(calls) == len(seen)
+    for samples, requested in zip(calls, seen):
+        assert samples.sum(0).tolist() == requested.tolist()
+        if variant != "gshard":
+            assert samples.sum(1).tolist() == [shape.seq_len * shape.top_k] * shape.sequences
+    loads = trace.loads()
+    assert loads.sum(0).tolist() != loads.sum(0)[::-1].tolist(), "layers that are told apart"
+    for line, load in zip(lines(Path(config.out), "train"), loads):
+        assert [layer["tokens_per_expert"] for layer in line["layers"]] == load.tolist()
+
+
+def test_counts_are_those_of_the_tokens(tmp_path):
+    by_count = tiny(tmp_path, record_routing="counts", accumulation=2)
+    by_token = replace(by_count, out=str(tmp_path / "tokens"), record_routing="tokens")
+    run_quietly(by_count)
+    run_quietly(by_token)
+    one, other = traced(by_count), traced(by_token)
+    for step in range(4):
+        for layer in range(2):
+            for micro in range(2):
+                assert (one.samples(layer, step, micro) == other.samples(layer, step, micro)).all()
+                experts = other.experts(layer, step, micro)
+                assert (samples_of(experts, other.shape) == one.samples(layer, step, micro)).all()
+                assert (experts[:, 0] != experts[:, 1]).all()
+
+
+def test_recording_changes_nothing(tmp_path):
+    plain = tiny(tmp_path, **VARIANTS["recomputed"])
+    run_quietly(plain)
+    run_quietly(replace(plain, out=str(tmp_path / "recorded"), record_routing="tokens"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "recorded")
+    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "recorded"))
+    assert not (tmp_path / "run" / "routing").exists()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_replay_is_the_run_again_bit_by_bit(tmp_path, variant):
+    config = tiny(tmp_path, **VARIANTS[variant], record_routing="tokens")
+    run_quietly(config)
+    again = replace(config, out=str(tmp_path / "again"), replay_routing=config.out)
+    run_quietly(again)
+    assert losses(tmp_path / "run") == losses(tmp_path / "again")
+    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "again"))
+    assert (traced(config).loads() == traced(again).loads()).all()
+
+
+def test_a_replay_obeys_the_trace_and_not_its_router(tmp_path):
+    config = tiny(tmp_path, record_routing="tokens")
+    run_quietly(config)
+    free = replace(config, out=str(tmp_path / "free"), seed=1)
+    told = replace(free, out=str(tmp_path / "told"), replay_routing=config.out)
+    run_quietly(free)
+    run_quietly(told)
+    original, other, obeyed = (traced(each) for each in (config, free, told))
+    assert any((original.experts(0, step) != other.experts(0, step)).any() for step in range(4))
+    assert all(
+        (original.experts(layer, step) == obeyed.experts(layer, step)).all() for layer in (0, 1) for step in range(4)
+    )
+    assert losses(tmp_path / "free") != losses(tmp_path / "told")
+
+
+def test_a_replayed_router_still_learns_and_evaluates_by_itself(tmp_path, monkeypatch):
+    config = tiny(tmp_path, record_routing="tokens", steps=1)
+    run_quietly(config)
+    chosen = []
+    plain = Trainer._evaluate
+
+    def evaluate(self: Trainer, *args: Any) -> float:
+        chosen.append([("choose" in layer.router.__dict__) for layer in self.model.modules() if isinstance(layer, MoE)])
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    before = parameters(Path(config.out))
+    run_quietly(
+        replace(
+            config, out=str(tmp_path / "again"), replay_routing=config.out, optimizer=replace(config.optimizer, lr=0.1)
+        )
+    )
+    after = parameters(tmp_path / "again")
+    assert chosen == [[False, False]]
+    for name in before:
+        if "router" in name:
+            assert not torch.equal(before[name], after[name])
+
+
+def test_a_killed_run_loses_the_last_segment_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "SEGMENT_STEPS", 2)
+    config = tiny(tmp_path, record_routing="tokens", steps=7)
+    whole = replace(config, out=str(tmp_path / "whole"))
+    run_quietly(whole)
+    plain = Trainer._step
+
+    def step(self: Trainer) -> dict[str, Any]:
+        if self.state.step == 5:
+            raise KeyboardInterrupt  # as abrupt as a process can be told to end from inside
+        return plain(self)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(config)
+    left = traced(config)
+    assert left.steps == [0, 1, 2, 3]
+    assert (left.loads() == traced(whole).loads()[:4]).all()
+    assert sorted(path.name for path in (tmp_path / "run" / "routing").iterdir()) == [segment_name(0), segment_name(2)]
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3])
+def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch, stopped_after):
+    config = tiny(tmp_path, record_routing="counts", steps=6)
+    run_quietly(replace(config, out=str(tmp_path / "whole")))
+    signal_after(monkeypatch, stopped_after)
+    run_quietly(config)
+    monkeypatch.undo()
+    skip_measuring(monkeypatch)
+    run_quietly(replace(config, existing="resume"))
+    assert traced(config).steps == list(range(6))
+    assert (traced(config).loads() == Trace.open(tmp_path / "whole").loads()).all()
+
+
+def test_steps_that_are_taken_anew_leave_the_trace(tmp_path):
+    config = tiny(tmp_path, record_routing="tokens", steps=6)
+    run_quietly(config)
+    folder, before = tmp_path / "run" / "routing", traced(config).loads()
+    prune(folder, 4)
+    assert traced(config).steps == [0, 1, 2, 3]
+    assert (traced(config).loads() == before[:4]).all()
+    prune(folder, 0)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_new_run_in_an_old_folder_starts_a_new_trace(tmp_path):
+    run_quietly(tiny(tmp_path, record_routing="counts", steps=6))
+    config = tiny(tmp_path, record_routing="counts", existing="replace", model={"moe": {"num_experts": 8}})
+    run_quietly(config)
+    assert traced(config).steps == [0, 1, 2, 3]
+    assert traced(config).shape.num_experts == 8
+    run_quietly(tiny(tmp_path, existing="replace"))
+    with pytest.raises(InputError, match="holds no steps-"):
+        traced(config)
+
+
+def test_a_trace_says_how_large_it_is(tmp_path):
+    for holds, expected in (("counts", 2 * 2 * 4), ("tokens", 2 * 32 * 2)):
+        config = tiny(tmp_path, record_routing=holds, out=str(tmp_path / holds))
+        run_quietly(config)
+        assert shape_of(config).bytes_per_step(holds) == expected
+        with np.load(tmp_path / holds / "routing" / segment_name(0)) as file:
+            assert file["samples" if holds == "counts" else "experts"].nbytes == 4 * expected
+
+
+def refused(folder: Path) -> dict[str, TrainConfig]:
+    """Return what a run with a trace in `folder / "run"` refuses, by the start of the line."""
+    run = str(folder / "run")
+    counts = str(folder / "counts")
+    base = {"out": str(folder / "new"), "replay_routing": run}
+    return {
+        f"replay_routing={run}: is of another model or batch, num_experts=4 (not 8): set the same here": tiny(
+            folder, **base, model={"moe": {"num_experts": 8}}
+        ),
+        f"replay_routing={run}: is of another model or batch, sequences=2 (not 4): set": tiny(
+            folder, **base, batch_size=4
+        ),
+        f"replay_routing={run}: holds steps 0 to 3, the run wants 0 to 8: set fewer steps, or record more": tiny(
+            folder, **base, steps=9
+        ),
+        f"replay_routing={counts}: holds counts only: record the tokens' experts with --record-routing tokens": tiny(
+            folder, **{**base, "replay_routing": counts}
+        ),
+        f"replay_routing={run}: lies in out={run}, which this run writes: choose another out": tiny(
+            folder, replay_routing=run, existing="replace"
+        ),
+        "trace nowhere: no such file: name a trace": tiny(folder, **{**base, "replay_routing": "nowhere"}),
+        "replay_routing: the model has no MoE layers: set model.ffn=moe": tiny(folder, **base, model={"ffn": "dense"}),
+        "record_routing=tokens: under model.moe.router=expert_choice tokens do not choose": tiny(
+            folder, out=str(folder / "new"), record_routing="tokens", model={"moe": {"router": "expert_choice"}}
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(folder, record_routing="tokens"))
+        run_quietly(
+            tiny(
+                folder, record_routing="counts", out=str(folder / "counts"), model={"moe": {"router": "expert_choice"}}
+            )
+        )
+    return folder
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_refusals_are_one_line_and_leave_nothing(recorded, place):
+    line, config = list(refused(recorded).items())[place]
+    before = snapshot(recorded)
+    with pytest.raises(InputError) as caught:
+        run_quietly(config)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+    assert snapshot(recorded) == before
+
+
+def test_a_resumed_run_keeps_to_the_kind_of_its_trace(tmp_path):
+    run_quietly(tiny(tmp_path, record_routing="counts"))
+    with pytest.raises(InputError, match=r"routing holds a trace with holds=counts \(not tokens\): move it away"):
+        run_quietly(tiny(tmp_path, record_routing="tokens", existing="resume", steps=6))
+
+
+def test_sample_placement_is_refused(tmp_path, monkeypatch):
+    plain = Trainer._accumulate
+
+    def accumulate(self: Trainer) -> Any:
+        self.model.relocator = object()  # type: ignore[assignment]
+        return plain(self)
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    with pytest.raises(InputError, match="record_routing and replay_routing clash with sample placement"):
+        run_quietly(tiny(tmp_path, record_routing="counts"))
+
+
+def test_ranks_parts_become_one_table():
+    """Two groups of two ranks; columns tell whose row is where."""
+    rank = [np.full((1, 1, 1, rows, 2), number) for number, rows in enumerate((2, 3, 2, 3))]
+    assert joined(rank, 2, True, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert joined(rank, 1, False, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    alike = [np.full((1, 1, 1, 2, 2), number // 2) for number in range(4)]
+    assert joined(alike, 2, False, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1]
+    partial = [np.full((1, 1, 1, 2, 2), number + 1) for number in range(4)]
+    assert joined(partial, 2, True, False)[0, 0, 0, :, 0].tolist() == [3, 3, 7, 7]
+
+
+def test_the_loop_asks_before_it_builds(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "open_run", lambda *_: pytest.fail("built"))
+    with pytest.raises(InputError, match="no such file"):
+        run_quietly(tiny(tmp_path, replay_routing=str(tmp_path / "nothing.npz")))
+
+
+def test_copies_that_a_router_held_back_are_written_down_and_come_back():
+    router = GShardTop2(8, 5, second="random_dispatch").train()
+    noise = router.draw(60, torch.device("cpu"))
+    scores = router.scores(torch.randn(60, 8), noise, None)
+    choice = router.choose(scores, 2, None, noise)
+    assert choice.sent is not None
+    assert 0 < int((~choice.sent).sum()) < 60
+    written = encoded(choice, 2)
+    assert ((written >= 0).reshape(-1) == choice.sent).all()
+    again = decoded(written)
+    assert torch.equal(again.expert, choice.expert)
+    assert again.sent is not None
+    assert torch.equal(again.sent, choice.sent)
