@@ -45,6 +45,12 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
 	$(BIN)/python benchmarks/schedules.py --json $(RESULTS)/schedules.json
 	$(BIN)/python benchmarks/simulator.py --json $(RESULTS)/simulator.json
+	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
+	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
+	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
+	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
+	$(BIN)/python benchmarks/plan_table_replay.py --json $(RESULTS)/plan_table_replay.json
+	$(BIN)/python benchmarks/topology_gate.py --json $(RESULTS)/topology_gate.json
 	$(BIN)/python benchmarks/same_curves.py --json $(RESULTS)/same_curves.json
 	$(BIN)/python benchmarks/codec_convergence.py --json $(RESULTS)/codec_convergence.json
 	$(BIN)/moesaic check --json > $(RESULTS)/check.json

@@ -32,6 +32,8 @@ def distinct(plans: Mapping[str, Compiled], *, in_order: bool = False) -> tuple[
 def work(compiled: Compiled, in_order: bool) -> Hashable:
     """Return what a plan does: its tasks without names and without those that do nothing on its mesh.
 
+    A task that does nothing can still keep two movements from travelling as one (see `program/bundles.py`): plans that do the
+    same send the same bytes, in messages that may be cut differently.
     Without their order, tasks are told apart by what they read and write; what they wait for follows from that.
     """
     found: list[Hashable] = []
