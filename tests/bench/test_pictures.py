@@ -200,3 +200,10 @@ def test_claims_tell_whether_they_hold_or_why_not():
     assert [list(column.cells) for column in claims_table(claims).columns] == [
         ["a", "b", "c"], ["0.5", "0.5", ""], [">= 0.4", "<= 0.4", "<= 1"], ["yes", "no", "no time"],
     ]  # fmt: skip
+
+
+def test_long_labels_are_cut_at_commas():
+    names = ("linear, 2 chunks, no codec", "linear, zfp", "a name without commas that is far too long")
+    panel = Panel(title="bars", x_title="", y_title="ms", categories=names, series=BARS.series)
+    texts = [text.text for text in of_class(tree([panel]), "text")]
+    assert {"linear, 2 chunks", "no codec", "linear, zfp", names[2]} <= set(texts)

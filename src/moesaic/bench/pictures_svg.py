@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 330, 240
 """Of a panel, its titles and marks included."""
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 42
 """Between a panel's edge and its axes."""
+LETTER = 5.2
+"""Width of a letter of a label, about."""
 INK, GRID, FONT = "#374151", "#e8ebf0", "system-ui, sans-serif"
 BAR_SHARE = 0.8
 """Of a category's width that its bars fill."""
@@ -165,10 +167,23 @@ def _scales(panel: Panel) -> tuple[Scale, Scale]:
 
 def _x_ticks(panel: Panel, x: Scale) -> list[tuple[float, str]]:
     if panel.categories:
-        return [(x(at), name) for at, name in enumerate(panel.categories)]
+        fitting = int((WIDTH - LEFT - RIGHT) / len(panel.categories) / LETTER)
+        return [(x(at), _wrapped(name, fitting)) for at, name in enumerate(panel.categories)]
     if panel.x_ticks:
         return [(x(at), text) for at, text in panel.x_ticks]
     return [(x(value), _number(value)) for value in x.ticks()]
+
+
+def _wrapped(text: str, fitting: int) -> str:
+    """Return a label cut at commas into lines of so many letters, where it has commas."""
+    lines: list[str] = []
+    for part in text.split(", "):
+        joined = f"{lines[-1]}, {part}" if lines else part
+        if lines and len(joined) <= fitting:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return "\n".join(lines)
 
 
 def _round_step(step: float) -> float:
