@@ -25,13 +25,16 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_wire
-from moesaic.comm.recorder import Recorder
+from moesaic.comm.recorder import Recorder, Sent
 from moesaic.comm.wire import AbstractWire
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import AllToAll, Schedule
+from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.task import Kind
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Kind, Program, Task
+from moesaic.program.volume import messages_of
 from moesaic.report.claims import Claim, Measurement
 from moesaic.routing.gates.hash import Hash
 from moesaic.routing.routing import Choice, Scores
@@ -103,22 +106,40 @@ def run_rank(grid: Grid, plan: Plan, wire: AbstractWire) -> Counted:
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=()).double()
     layer.parallelize(Mesh(grid, recorder), plan)
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    assert layer.on_mesh is not None
+    sizes_of, seen = layer.on_mesh._sizes, list[Sizes]()
+    layer.on_mesh._sizes = lambda *given: seen.append(sizes_of(*given)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     compiled: Compiled = compile_plan(plan, grid)
-    tasks = [("forward", task) for task in compiled.forward.tasks] + [("backward", t) for t in compiled.backward.tasks]
-    programs = {"forward": compiled.forward, "backward": compiled.backward}
-    of_program = next(r for r in recorder.ranges if r.length == len(tasks))
+    bundle_of = {
+        offset + bundle[0]: (direction, program, [program.tasks[place] for place in bundle])
+        for direction, program, offset in (
+            ("forward", compiled.forward, 0),
+            ("backward", compiled.backward, len(compiled.forward.tasks)),
+        )
+        for bundle in bundles(program)
+    }
+    num_tasks = len(compiled.forward.tasks) + len(compiled.backward.tasks)
+    of_program = next(r for r in recorder.ranges if r.length == num_tasks)
     counted: dict[str, tuple[int, int]] = {}
     for sent in of_program.messages:
-        direction, task = tasks[sent.tag]
-        source, target = task.of or (task.reads[0], task.writes[0])
-        if programs[direction].slot(source).kind in (Kind.LANE, Kind.INDEX):
+        direction, program, tasks = bundle_of[sent.tag]
+        small = [task for task in tasks if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)]
+        if len(small) == len(tasks):
             continue
-        key = f"{direction} {target}"
+        num_bytes = sent.num_bytes - sum(small_bytes(task, program, seen[0], sent) for task in small)
+        key = f"{direction} {(tasks[-1].of or (*tasks[-1].reads, tasks[-1].writes[0]))[-1]}"
         inside, across = counted.get(key, (0, 0))
         crosses = grid.node_of(sent.source) != grid.node_of(sent.target)
-        counted[key] = (inside, across + sent.num_bytes) if crosses else (inside + sent.num_bytes, across)
+        counted[key] = (inside, across + num_bytes) if crosses else (inside + num_bytes, across)
     return counted
+
+
+def small_bytes(task: Task, program: Program, sizes: Sizes, sent: Sent) -> int:
+    """Return the bytes of routing weights or indices in a message: eight a row."""
+    slots = {slot.name: slot for slot in program.slots}
+    pair = (sent.source, sent.target)
+    return sum(8 * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
 
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:

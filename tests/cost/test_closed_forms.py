@@ -235,7 +235,7 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_clusters_file_of_the_page_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
-    table = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    table = re.search(r"```toml\n(nodes.*?)```", page, re.DOTALL)
     assert table is not None
     (tmp_path / "mine.toml").write_text(table.group(1), encoding="utf-8")
     assert [link.name for link in read_cluster(str(tmp_path / "mine.toml")).links] == ["pcie", "nic"]
