@@ -235,12 +235,10 @@ def test_the_command_refuses_before_it_measures(tmp_path, capsys):
 
 
 def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("moesaic.testbed.refusal", lambda: "tc is missing: install iproute2")
+    line = "no emulated cluster on this machine: tc is missing: install iproute2"
+    monkeypatch.setattr("moesaic.testbed.refusal", lambda: line)
     assert main(["bench", "comm"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "moesaic bench: no emulated cluster on this machine: tc is missing: install iproute2\n"
-    )
+    assert capsys.readouterr().err == f"moesaic bench: {line}\n"
 
 
 SMALL = """

@@ -31,7 +31,7 @@ SIZES = (
     Size(world=2048, tp=8, ep=256, etp=8, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d")),
     Size(world=2048, tp=1, ep=2048, etp=1, plan=Plan(chunks=4, all_to_all="hier2d")),
     Size(world=100_352, tp=8, ep=64, etp=8, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d")),
-    Size(world=100_352, tp=8, ep=1024, etp=4, plan=Plan(schedule="s2", chunks=4, all_to_all="multicast")),
+    Size(world=100_352, tp=8, ep=1024, etp=2, plan=Plan(schedule="s2", chunks=4, all_to_all="multicast")),
 )
 
 

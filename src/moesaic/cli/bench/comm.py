@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.cli.bench.emulated import checked_pictures, require_cluster, write_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,11 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.bench.comm_claims import claims
     from moesaic.bench.comm_config import COMMITTED, read_config
     from moesaic.bench.comm_pictures import panels
-    from moesaic.bench.pictures import check_picture, write_picture
-    from moesaic.bench.tables import claims_table
-    from moesaic.report.claims import Measurement
-    from moesaic.testbed import refusal
 
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=tuple(options.only.split(",")) if options.only else (), repeats=options.repeats)
-    if options.picture:
-        check_picture(Path(options.picture))
-    missing = refusal()
-    if missing:
-        raise InputError(f"no emulated cluster on this machine: {missing}")
+    pictures = checked_pictures(options.picture)
+    require_cluster()
     console = Console(stderr=True)
     start = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -59,16 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         cells = measure(
             config, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
         )
-    rows = [row for cell in cells for row in rows_of(cell)]
     console.print(f"measured in {time.monotonic() - start:.0f} s")
-    found = claims(cells)
-    shown = Console(stderr=options.json == "-")
-    for each in tables(cells):
-        shown.print(each)
-    shown.print(claims_table(found))
-    if options.json:
-        Measurement(rows=rows, claims=found, notes=NOTES).write(options.json)
-    if options.picture:
-        write_picture(Path(options.picture), "All-to-alls over emulated links", panels(cells), NOTES)
-        console.print(f"wrote {options.picture}")
+    write_results(
+        tables(cells), [row for cell in cells for row in rows_of(cell)], claims(cells), panels(cells),
+        title="All-to-alls over emulated links", notes=NOTES, json=options.json, pictures=pictures,
+    )  # fmt: skip
     return 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.cli.bench.emulated import checked_pictures, require_cluster, write_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +40,18 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.bench.layer.pictures import panels
     from moesaic.bench.layer.rows import NOTES, all_rows, tables
     from moesaic.bench.layer.run import run as measure
-    from moesaic.bench.pictures import check_picture, write_picture
-    from moesaic.bench.tables import claims_table
-    from moesaic.report.claims import Measurement
-    from moesaic.testbed import refusal
 
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=tuple(options.only.split(",")) if options.only else (), repeats=options.repeats)
-    pictures = [Path(options.picture)] if options.picture else []
-    pictures += [Path(options.svg) / "layer.svg"] if options.svg else []
-    for path in pictures:
-        check_picture(path)
-    missing = refusal()
-    if missing:
-        raise InputError(f"no emulated cluster on this machine: {missing}")
+    pictures = checked_pictures(options.picture, options.svg, "layer")
+    require_cluster()
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         cells = measure(config, lambda what, done: bar.update(task, description=f"{done} done; {what}"))
-    found = claims(cells)
-    shown = Console(stderr=options.json == "-")
-    for each in tables(cells):
-        shown.print(each)
-    shown.print(claims_table(found))
-    if options.json:
-        Measurement(rows=all_rows(cells), claims=found, notes=NOTES).write(options.json)
-    for path in pictures:
-        write_picture(path, "One MoE layer over emulated links, virtual compute", panels(cells), NOTES)
-        console.print(f"wrote {path}")
+    write_results(
+        tables(cells), all_rows(cells), claims(cells), panels(cells),
+        title="One MoE layer over emulated links, virtual compute", notes=NOTES, json=options.json, pictures=pictures,
+    )  # fmt: skip
     return 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.cli.bench.emulated import checked_pictures, require_cluster, write_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +39,23 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.bench.model_run import kept
     from moesaic.bench.model_run import run as measure
     from moesaic.bench.model_speed import speeds
-    from moesaic.bench.pictures import check_picture, write_picture
-    from moesaic.bench.tables import claims_table
-    from moesaic.report.claims import Measurement
-    from moesaic.testbed import refusal
 
     only = tuple(options.only.split(",")) if options.only else ()
     config = read_config(Path(options.config) if options.config else COMMITTED)
     wanted, folder = narrowed(config, only), Path(options.keep)
-    if options.picture:
-        check_picture(Path(options.picture))
+    pictures = checked_pictures(options.picture)
     times = speeds() if not only or "speed" in only else {}
     if wanted.cases or "profile" in only:
-        missing = refusal()
-        if missing:
-            raise InputError(f"no emulated cluster on this machine: {missing}")
+        require_cluster()
         console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=None)
             measure(wanted, folder, lambda what: bar.update(task, description=what), profiles="profile" in only)
     found = kept(config, folder)
-    made = claims(found, times)
-    shown = Console(stderr=options.json == "-")
-    if found:
-        shown.print(case_table(found))
-    shown.print(claims_table(made))
-    if options.json:
-        Measurement(rows=[*case_rows(found), *rows_of(found)], claims=made, notes=NOTES).write(options.json)
-    if options.picture and found:
-        title = "One MoE layer over emulated links: predicted and measured"
-        write_picture(Path(options.picture), title, panels(found), NOTES, columns=2)
-        shown.print(f"wrote {options.picture}")
+    write_results(
+        [case_table(found)] if found else [], [*case_rows(found), *rows_of(found)], claims(found, times), panels(found),
+        title="One MoE layer over emulated links: predicted and measured", notes=NOTES, json=options.json,
+        pictures=pictures if found else [], columns=2,
+    )  # fmt: skip
     return 0

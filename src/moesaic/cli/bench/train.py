@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.cli.bench.emulated import checked_pictures, require_cluster, write_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +35,17 @@ def run(arguments: Sequence[str]) -> int:
     """Measure; returns the exit code."""
     description = "Train the demo model on an emulated cluster, its MoE layers by our plans and by others, in turn."
     options = parse(Options, arguments, prog="moesaic bench train", description=description)
-    from moesaic.bench.pictures import check_picture, write_picture
-    from moesaic.bench.tables import claims_table
     from moesaic.bench.train import NOTES, measurement_rows, tables
     from moesaic.bench.train import run as measure
     from moesaic.bench.train_claims import claims
     from moesaic.bench.train_config import COMMITTED, read_config
     from moesaic.bench.train_pictures import panels
-    from moesaic.report.claims import Measurement
-    from moesaic.testbed import refusal
 
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=tuple(options.only.split(",")) if options.only else (), repeats=options.repeats)
-    pictures = [Path(options.picture)] if options.picture else []
-    pictures += [Path(options.svg) / "train.svg"] if options.svg else []
-    for path in pictures:
-        check_picture(path)
-    missing = refusal() if config.cases else None
-    if missing:
-        raise InputError(f"no emulated cluster on this machine: {missing}")
+    pictures = checked_pictures(options.picture, options.svg, "train")
+    if config.cases:
+        require_cluster()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -61,15 +53,9 @@ def run(arguments: Sequence[str]) -> int:
         results = measure(
             config, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
         )
-    found = claims(results)
-    shown = Console(stderr=options.json == "-")
-    for each in tables(results):
-        shown.print(each)
-    shown.print(claims_table(found))
-    if options.json:
-        packages = ("torch", "numpy", "deepspeed")
-        Measurement(rows=measurement_rows(results), claims=found, notes=NOTES, packages=packages).write(options.json)
-    for path in pictures:
-        write_picture(path, "The demo model over emulated links", panels(results), NOTES, columns=2)
-        console.print(f"wrote {path}")
+    write_results(
+        tables(results), measurement_rows(results), claims(results), panels(results),
+        title="The demo model over emulated links", notes=NOTES, json=options.json, pictures=pictures,
+        packages=("torch", "numpy", "deepspeed"), columns=2,
+    )  # fmt: skip
     return 0

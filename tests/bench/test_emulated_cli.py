@@ -1,0 +1,21 @@
+"""Benchmarks on an emulated cluster: what they need is asked for in one line before anything runs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from moesaic.cli.main import main
+
+
+@pytest.mark.parametrize("benchmark", ["comm", "layer", "train", "model"])
+def test_without_torch_the_package_is_named(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no process that imports torch could be started the bed itself would only say that its process ended."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["bench", benchmark]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "torch" in error and "pip install" in error
