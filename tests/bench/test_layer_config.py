@@ -54,7 +54,7 @@ def test_the_committed_configuration_holds_every_part() -> None:
         config.ablation,
     ):
         assert part.repeats >= 8
-        assert part.pairs >= 30
+        assert part.pairs >= (12 if isinstance(part, AdaptiveR) else 30)  # nothing near 1 is claimed about r
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ def test_the_committed_configuration():
         ("training", top_k, "gpt", ("plain",)) for top_k in (None, 4, 8)
     ]
     assert sweep[0].repeats >= 30
+    assert all(case.coded for case in sweep)
     assert {"demo top 8", "demo inference", "demo beside DeepSpeed"} <= {case.name for case in config.cases}
     assert config.layout is not None
     assert config.layout.worlds[-1] == 256
@@ -249,6 +250,7 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
         name = "swin"
         model = "swin"
         mode = "inference"
+        coded = false
         batch_size = 4
         repeats = 1
         trials = 1
@@ -270,6 +272,8 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
     assert all(
         1e-4 < row["worst_error"] < 0.1 for row in rows.values() if not row["lossless"] and row["case"] == "demo"
     )
+    coded = [case for case, system in rows if "bf16" in system]
+    assert coded == ["demo"]
     assert 0 < plain["communication_share"] < 1
     assert plain["item"] == "tokens"
     assert rows["swin", "ours: ep 4 linear"]["item"] == "images"

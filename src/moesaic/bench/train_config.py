@@ -76,6 +76,8 @@ class Case:
     """Repeats before, apart, on which our best lossless plan is chosen; the others are then left out unless `all_plans`."""
     all_plans: bool = False
     """Time every plan with all repeats, not only the best, the plain linear one and the coded ones."""
+    coded: bool = True
+    """Time the plans with lossy codecs too."""
     peers: tuple[str, ...] = ("plain", "deepspeed")
     """Layers of others beside ours."""
     share_low: float = 0.0

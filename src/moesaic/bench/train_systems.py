@@ -121,6 +121,8 @@ def make_systems(config: Config, case: Case, wire: AbstractWire) -> Iterator[Sys
     nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
     batch = make_batch(case, config.seed, wire.rank, config.world)
     for candidate in config.candidates:
+        if not (case.coded or candidate.plan.is_lossless):
+            continue
         model = copy.deepcopy(whole)
         _parallelize(model, candidate, config, recorder)
         step = Step(model, list(expert_parameters(model)), batch, recorder, nodes)
