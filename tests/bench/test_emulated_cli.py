@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
+from moesaic.cli.bench import emulated
 from moesaic.cli.main import main
 
 
@@ -14,7 +13,12 @@ def test_without_torch_the_package_is_named(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where no process that imports torch could be started the bed itself would only say that its process ended."""
-    monkeypatch.setitem(sys.modules, "torch", None)
+
+    def import_module(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(emulated, "import_module", import_module)
+    monkeypatch.setattr("moesaic.bench.model_speed.SIZES", ())
     assert main(["bench", benchmark]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
