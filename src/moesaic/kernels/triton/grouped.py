@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
-from moesaic.kernels.triton.parts import place
+from moesaic.kernels.triton.parts import place, rows_of_tile
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 from moesaic.kernels.triton.tiles import Tile
 
@@ -111,13 +111,7 @@ def _rows_kernel(
     num_row_tiles = tl.load(schedule)
     for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert = tl.load(schedule + 1 + row_tile)
-        first = tl.load(schedule + 1 + capacity + row_tile)
-        row = first + tl.arange(0, BLOCK_R)
-        is_row = row < tl.load(schedule + 1 + 2 * capacity + row_tile)
-        source = row
-        if GATHERED:
-            source = tl.load(token + row, mask=is_row, other=0)
+        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
         start = column_tile * BLOCK_N
         total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         for k in tl.range(0, depth, BLOCK_K):

@@ -58,3 +58,23 @@ def place(index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tenso
 def halves(x: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     """Return the left and the right half of a (ROWS, COLUMNS) tile; in registers, an epilogue in smaller bites."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def rows_of_tile(
+    schedule: tl.tensor,
+    capacity: tl.tensor,
+    token: tl.tensor,
+    row_tile: tl.tensor,
+    GATHERED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> tl.tensor:
+    """Return (expert, first row, rows, which of them are the expert's, where each is read) of a tile of `schedule.py`."""
+    expert = tl.load(schedule + 1 + row_tile)
+    first = tl.load(schedule + 1 + capacity + row_tile)
+    row = first + tl.arange(0, BLOCK_R)
+    is_row = row < tl.load(schedule + 1 + 2 * capacity + row_tile)
+    source = row
+    if GATHERED:
+        source = tl.load(token + row, mask=is_row, other=0)
+    return expert, first, row, is_row, source

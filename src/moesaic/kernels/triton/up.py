@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
 from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
-from moesaic.kernels.triton.parts import act, halves, place
+from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 from moesaic.kernels.triton.tiles import Tile, num_bites
 
@@ -90,13 +90,7 @@ def _up_kernel(
     num_row_tiles = tl.load(schedule)
     for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert = tl.load(schedule + 1 + row_tile)
-        first = tl.load(schedule + 1 + capacity + row_tile)
-        row = first + tl.arange(0, BLOCK_R)
-        is_row = row < tl.load(schedule + 1 + 2 * capacity + row_tile)
-        source = row
-        if GATHERED:
-            source = tl.load(token + row, mask=is_row, other=0)
+        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
         start = column_tile * BLOCK_N
         one = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         two = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
