@@ -47,6 +47,11 @@ bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for netw
 	$(BIN)/python benchmarks/performance_page.py
 
 bench-all: bench  ## every benchmark, the long trainings too
+	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
+	$(BIN)/python benchmarks/netmoe.py --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
+	$(BIN)/python benchmarks/gates_loss.py --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
+	$(BIN)/python benchmarks/relocate_train.py --json $(RESULTS)/relocate_train.json
+	$(BIN)/python benchmarks/lent_weights.py --json $(RESULTS)/lent_weights.json
 	$(BIN)/python benchmarks/moe_vs_dense.py --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
 	$(BIN)/python benchmarks/schedules.py --json $(RESULTS)/schedules.json
@@ -55,7 +60,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
-	$(BIN)/python benchmarks/plan_table_replay.py --json $(RESULTS)/plan_table_replay.json
+	$(BIN)/python benchmarks/plan_table_replay.py --json $(RESULTS)/plan_table.json
 	$(BIN)/python benchmarks/topology_gate.py --json $(RESULTS)/topology_gate.json
 	$(BIN)/python benchmarks/same_curves.py --json $(RESULTS)/same_curves.json
 	$(BIN)/python benchmarks/codec_convergence.py --json $(RESULTS)/codec_convergence.json

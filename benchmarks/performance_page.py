@@ -56,7 +56,26 @@ def section(name: str, result: dict[str, Any]) -> str:
     tables = [rows_table(list(keys), list(rows)) for keys, rows in itertools.groupby(result["rows"], key=tuple)]
     head = [f"## {name}", result["notes"], f"{result['date']}; {where}; {with_what}."]
     pictures = [f"![{path.stem}](images/bench/{path.name})" for path in sorted(PICTURES.glob(f"{name}*.svg"))]
-    return "\n\n".join([*head, table(claims), *pictures, *tables]) + "\n"
+    overviews = speedups(result["rows"]) if name == "balance" else []
+    return "\n\n".join([*head, table(claims), *pictures, *overviews, *tables]) + "\n"
+
+
+def speedups(rows: list[dict[str, Any]]) -> list[str]:
+    """Return tables of how much faster than plain expert parallelism each method is: measured by case, simulated by load."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        simulated = row["part"] == "simulated"
+        title = f"{row['ranks']} ranks, simulated" if simulated else "On the bed, virtual compute"
+        case = f"MaxVio {row['max_vio']:g}" if simulated else row["case"]
+        found.setdefault(title, {}).setdefault(case, {})[row["method"]] = row["plain_over_this"]
+    made = []
+    for title, cases in found.items():
+        methods = dict.fromkeys(method for of_case in cases.values() for method in of_case)
+        lines = [["plain ep / method", *cases]]
+        for method in methods:
+            lines.append([method, *(f"{of[method]:.2f}" if method in of else "" for of in cases.values())])
+        made.append(f"{title}:\n\n{table(lines)}")
+    return made
 
 
 def rows_table(keys: list[str], rows: list[dict[str, Any]]) -> str:

@@ -22,7 +22,7 @@ from moesaic.kernels.permute import sort_by_expert
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.lending.lender import AbstractLender
 from moesaic.routing.capacity import AbstractCapacity, Dropless
-from moesaic.routing.gates import ROUTERS, RouterFactory
+from moesaic.routing.gates import ON_MESH, ROUTERS, RouterFactory, TopologyGate
 from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
 from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
@@ -47,7 +47,7 @@ class MoE(HasLossScale, TapedModule):
         hidden: inner width of one expert.
         num_experts: how many experts there are.
         top_k: experts per token.
-        router: a name in `ROUTERS`, or a function of (dim, num_experts) that returns a router.
+        router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
         experts: "swiglu", "gelu" or "relu", or a function of (dim, hidden, num_experts) that returns experts; use
             `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
         capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`.
@@ -89,7 +89,7 @@ class MoE(HasLossScale, TapedModule):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
         dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        self.router: AbstractRouter = _pick(router, ROUTERS, "router")(dim, num_experts)
+        self.router: AbstractRouter = _pick(router, ROUTERS | ON_MESH, "router")(dim, num_experts)
         self.router.check(top_k)
         self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
         make_experts = _pick(experts, EXPERTS, "experts")
@@ -122,6 +122,9 @@ class MoE(HasLossScale, TapedModule):
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
         on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before", lender)
+        if isinstance(self.router, TopologyGate) and not self.router.is_placed:
+            self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
+            self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
 
@@ -260,6 +263,8 @@ class MoE(HasLossScale, TapedModule):
             self.tape.write(self, routed.record)
         if replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None):
             self.step_counts += routed.routing.requested
+            if self.on_mesh is not None:
+                self.on_mesh.order.note(routed.record)
         return routed
 
     def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:

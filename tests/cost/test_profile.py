@@ -246,7 +246,7 @@ def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     total = asked.features.sum(axis=(0, 1))
     moves = sum(1 for moved in asked.movements if moved)
     assert moves == 3
-    assert total[FEATURES.index("message")] == moves * 6
+    assert total[FEATURES.index("message")] == 2 * 6, "routing weights travel with their rows"
     copies = LAYER.tokens * LAYER.top_k * 3 / 4
     sent = 2 * copies * LAYER.dim * 4 + copies * 4
     assert total[FEATURES.index("wire_byte")] == pytest.approx(2 * sent)

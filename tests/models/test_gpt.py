@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig, RouterName
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
-from moesaic.routing.gates import ROUTERS, GroupLimited, SigmoidTopK
+from moesaic.routing.gates import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
 
 VOCAB = 11
 
@@ -133,7 +133,7 @@ def test_targets_of_minus_one_are_not_predicted() -> None:
     assert model(batch).loss is None
 
 
-@pytest.mark.parametrize("router", list(ROUTERS))
+@pytest.mark.parametrize("router", [*ROUTERS, *ON_MESH])
 def test_every_router_that_a_config_names_trains(router: str) -> None:
     top_k = 1 if router in ("base", "switch") else 2
     model, batch = GPT(config(moe={"router": router, "top_k": top_k}), VOCAB), tokens()
@@ -177,7 +177,7 @@ def test_decoding_with_gradients_extends_a_cache_once() -> None:
 
 
 def test_the_names_of_routers_are_those_of_the_table() -> None:
-    assert get_args(RouterName) == tuple(ROUTERS)
+    assert get_args(RouterName) == (*ROUTERS, *ON_MESH)
 
 
 def test_a_dense_model_does_not_judge_how_experts_fit() -> None:

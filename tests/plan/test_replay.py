@@ -49,20 +49,21 @@ def at(world: tuple[np.ndarray, np.ndarray, list[float]], load: float) -> list[f
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.1])
-@pytest.mark.parametrize("error", [0.5, 1.0, 2.0])
-def test_a_load_that_is_wrong_by_two_costs_next_to_nothing(world, error: float, bias: float) -> None:
+@pytest.mark.parametrize("error", [(0.5,), (1.0,), (2.0,), (0.5, 2.0)])
+def test_a_load_that_is_wrong_by_two_costs_next_to_nothing(world, error: tuple[float, ...], bias: float) -> None:
     loads = 5 * world[2]
     wrong = 1 + bias * np.random.default_rng(0).standard_normal(len(PLANS))
     real = np.array([at(world, load) for load in loads]) * wrong
     settings = replace(TableSettings(), rows_per_bucket=EVEN / 4)
     table = PlanTable(PLANS, lambda load: at(world, load), settings)
-    total, told = 0.0, error * loads[0]
+    draw = np.random.default_rng(1)
+    total, told = 0.0, error[0] * loads[0]
     for row, load in zip(real, loads):
         seconds = float(row[table.choose(told)])
-        table.record(seconds)
-        total, told = total + seconds, error * load
+        table.record(seconds, load)
+        total, told = total + seconds, float(draw.choice(error)) * load
     static = real.sum(axis=0)
-    assert total <= 1.02 * static.min(), "the best static plan is known only afterwards"
+    assert total <= 1.01 * static.min(), "the best static plan is known only afterwards"
     planned = int(np.argmin(world[1][0]))
     assert static[planned] > 1.1 * static.min(), "the recorded loads are uneven enough to matter"
     assert total < 0.95 * static[planned], "the plan that even routing suggests"

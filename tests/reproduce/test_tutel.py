@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from moesaic.cost.cluster_file import read_cluster
 from moesaic.plan import Plan
 from moesaic.reproduce.records import read_book
-from moesaic.reproduce.tutel import Cluster, Layer, RLayer, big, breakdown, cluster, single, sweep
+from moesaic.reproduce.tutel import Cluster, Layer, RLayer, big, breakdown, cluster, connections, single, sweep
 
 BOOK = read_book()
 
@@ -32,12 +33,29 @@ def test_the_rate_between_nodes_falls_with_their_number() -> None:
     assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
 
 
+def test_connections_are_those_to_gpus_of_other_nodes_and_few_under_2dh() -> None:
+    assert [connections(gpus, "linear") for gpus in (16, 2048)] == [8, 2040]
+    assert [connections(gpus, "hier2d") for gpus in (16, 2048)] == [1, 255]
+
+
+def test_a_start_up_grows_with_connections_and_a_single_one_does_not_fill_a_port() -> None:
+    start = [cluster(BOOK, 2048, peers=peers).links[1].message_us for peers in (8, 255, 2040)]
+    assert start == sorted(start)
+    each = 1e-3 * BOOK.constant("tutel.message")
+    assert start == pytest.approx(
+        [read_cluster("tutel").links[1].message_us + peers * each for peers in (8, 255, 2040)]
+    )
+    assert cluster(BOOK, 16, peers=1).links[1].gbps == (BOOK.constant("tutel.connection"),)
+    assert cluster(BOOK, 16, peers=8).links[1].gbps == (BOOK.constant("tutel.nic"),)
+    assert cluster(BOOK, 16).host.task_us == BOOK.constant("tutel.issue")
+
+
 def test_products_message_by_message_are_slower() -> None:
     bed, layer = Cluster(BOOK), single(16)
     assert layer.rows_per_message == 1024
     small = Layer(gpus=16, tokens=256, dim=2048, hidden=2048)
-    for each in (layer, small):
-        assert bed.seconds(Plan(), each, flexible=False) > bed.seconds(Plan(), each)
+    assert bed.seconds(Plan(), layer, flexible=False) > bed.seconds(Plan(), layer)
+    assert bed.seconds(Plan(), small, flexible=False) == bed.seconds(Plan(), small), "here the issuing thread decides"
     apart, together = (bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True))
     assert apart > 1.1 * together
 

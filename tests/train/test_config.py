@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
 
@@ -61,10 +61,11 @@ def test_tokens_per_step():
 
 @pytest.mark.parametrize("kind", [TrainConfig, DataConfig, OptimizerConfig, ModelConfig, MoEConfig])
 def test_every_field_has_a_docstring(kind):
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef)
+    trees = [ast.parse(inspect.getsource(each)).body[0] for each in kind.__mro__ if is_dataclass(each)]
+    assert all(isinstance(tree, ast.ClassDef) for tree in trees)
     documented = {
         field.target.id
+        for tree in trees
         for field, text in zip(tree.body, tree.body[1:])
         if isinstance(field, ast.AnnAssign)
         and isinstance(text, ast.Expr)

@@ -19,6 +19,8 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.cost.memory import GIB
 from moesaic.cost.profile import read_profile
+from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.trace import Trace
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
@@ -106,11 +108,12 @@ def run(arguments: Sequence[str]) -> int:
     job = with_batch(read_job(options.model), options.batch_size)
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
-    cluster = _cluster(options)
+    simulator = _simulator(options)
+    cluster = simulator.cluster
     counts = [] if options.trace is None else _counts(Path(options.trace))
     console = Console(stderr=True)
     with _shown(console) as progress:
-        result = search(job, cluster, _settings(options), counts=counts, progress=progress)
+        result = search(job, cluster, _settings(options), counts=counts, simulator=simulator, progress=progress)
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.json:
@@ -124,15 +127,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _cluster(options: PlanOptions) -> ClusterSpec:
+def _simulator(options: PlanOptions) -> Simulator:
     if options.profile is not None:
         if options.cluster:
             raise InputError("--profile and --cluster both say what the cluster is: give one of them")
         # Planning for another machine than this one is what a profile is for.
-        return read_profile(Path(options.profile), any_machine=True).to_cluster(nodes=options.nodes)
+        return ProfiledSimulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
-    return read_cluster(options.cluster, nodes=options.nodes)
+    return Simulator(read_cluster(options.cluster, nodes=options.nodes))
 
 
 def _counts(path: Path) -> list[np.ndarray]:

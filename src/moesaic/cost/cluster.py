@@ -160,7 +160,8 @@ class Host:
     """Microseconds of the issuing thread per message that a rank sends or receives."""
     messages: Literal["together", "in_turn"] = "together"
     """together: all messages of a movement share the links at once. in_turn: a rank sends one after the other, and
-    receives one after the other, as ScheMoE (eq. 17) takes NCCL to do."""
+    receives one after the other, as ScheMoE (eq. 17) takes NCCL to do. A movement that stays inside nodes runs beside one
+    that leaves them, on a communicator of its own (eq. 16: Pipe-A2A)."""
 
     def __post_init__(self) -> None:
         for name in ("task_us", "message_us"):

@@ -10,6 +10,7 @@ import numpy as np
 from moesaic.cost.compute import Rates, compute_seconds
 from moesaic.cost.movement import AbstractVolumes, Movement
 from moesaic.cost.profile import HostCosts
+from moesaic.program.bundles import bundles
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 
 FEATURES = tuple(each.name for each in fields(HostCosts) if each.name != "sharing")
@@ -28,20 +29,30 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
     """
     slots = {slot.name: slot for slot in program.slots}
     waits = _waits(program, movements)
+    in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
     found = np.zeros((len(program.tasks), volumes.num_actors, len(FEATURES)))
     for number, task in enumerate(program.tasks):
         found[number, :, FEATURES.index("task")] = 1
         found[number, :, FEATURES.index("wait")] = waits[number]
         for moved in movements[number]:
-            found[number, list(moved.actors), FEATURES.index("message")] += moved.posts
+            if number not in in_a_message:
+                found[number, list(moved.actors), FEATURES.index("message")] += moved.posts
             found[number, list(moved.actors), FEATURES.index("wire_byte")] += _wire_bytes(moved, volumes)
         is_weight = any(slots[name].kind is Kind.WEIGHT for name in task.writes)
         if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
             found[number, :, FEATURES.index("weight_byte")] = _gradient_bytes(task, slots, volumes)
-        else:
+        elif not is_lossy(task, slots):
             touched = compute_seconds(task, slots, volumes, _BYTES)
             found[number, :, FEATURES.index("weight_byte" if is_weight else "byte")] = touched
     return found
+
+
+def is_lossy(task: Task, slots: Mapping[str, Slot]) -> bool:
+    """Whether a task codes rows with a codec; what that takes is measured codec by codec, not per byte."""
+    if task.op not in (Op.PACK, Op.UNPACK) or not task.codec:
+        return False
+    assert task.of is not None
+    return slots[task.of[0] if task.op is Op.PACK else task.of[1]].kind is Kind.ROWS
 
 
 def layer_features() -> np.ndarray:

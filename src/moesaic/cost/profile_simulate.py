@@ -8,7 +8,7 @@ the wire's own threads take their part of the cores while it carries something.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,12 +17,12 @@ from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
 from moesaic.cost.movement import AbstractVolumes, Movement
 from moesaic.cost.profile import ClusterProfile
-from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, layer_features
-from moesaic.cost.simulate import Simulator
+from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, is_lossy, layer_features
+from moesaic.cost.simulate import Simulated, Simulator
 from moesaic.cost.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Op, Program
+from moesaic.program.task import Op, Program, Slot, Task
 
 MOST_TAKEN = 0.5
 """Of the cores, by the wire's own threads: above this share the issuing threads would not slow down further."""
@@ -40,48 +40,40 @@ class Asked:
     """(tasks, actors, features), see `FEATURES`."""
 
 
-class ProfiledSimulator:
-    """Predicts times on a profiled machine.
+class ProfiledSimulator(Simulator):
+    """Predicts times on a profiled machine; takes the place of a simulator wherever one is asked for.
 
     Args:
         profile: what was measured.
+        nodes: of the same kind; None for as many as were measured.
         virtual_flops: operations per second of virtual accelerators, which take no processor time; None: experts multiply.
+
+    Raises:
+        InputError: if there are several nodes and the profile is of one.
     """
 
-    def __init__(self, profile: ClusterProfile, *, virtual_flops: float | None = None) -> None:
+    def __init__(
+        self, profile: ClusterProfile, *, nodes: int | None = None, virtual_flops: float | None = None
+    ) -> None:
+        super().__init__(profile.to_cluster(nodes))
         self.profile, self._virtual_flops = profile, virtual_flops
-        self._cluster = profile.to_cluster()
-        self._simulator = Simulator(self._cluster)
         self._costs = costs_vector(profile.host, with_wire=False)
+
+    @property
+    def around_seconds(self) -> float:
+        """What a layer's forward and backward pass take outside its programs: routing, the exchange of counts, autograd."""
+        return float(layer_features() @ self._costs) * self.profile.host.sharing
 
     def asked(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> Asked:
         """Return what a program asks of host and links; arguments as of `Simulator.run`."""
-        volumes = self._simulator.volumes(program, workload, grid, sizes=sizes)
-        slots = {slot.name: slot for slot in program.slots}
-        codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-        movements = [
-            volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
-            for task in program.tasks
-        ]
-        return Asked(volumes, movements, host_features(program, volumes, movements))
+        return _asked(program, self.volumes(program, workload, grid, sizes=sizes))
 
     def program_seconds(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> float:
         """Return how long a program takes, forward or backward, until the last rank has ended."""
         if not program.tasks:
             return 0.0
-        asked = self.asked(program, workload, grid, sizes=sizes)
-        issue = asked.features @ self._costs * self.profile.host.sharing
-        compute = np.zeros_like(issue)
-        slots = {slot.name: slot for slot in program.slots}
-        rates = self._rates(workload.dtype)
-        for number, task in enumerate(program.tasks):
-            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-                compute[number] = compute_seconds(task, slots, asked.volumes, rates)
-        graph = graph_of(program, host_runs_compute=True)
-        first = _run(graph, issue, compute, asked.movements)
-        busy = _busy(first, asked.movements)
-        issue = issue * self._stretch(first, asked, issue, busy)
-        return float(_run(graph, issue, compute, self._early(first, asked, issue)).ends.max())
+        volumes = self.volumes(program, workload, grid, sizes=sizes)
+        return float(self._events(program, workload, volumes)[0].ends.max())
 
     def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
         """Return how long a layer takes, routing, forward and backward pass.
@@ -91,12 +83,58 @@ class ProfiledSimulator:
             workload: of the layer, even routing.
             grid: of the compiled plan.
         """
-        around = float(layer_features() @ self._costs) * self.profile.host.sharing
-        return around + sum(self.program_seconds(each, workload, grid) for each in (forward, backward))
+        return self.around_seconds + sum(self.program_seconds(each, workload, grid) for each in (forward, backward))
+
+    def _simulate(self, program: Program, workload: Workload, volumes: AbstractVolumes) -> Simulated:
+        """Return the plain simulator's account of links and lanes, at the times of the profiled machine.
+
+        A link is taken for no longer than the program runs: its first kilobytes may be free. What the one thread of a rank
+        does counts as computing.
+        """
+        plain = super()._simulate(program, workload, volumes)
+        if not program.tasks:
+            return plain
+        events, thread = self._events(program, workload, volumes)
+        ends = events.ends.max(axis=0)
+        last, most = int(ends.argmax()), float(ends.max())
+        spans = tuple(
+            replace(span, start=float(start), end=float(end))
+            for span, start, end in zip(plain.timeline.spans, events.starts[:, last], events.ends[:, last])
+        )
+        return Simulated(
+            timeline=replace(plain.timeline, spans=spans),
+            ends=ends,
+            compute_seconds=min(float(thread.sum(axis=0).max()), most),
+            link_seconds={name: min(seconds, most) for name, seconds in plain.link_seconds.items()},
+            lane_seconds={name: min(seconds, most) for name, seconds in plain.lane_seconds.items()},
+        )
+
+    def _events(self, program: Program, workload: Workload, volumes: AbstractVolumes) -> tuple[Events, np.ndarray]:
+        """Return the program's events, and the seconds that each task takes of its rank's thread, (tasks, actors)."""
+        asked = _asked(program, volumes)
+        issue = asked.features @ self._costs * self.profile.host.sharing
+        slots = {slot.name: slot for slot in program.slots}
+        compute = np.array([self._computing(task, slots, volumes, workload.dtype) for task in program.tasks])
+        graph = graph_of(program, host_runs_compute=True)
+        first = _run(graph, issue, compute, asked.movements)
+        busy = _busy(first, asked.movements)
+        issue = issue * self._stretch(first, asked, issue, busy)
+        return _run(graph, issue, compute, self._early(first, asked, issue)), issue + compute
+
+    def _computing(self, task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, dtype: str) -> np.ndarray:
+        """Return the seconds of products, and of codecs that lose precision, (actors,); the rest is the host's."""
+        if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+            return compute_seconds(task, slots, volumes, self._rates(dtype))
+        if not is_lossy(task, slots):
+            return np.zeros(volumes.num_actors)
+        rates, both_ways = self._rates(dtype), getattr(self.profile.codecs, task.codec, 0.0)
+        if both_ways and self._virtual_flops is None:
+            rates = replace(rates, codec=2 * both_ways / self.profile.host.sharing)
+        return compute_seconds(task, slots, volumes, rates)
 
     def _rates(self, dtype: str) -> Rates:
         if self._virtual_flops is None:
-            return rates_of(self._cluster, dtype)
+            return rates_of(self.cluster, dtype)
         return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
 
     def _stretch(self, first: Events, asked: Asked, issue: np.ndarray, busy: np.ndarray) -> float:
@@ -142,6 +180,16 @@ class ProfiledSimulator:
         """Return the host's work in an interval, tasks being issued just before they start."""
         starts = first.starts[:, actor]
         return float(np.maximum(np.minimum(starts, until) - np.maximum(starts - issue, since), 0.0).sum())
+
+
+def _asked(program: Program, volumes: AbstractVolumes) -> Asked:
+    slots = {slot.name: slot for slot in program.slots}
+    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+    movements = [
+        volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
+        for task in program.tasks
+    ]
+    return Asked(volumes, movements, host_features(program, volumes, movements))
 
 
 def _run(graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]) -> Events:

@@ -83,8 +83,9 @@ class Topology:
         self._ports = len(self.names)
         if spec.host.messages == "in_turn":
             for rank in range(self.block):
-                self.names += [f"sends of rank {rank}", f"receives of rank {rank}"]
-                seconds_per_byte += [0.0, 0.0]
+                for where in ("", " inside its node"):
+                    self.names += [f"sends of rank {rank}{where}", f"receives of rank {rank}{where}"]
+                    seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
 
     @property
@@ -105,12 +106,18 @@ class Topology:
             return EMPTY
         (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
         if self._ports < len(self.names):
+            first = self._ports + (0 if self._leaves_a_node(source, target) else 2)
             for side, ranks in ((0, source), (1, target)):
-                at = self._ports + 2 * (ranks % self.block) + side
+                at = first + 4 * (ranks % self.block) + side
                 seconds += np.bincount(at, weights=slowest, minlength=len(seconds))
                 on_link += np.bincount(at, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
         return Load(links, seconds[links], on_link[links], float(latency.max()))
+
+    def _leaves_a_node(self, source: np.ndarray, target: np.ndarray) -> bool:
+        """Whether any message does; movements of which none does have ports of their own, beside those of the others."""
+        per_node = self.spec.devices_per_node
+        return bool((self._device(source) // per_node != self._device(target) // per_node).any())
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray

@@ -1,35 +1,38 @@
-"""The shape of a language model: what the GPT builder reads and a checkpoint is compared against."""
+"""The configuration of a language model: what the GPT builder reads and a checkpoint is compared against.
+
+What decides a step's time and memory is `plan/model_shape.py`, which planning reads without torch; routing is added here.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moesaic.errors import InputError
+from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.gates import ON_MESH, ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 
 RouterName = Literal[
-    "softmax", "switch", "sigmoid", "noisy", "cosine", "group_limited", "gshard", "base", "expert_choice", "hash"
+    "softmax",
+    "switch",
+    "sigmoid",
+    "noisy",
+    "cosine",
+    "group_limited",
+    "gshard",
+    "base",
+    "expert_choice",
+    "hash",
+    "topology",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """The MoE layers of a model."""
+class MoEConfig(MoEShape):
+    """The MoE layers of a model; sizes, activation and capacity as of `MoEShape`."""
 
-    num_experts: int = 16
-    """Experts per layer."""
-    top_k: int = 2
-    """Experts per token."""
-    hidden: int = 256
-    """Inner width of one expert."""
-    shared_hidden: int = 0
-    """Inner width of a shared expert that every token passes; 0 for none."""
-    every: int = 1
-    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
     router: RouterName = "softmax"
     """Who chooses the experts; docs/layer.md describes each."""
     bias_rate: float = 1e-3
@@ -38,13 +41,6 @@ class MoEConfig:
     """Groups of experts, for the group_limited router; must divide num_experts."""
     top_groups: int = 2
     """Groups a token may use, for the group_limited router."""
-    experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
-    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
-    """dropless serves every copy; fixed drops above capacity_factor; fitted takes what is needed, at most that; padded is
-    fixed on each rank, which sends always as many rows, so that no size waits for counts."""
-    capacity_factor: float = 1.25
-    """Rows per expert over the mean load, for all but dropless."""
     capacity_scope: Literal["mesh", "rank"] = "mesh"
     """Whose copies fixed and fitted count: those of all ranks, or each rank its own."""
     admit_by: Literal["position", "score"] = "position"
@@ -59,17 +55,15 @@ class MoEConfig:
     """Coefficient of the z-loss on the router's logits; 0.001 is usual."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden", "every", "num_groups", "top_groups"):
-            _check_at_least("model.moe", self, name, 1)
-        for name in ("shared_hidden", "bias_rate", "balance_loss", "importance_loss", "z_loss"):
-            _check_at_least("model.moe", self, name, 0)
-        if not 0 < self.capacity_factor < math.inf:
+        super().__post_init__()
+        for name in ("num_groups", "top_groups"):
+            check_at_least("model.moe", self, name, 1)
+        for name in ("bias_rate", "balance_loss", "importance_loss", "z_loss"):
+            check_at_least("model.moe", self, name, 0)
+        if self.router not in ROUTERS | ON_MESH:
             raise InputError(
-                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above 0; to drop nothing "
-                'set model.moe.capacity="dropless"'
+                f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}"
             )
-        if self.router not in ROUTERS:
-            raise InputError(f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS)}")
 
     def make_capacity(self) -> AbstractCapacity:
         """Return the capacity rule that the fields describe."""
@@ -92,59 +86,14 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only transformer."""
+class ModelConfig(ModelShape):
+    """A decoder-only transformer; sizes as of `ModelShape`."""
 
-    ffn: Literal["moe", "dense"] = "moe"
-    """Feed-forward layers: sparse, or dense with the inner width `dense_hidden`."""
-    dim: int = 128
-    """Width of the residual stream."""
-    num_layers: int = 4
-    """Transformer blocks."""
-    num_heads: int = 4
-    """Attention heads; must divide dim into heads of even width."""
-    seq_len: int = 256
-    """Tokens per training sequence, and the longest context."""
     conv_width: int = 4
     """Positions that the short causal convolution in front of each block sees, its own included; 1 for none."""
-    dense_hidden: int | None = None
-    """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
-    so that a dense model has the active parameters of the sparse one."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The sparse layers."""
-    checkpoint_activations: bool = False
-    """Recompute each block in backward instead of keeping its activations; routing is replayed."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "seq_len", "conv_width"):
-            _check_at_least("model", self, name, 1)
-        if self.dense_hidden is not None:
-            _check_at_least("model", self, "dense_hidden", 1)
-        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
-            raise InputError(
-                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
-                f"choose dim as a multiple of {2 * self.num_heads}"
-            )
-        if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
-            raise InputError(
-                f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
-                f"choose 1 <= top_k <= {self.moe.num_experts}"
-            )
-
-    @property
-    def active_hidden(self) -> int:
-        """Inner width that a token passes in one feed-forward layer."""
-        if self.dense_hidden is not None:
-            return self.dense_hidden
-        return self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether block `layer`, counted from 0, has an MoE layer."""
-        return self.ffn == "moe" and (self.num_layers - 1 - layer) % self.moe.every == 0
-
-
-def _check_at_least(section: str, config: object, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not least <= value < math.inf:
-        finite = " and finite" if isinstance(value, float) else ""
-        raise InputError(f"{section}.{name}={value}: must be at least {least}{finite}")
+        super().__post_init__()
+        check_at_least("model", self, "conv_width", 1)

@@ -20,7 +20,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm, local_part
 from moesaic.models.unembed import unembed
-from moesaic.routing.gates import ROUTERS, RouterFactory, SigmoidTopK, group_limited
+from moesaic.routing.gates import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
 from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.runtime.relocate_residual import Residual
@@ -186,7 +186,9 @@ class GPT(nn.Module):
                 "sample placement clashes with key-value caches, which stay on their rank: set model.relocator = None to decode"
             )
         layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
-        return relocator.start([Following(layer.router, layer.top_k) for layer in layers], *tokens.shape)
+        orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
+        followings = [Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)]
+        return relocator.start(followings, *tokens.shape)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -228,7 +230,7 @@ def _loss(logits: Tensor, targets: Tensor, trip: SampleTrip | None) -> Tensor:
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:
     """Build the MoE layer that a config describes."""
-    router: RouterFactory = ROUTERS[config.router]
+    router: RouterFactory = (ROUTERS | ON_MESH)[config.router]
     if config.router == "sigmoid":
         router = partial(SigmoidTopK, bias_rate=config.bias_rate)
     elif config.router == "group_limited":

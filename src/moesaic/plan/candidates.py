@@ -10,6 +10,7 @@ from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, Durations, compile_plan
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
 from moesaic.program.grid import Grid
+from moesaic.program.passes.split_peers import groups_inside_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class SearchSpace:
     """Values of Tutel's r beside "no weight moves"; None takes 0 and every divisor of etp below etp."""
     chunks: tuple[int, ...] = (1, 2, 4)
     peer_groups: tuple[int, ...] = (1,)
+    node_groups: bool = False
+    """Also the smart schedule by topology: one group of peers per node, or the fewest that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
     all_to_alls: tuple[AllToAll, ...] = ("linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast")
     orders: tuple[Order, ...] = ("optsche",)
@@ -32,8 +35,13 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
-            if values is not None and not values and name != "gather_weights":
+            if values is not None and values is not False and not values and name != "gather_weights":
                 raise InputError(f"search.{name} is empty: name at least one value")
+
+    def groups(self, grid: Grid) -> tuple[int, ...]:
+        """Return the numbers of peer groups to try on a mesh."""
+        by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
+        return tuple(dict.fromkeys((*self.peer_groups, *by_node)))
 
     def plans(self, grid: Grid) -> Iterator[Plan]:
         """Yield every combination, those that do not fit the mesh among them.
@@ -45,7 +53,7 @@ class SearchSpace:
         if shards is None:
             shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
         for values in itertools.product(
-            self.schedules, self.fuse, (None, *shards), self.chunks, self.peer_groups, self.overlap_gather,
+            self.schedules, self.fuse, (None, *shards), self.chunks, self.groups(grid), self.overlap_gather,
             self.all_to_alls, self.codecs, self.backward_codecs, self.orders,
         ):  # fmt: skip
             schedule, fuse, r, chunks, groups, overlap, links, codec, backward_codec, order = values

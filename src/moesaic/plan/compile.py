@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
 
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.cost.coded import ROWS_PER_BLOCK
 from moesaic.errors import InputError
+from moesaic.plan.arbiter_options import option_plans
 from moesaic.plan.plan import Plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
@@ -48,6 +52,10 @@ class Compiled:
     """The forward program before lowering, from which the backward one is derived."""
     forward: Program
     backward: Program
+    unlent: Compiled | None = None
+    """Of a plan that lends copies: the same one without lending, for calls in which nothing is lent."""
+    options: tuple[Compiled, ...] = ()
+    """Under plan.lending=arbiter: what it chooses from at each call, the plan without lending first."""
 
     @property
     def is_multicast(self) -> bool:
@@ -70,6 +78,8 @@ class Compiled:
     def digest(self) -> bytes:
         """16 bytes that two ranks share if and only if they run the same programs on the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
+        text += f"{self.plan.lending} {self.plan.token_budget}"  # from these each call derives which rows it runs where
+        text += "".join(option.digest.hex() for option in self.options)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def shapes(self, num_experts: int) -> Shapes:
@@ -103,6 +113,12 @@ def compile_plan(
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
+    unlent = None
+    if plan.lending == "arbiter":
+        return _with_options(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+    if plan.lending != "none":
+        bare = replace(plan, lending="none")
+        unlent = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     logical, grid = _logical(plan, grid, bias)
     programs = []
     for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
@@ -122,7 +138,36 @@ def compile_plan(
         program = side_by_side(program)
         validate(program)
         programs.append(program)
-    return Compiled(plan, grid, logical, *programs)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unlent)
+
+
+def _with_options(plan: Plan, grid: Grid, **how: Any) -> Compiled:
+    """Return the program that lends, with all programs that the arbiter may run; options that clash are left out.
+
+    Raises:
+        InputError: if the plan without lending, or with it, does not fit.
+    """
+    options: list[Compiled] = []
+    for number, option in enumerate(option_plans(plan, grid)):
+        try:
+            options.append(compile_plan(option, grid, **how))
+        except InputError:
+            if number < 2:
+                raise
+    alone, lends = options[:2]
+    return replace(lends, plan=plan, unlent=alone, options=tuple(options))
+
+
+def for_call(compiled: Compiled, lent: np.ndarray | None) -> Compiled:
+    """Return what a call runs: where nothing is lent, the plan without lending, so that an empty table costs nothing.
+
+    All ranks choose alike, since all have the table.
+
+    Args:
+        compiled: the layer's plan.
+        lent: (world, num_experts, ep) int64, what a lender decided; None under plans that do not lend.
+    """
+    return compiled if compiled.unlent is None or lent is None or lent.any() else compiled.unlent
 
 
 def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
@@ -149,6 +194,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
         "peer_groups",
         "overlap_gather",
         "lending",
+        "token_budget",
         "codec",
         "backward_codec",
     ):
@@ -184,4 +230,4 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
         program, grid = gather_weights(program, plan.gather_weights, grid)
     if plan.lending == "none":
         return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
-    return split_peers(lend(program, plan.chunks), plan.peer_groups, grid), grid
+    return split_peers(lend(program, plan.chunks, grid), plan.peer_groups, grid), grid

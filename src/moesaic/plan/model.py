@@ -1,7 +1,7 @@
 """What of a training configuration decides how long a step takes and what memory it needs: `Job`. Read without torch.
 
-Names and defaults are those of `moesaic train`, so one file serves both commands; a test holds the two together. The
-training configuration itself imports the layers that it configures, and so torch, which planning does without.
+One file serves `moesaic train` and `moesaic plan`. The model's fields are the trainer's own (`model_shape.py`); of the run
+around it the few that matter stand here under the trainer's names, and a test holds their defaults together.
 """
 
 from __future__ import annotations
@@ -16,50 +16,7 @@ from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEShape:
-    """The MoE layers."""
-
-    num_experts: int = 16
-    """Experts per layer."""
-    top_k: int = 2
-    """Experts per token."""
-    hidden: int = 256
-    """Inner width of one expert."""
-    shared_hidden: int = 0
-    """Inner width of a shared expert that every token passes; 0 for none."""
-    every: int = 1
-    """Each how-many-th block has an MoE layer, counted from the last block."""
-    experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    """Three matrices, or two."""
-    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
-    """Only padded changes what even routing sends."""
-    capacity_factor: float = 1.25
-    """Rows per expert over the mean load, where padded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder-only transformer."""
-
-    ffn: Literal["moe", "dense"] = "moe"
-    """Dense models have no plan."""
-    dim: int = 128
-    """Width of a token."""
-    num_layers: int = 4
-    """Blocks."""
-    num_heads: int = 4
-    """Attention heads, which tp divides."""
-    seq_len: int = 256
-    """Tokens of a sequence."""
-    dense_hidden: int | None = None
-    """Inner width of dense feed-forward layers; None for the active width of a sparse one."""
-    moe: MoEShape = field(default_factory=MoEShape)
-    """The sparse layers."""
-    checkpoint_activations: bool = False
-    """Recompute each block in backward."""
+from moesaic.plan.model_shape import ModelShape, MoEShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,30 +43,23 @@ class Job:
     """The data."""
 
     def __post_init__(self) -> None:
-        model, moe = self.model, self.model.moe
-        if model.ffn == "dense":
+        if self.model.ffn == "dense":
             raise InputError('model.ffn="dense": a model without MoE layers has no plan to choose: set model.ffn="moe"')
         for where, value in (
-            ("batch_size", self.batch_size), ("accumulation", self.accumulation), ("model.num_layers", model.num_layers),
-            ("model.num_heads", model.num_heads), ("model.moe.every", moe.every), ("data.vocab_size", self.data.vocab_size),
+            ("batch_size", self.batch_size), ("accumulation", self.accumulation), ("data.vocab_size", self.data.vocab_size),
         ):  # fmt: skip
             if value < 1:
                 raise InputError(f"{where}={value}: must be at least 1")
-        if moe.shared_hidden < 0:
-            raise InputError(f"model.moe.shared_hidden={moe.shared_hidden}: must be at least 0")
 
     @property
     def active_hidden(self) -> int:
         """Inner width that a token passes in one feed-forward layer."""
-        moe = self.model.moe
-        return self.model.dense_hidden or moe.top_k * moe.hidden + moe.shared_hidden
+        return self.model.active_hidden
 
     @property
     def dense_layers(self) -> int:
         """Blocks without an MoE layer."""
-        return sum(
-            (self.model.num_layers - 1 - layer) % self.model.moe.every != 0 for layer in range(self.model.num_layers)
-        )
+        return sum(not self.model.is_sparse(layer) for layer in range(self.model.num_layers))
 
     @property
     def parameter_bytes(self) -> int:
@@ -154,7 +104,7 @@ class Job:
             layer=layer,
             seq_len=model.seq_len,
             moe_every=min(moe.every, model.num_layers),
-            dense_hidden=self.active_hidden,
+            dense_hidden=model.active_hidden,
             vocab=self.data.vocab_size,
             checkpoint_activations=model.checkpoint_activations,
             gradient_bytes=self.parameter_bytes,

@@ -11,7 +11,7 @@ AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive",
 Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
 Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
 Order = Literal["early", "fifo", "optsche", "exact"]
-Lending = Literal["none", "shadow", "published", "spill", "least_loaded"]
+Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,11 @@ class Plan:
     lending: Lending = "none"
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
     (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
-    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time."""
+    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
+    none, shadow, spill, both, another gather_weights or the smart schedule, whichever is fastest by the cost model."""
+    token_budget: int | None = None
+    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
+    plans that lend, else the call runs in slices of so many, which are recomputed for backward. None: no limit."""
     order: Order = "optsche"
     """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
     after chunk; exact: searched, never worse than these by the durations it is given."""
@@ -52,6 +56,10 @@ class Plan:
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
+        if self.token_budget is not None and self.token_budget < 1:
+            raise InputError(
+                f"plan.token_budget={self.token_budget}: choose at least 1 token copy per rank, or leave it unset for no limit"
+            )
         if self.gather_weights is not None and self.gather_weights < 0:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
 

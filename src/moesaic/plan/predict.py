@@ -12,6 +12,7 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.profile import read_profile
+from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -37,14 +38,23 @@ class Predictor:
         cluster: on what.
         grid: the mesh.
         plans: the candidates.
+        simulator: of this cluster; that of a profile predicts by what was measured. None: by the cluster's description.
 
     Raises:
         InputError: if a plan does not fit the mesh.
     """
 
-    def __init__(self, job: Job, cluster: ClusterSpec, grid: Grid, plans: Sequence[Plan]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        cluster: ClusterSpec,
+        grid: Grid,
+        plans: Sequence[Plan],
+        *,
+        simulator: Simulator | None = None,
+    ) -> None:
         self.plans = tuple(plans)
-        self._simulator = Simulator(cluster)
+        self._simulator = simulator or Simulator(cluster)
         self._around = Surroundings(job, cluster, grid, self._simulator)
         on_cpu = cluster.host.runs_compute
         self._compiled: list[Compiled] = [compile_plan(plan, grid, host_runs_compute=on_cpu) for plan in self.plans]
@@ -69,9 +79,11 @@ class Predictor:
         per_node = grid.ranks_per_node or grid.world
         nodes = grid.world // per_node
         if cluster:
-            source, spec = f"planner.cluster={cluster}", read_cluster(cluster, nodes=nodes)
+            source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
         else:
-            source, spec = f"planner.profile={profile}", read_profile(Path(profile), any_machine=True).to_cluster(nodes)
+            measured = read_profile(Path(profile), any_machine=True)
+            source, simulator = f"planner.profile={profile}", ProfiledSimulator(measured, nodes=nodes)
+        spec = simulator.cluster
         if spec.devices_per_node != per_node:
             raise InputError(
                 f"{source} has nodes of {spec.devices_per_node} devices, this run {per_node} ranks on a node: choose a "
@@ -81,9 +93,9 @@ class Predictor:
         pins = Pins(tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost)
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
         space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
-        found = search(job, spec, Settings(space=space, pins=pins, keep=plans + 1))
+        found = search(job, spec, Settings(space=space, pins=pins, keep=plans + 1), simulator=simulator)
         wanted = [each.plan for each in found.ranking if each.plan != first]
-        return cls(job, spec, grid, [first, *wanted[:plans]])
+        return cls(job, spec, grid, [first, *wanted[:plans]], simulator=simulator)
 
     def __call__(self, load: float) -> list[float]:
         """Return the seconds of a step under each plan.

@@ -37,6 +37,7 @@ def search(
     settings: Settings | None = None,
     *,
     counts: Sequence[np.ndarray] = (),
+    simulator: Simulator | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Result:
     """Search layouts and plans.
@@ -47,22 +48,23 @@ def search(
         settings: how.
         counts: tables of the copies that each of some data-parallel groups sends to each expert, (groups, num_experts);
             the best plans are ranked anew by their mean time under them. None at all: even routing.
+        simulator: of this cluster; that of a profile ranks plans by what was measured. None: by the cluster's description.
         progress: is told now and then what is done, how much of it, and out of how much.
 
     Raises:
         InputError: if no layout holds the job, if none fits the memory (says by how much), or if the space is empty.
     """
-    return _Search(job, cluster, settings or Settings(), progress).run(counts)
+    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(counts)
 
 
 class _Search:
     """A search while it goes on."""
 
     def __init__(
-        self, job: Job, cluster: ClusterSpec, settings: Settings, progress: Callable[[str, int, int], None]
+        self, job: Job, simulator: Simulator, settings: Settings, progress: Callable[[str, int, int], None]
     ) -> None:
-        self.job, self.cluster, self.settings, self.progress = job, cluster, settings, progress
-        self.simulator = Simulator(cluster)
+        self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
+        self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], Found | None] = {}
         self.refusal = ""
 
@@ -236,7 +238,7 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid) -> Iterator[Plan]:
         shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
     values: dict[str, Sequence[object]] = {
         "schedule": _schedules(space, grid), "fuse": space.fuse, "gather_weights": (None, *shards), "chunks": space.chunks,
-        "peer_groups": space.peer_groups, "overlap_gather": space.overlap_gather, "all_to_all": space.all_to_alls,
+        "peer_groups": space.groups(grid), "overlap_gather": space.overlap_gather, "all_to_all": space.all_to_alls,
         "codec": space.codecs, "backward_codec": space.backward_codecs, "order": space.orders,
     }  # fmt: skip
     assert set(values) <= {each.name for each in fields(Plan)}

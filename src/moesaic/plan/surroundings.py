@@ -17,6 +17,7 @@ from moesaic.cost.call_sizes import visits_per_node
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.compute import Rates, rates_of
 from moesaic.cost.memory import Memory
+from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.cost.simulate import Simulated, Simulator
 from moesaic.cost.step import reduce_seconds, simulate_step, step_memory
 from moesaic.plan.compile import Compiled, compile_plan
@@ -63,7 +64,7 @@ class Surroundings:
         job: what is trained.
         cluster: on what.
         grid: the layout.
-        simulator: of the cluster.
+        simulator: of the cluster; one of a profile predicts the MoE layers by what was measured.
 
     Raises:
         InputError: if the cluster cannot run the job.
@@ -77,6 +78,10 @@ class Surroundings:
         self._passes = 4 if self.model.checkpoint_activations else 3
         self.attention, self.dense, self.unembed = (parts.get(name, 0.0) for name in ("attention", "dense", "unembed"))
         self.shared = self._shared()
+        self._is_measured = isinstance(simulator, ProfiledSimulator)
+        self.routing = simulator.around_seconds if isinstance(simulator, ProfiledSimulator) else 0.0
+        """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
+        pass replays its routing and counts nothing."""
 
     @property
     def again(self) -> int:
@@ -97,12 +102,13 @@ class Surroundings:
             "dense": count * self.dense,
             "unembed": count * self.unembed,
             "shared experts": count * self.shared,
+            "routing": count * layers * self.routing,
             "moe forward": count * layers * forward,
             "moe backward": count * layers * backward,
             "parameters": count * self._exposed(there, back),
             "optimizer": self.optimizer_seconds,
         }
-        experts = layers * (self.again * there.compute_seconds + back.compute_seconds)
+        experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
             count * (self.attention + self.dense + self.unembed + self.shared + experts) + self.optimizer_seconds
         )
@@ -154,10 +160,14 @@ class Surroundings:
         """Return seconds that no plan on this layout goes below: what is computed outside the MoE layers, and of each of
         their passes computing, crossing, or gathering behind it, whichever is more.
 
+        On a profiled machine crossing does not count: there a part of the bytes may be through before the last rank has come.
+
         Args:
             compression: bytes of a row over those that a codec sends.
         """
         compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
+        if self._is_measured:
+            crossing = 0.0
         attention = self.attention / self._passes / self.model.num_layers
         gathering = [moves * (sum(self._unit_seconds) - attention) for moves in (1, 2)]
         passes = (self.again - 1) * max(compute, crossing)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from moesaic.configfile import override
@@ -67,6 +67,12 @@ WINDOW = 200
 """Steps of which `explore` is a share: what a share of them allows may be used at once."""
 KEPT = 8
 """Measured steps that an entry remembers; their median counts, so that one slow step decides nothing."""
+SURE = 0.2
+"""Share of the hysteresis that is left between plans that were both measured many times."""
+LIKELY = 5
+"""Loads that a step may have, by how far loads were off before, over which plans are compared."""
+REMEMBERED = 50
+"""Steps over which what a load was said to be is held against what it was."""
 TRUST = 8
 """Measured steps at a load that weigh as much as what predictions and other loads say of it."""
 
@@ -123,6 +129,8 @@ class PlanTable:
         self.steps = self.explored = self.switches = 0
         self.running: int | None = None
         self._bucket = 0
+        self._told = 0.0
+        self._ratios: list[float] = []
         self._trial_left = self._unsettled = 0
 
     def bucket_of(self, load: float) -> int:
@@ -132,18 +140,23 @@ class PlanTable:
     def choose(self, load: float) -> int:
         """Return the number of the plan for the next step.
 
+        What is said of a load may be wrong: plans are compared over the loads that the step may have, by how far earlier steps'
+        were off.
+
         Args:
             load: copies that the busiest expert is expected to get; the same on all ranks.
         """
-        bucket = self.bucket_of(load)
-        self._filled(bucket)
+        self._told = load
+        ratios = _quantiles(self._ratios)
+        bucket = self.bucket_of(load * ratios[len(ratios) // 2])
+        seconds = self._mean_estimates([self.bucket_of(load * ratio) for ratio in ratios])
         moved, self._bucket = bucket != self._bucket, bucket
         was_trial, self._trial_left = self._trial_left, max(self._trial_left - 1, 0)
         if was_trial > 1 and self.running is not None:
             self.explored += 1
         else:
-            best = self._best(bucket)
-            tried = self._worth_trying(bucket, best)
+            best = self._best(bucket, seconds)
+            tried = self._worth_trying(seconds, best)
             if tried is not None:
                 self._trial_left = 1 + self.settings.trial_steps
                 self.explored += 1
@@ -157,19 +170,30 @@ class PlanTable:
         assert self.running is not None
         return self.running
 
-    def record(self, seconds: float) -> None:
+    def record(self, seconds: float, load: float | None = None) -> None:
         """Take down how long the step took; the first one after a change of plan is left out, as it warms caches.
 
         Args:
             seconds: the same on all ranks: the slowest one's.
+            load: that the step turned out to have; None takes what `choose` was told. A step counts at its own load, brought
+                to the middle of the bucket by what predictions say of the way there: else two plans whose steps were at the
+                two ends of a bucket would seem a tenth apart.
         """
         assert self.running is not None, "choose a plan first"
+        if load is not None and self._told > 0:
+            self._ratios = [*self._ratios, load / self._told][-REMEMBERED:]
         if self._unsettled:
             self._unsettled -= 1
             return
-        entry = self.entries[self._bucket][self.running]
+        bucket = self._bucket if load is None else self.bucket_of(load)
+        entry = self._filled(bucket)[self.running]
+        if load is not None:
+            seconds *= entry.predicted / self._predicted(load, self.running)
         entry.measured = [*entry.measured, seconds][-KEPT:]
         entry.count += 1
+        others = [each for plan, each in enumerate(self.estimates(bucket)) if plan != self.running]
+        if self._trial_left and seconds > (1 + self.settings.hysteresis) * min(others, default=math.inf):
+            self._trial_left = 1  # slower, and seen to be: the rest of the trial would tell no more
         self._last_run[self.running] = self.steps
 
     def estimates(self, bucket: int) -> list[float]:
@@ -203,6 +227,7 @@ class PlanTable:
             "held": {str(bucket): plan for bucket, plan in self.held.items()},
             "running": self.running,
             "last_run": {str(plan): step for plan, step in self._last_run.items()},
+            "ratios": self._ratios,
             "counts": [self.steps, self.explored, self.switches],
         }
 
@@ -228,6 +253,7 @@ class PlanTable:
         self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
         last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
         self._last_run = {plan: step for plan, step in last.items() if plan is not None}
+        self._ratios = list(state.get("ratios", []))
         self.steps, self.explored, self.switches = state["counts"]
 
     def _filled(self, bucket: int) -> list[Entry]:
@@ -237,6 +263,13 @@ class PlanTable:
             assert len(predicted) == len(self.plans), "a prediction for each plan"
             self.entries[bucket] = [Entry(predicted=seconds) for seconds in predicted]
         return self.entries[bucket]
+
+    def _predicted(self, load: float, plan: int) -> float:
+        """Return the predicted seconds of a plan at a load, on the line between the middles of two buckets."""
+        at = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
+        low = int(at)
+        before, after = (self._filled(bucket)[plan].predicted for bucket in (low, low + 1))
+        return before + (at - low) * (after - before)
 
     def _plan_factors(self) -> dict[int, float]:
         """Return measured over predicted seconds of every plan that was measured, the median over loads."""
@@ -255,10 +288,15 @@ class PlanTable:
         """Return the measured steps of a plan, fewer the longer ago: what was seen at other loads may have misled."""
         return self._count(plan) / (1 + (self.steps - self._last_run.get(plan, 0)) // WINDOW)
 
-    def _best(self, bucket: int) -> int:
+    def _mean_estimates(self, buckets: Sequence[int]) -> list[float]:
+        """Return what each plan is thought to take, the mean over loads that are as likely as one another."""
+        each = {bucket: self.estimates(bucket) for bucket in set(buckets)}
+        return [fmean(each[bucket][plan] for bucket in buckets) for plan in range(len(self.plans))]
+
+    def _best(self, bucket: int, seconds: Sequence[float]) -> int:
         """Return the plan to hold at a load; a plan that was measured is left only for another that was, or for one that is
-        faster even if its prediction is off as far as may be."""
-        seconds, doubt = self.estimates(bucket), self._doubt()
+        faster even if its prediction is off as far as may be. The more steps of both were measured, the less it takes."""
+        doubt = self._doubt()
         held = self.held.get(bucket)
         if held is None:
             held = self.running if self.running in self.allowed else self.allowed[0]
@@ -268,15 +306,17 @@ class PlanTable:
             if self._count(plan) or not self._count(held) or seconds[plan] * (1 + doubt) < seconds[held]
         ]  # fmt: skip
         best = min(known, key=lambda plan: (seconds[plan], plan))
-        self.held[bucket] = best if seconds[best] < (1 - self.settings.hysteresis) * seconds[held] else held
+        known_by = min(self._count(best), self._count(held))
+        margin = self.settings.hysteresis * max(TRUST / (TRUST + known_by), SURE)
+        self.held[bucket] = best if seconds[best] < (1 - margin) * seconds[held] else held
         return self.held[bucket]
 
-    def _worth_trying(self, bucket: int, best: int) -> int | None:
+    def _worth_trying(self, seconds: Sequence[float], best: int) -> int | None:
         """Return a plan to try next, the most promising of those tried least; None if none is, or it would be too often."""
         cost, budget = 1 + self.settings.trial_steps, self.settings.explore * WINDOW * (1 + self.steps // WINDOW)
         if self.explored + cost > budget or self._count(best) < self.settings.trial_steps:
             return None
-        seconds, doubt = self.estimates(bucket), self._doubt()
+        doubt = self._doubt()
         to_beat = (1 - self.settings.hysteresis) * seconds[best]
         open_to_doubt = [
             plan for plan in self.allowed
@@ -301,3 +341,9 @@ class PlanTable:
         self._unsettled = 1
         self.running = plan
         self.decisions.append(Decision(step=self.steps, bucket=self._bucket, plan=plan, why=why))
+
+
+def _quantiles(ratios: Sequence[float]) -> list[float]:
+    """Return ratios at the middles of `LIKELY` equal parts of those seen; 1 where none was."""
+    ascending = sorted(ratios)
+    return [ascending[int((part + 0.5) * len(ascending) / LIKELY)] for part in range(LIKELY)] if ascending else [1.0]

@@ -97,6 +97,9 @@ class Shapes:
         """Return the experts of a layout; for visits, the nodes; for tokens, one."""
         if layout.flow == "visits" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
+        if layout.chunk == "near":
+            mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
+            return np.unique([self.local_experts(mate) for mate in mates])
         if layout.experts == "all":
             return np.arange({"tokens": 1, "visits": self.grid.nodes_per_replica}.get(layout.flow, self.num_experts))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
@@ -114,6 +117,9 @@ class Shapes:
             number = self.number(origin, expert, chunk)
             self._pieces[key] = Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
         return self._pieces[key]
+
+    def _shard(self, rank: int) -> int:
+        return self.grid.coordinate(rank, "etp")
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """Return the numbers of pieces."""

@@ -85,6 +85,7 @@ class Sizes:
         self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._helped: dict[int, np.ndarray] = {}
+        self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Lots] = {}
         self._incoming: dict[tuple[Move, int], Lots] = {}
 
@@ -100,7 +101,20 @@ class Sizes:
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the experts whose rows or weights a slot of this layout has on a rank, ascending."""
-        return np.flatnonzero(self.helped(rank)) if layout.chunk == "here" else self.shapes.experts(layout, rank)
+        if layout.chunk == "here":
+            return np.flatnonzero(self.helped(rank))
+        experts = self.shapes.experts(layout, rank)
+        return experts[self._wanted(layout, rank)[experts]] if layout.chunk == "near" else experts
+
+    def _wanted(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return of which experts lent weights are needed, (num_experts,) bool: by a rank, or by any on its node."""
+        if layout.chunk == "here":
+            return self.helped(rank)
+        if rank not in self._near:
+            shard = self.grid.coordinate(rank, "etp")
+            mates = [m for m in self.grid.group(rank, ("local",)) if self.grid.coordinate(m, "etp") == shard]
+            self._near[rank] = np.any([self.helped(mate) for mate in mates], axis=0)
+        return self._near[rank]
 
     def num_held(self, layout: Layout, rank: int) -> int:
         """Return of how many experts a slot of this layout has rows on a rank."""
@@ -117,8 +131,8 @@ class Sizes:
             pieces = self.shapes.pieces(layout, rank)
             offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
             rows = self._rows[layout.flow][pieces.origin, pieces.expert, pieces.chunk]
-            if layout.chunk == "here" and layout.flow in ("weights", "bias"):
-                rows = rows * self.helped(rank)[pieces.expert]
+            if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
+                rows = rows * self._wanted(layout, rank)[pieces.expert]
             np.cumsum(rows, out=offsets[1:])
             self._offsets[key] = offsets
         return self._offsets[key]
@@ -172,10 +186,10 @@ class Sizes:
         """Return the rows of matched pieces: a helper has weights of the experts that it helps, and of no others."""
         offsets = self.offsets(mine, rank)
         sizes = np.diff(offsets)[matched.places]
-        if theirs.chunk == "here" and theirs.flow in ("weights", "bias"):
+        if theirs.chunk in ("near", "here") and theirs.flow in ("weights", "bias"):
             experts = self.shapes.pieces(mine, rank).expert[matched.places]
             cuts = zip(matched.peers, matched.starts[:-1], matched.starts[1:])
-            sizes = sizes * np.concatenate([self.helped(peer)[experts[a:b]] for peer, a, b in cuts])
+            sizes = sizes * np.concatenate([self._wanted(theirs, peer)[experts[a:b]] for peer, a, b in cuts])
         ends = np.concatenate([[0], sizes.cumsum()])[matched.starts]
         return Lots(matched.peers, tuple(np.diff(ends).tolist()), _expand(offsets[:-1][matched.places], sizes))
 

@@ -16,7 +16,7 @@ Flow = Literal["copies", "tokens", "visits", "weights", "bias"]
 FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "weights", "bias")
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
-Chunk = int | Literal["lent", "here"]
+Chunk = int | Literal["lent", "here", "near"]
 
 
 class State(str, Enum):
@@ -121,7 +121,8 @@ class Layout:
     """Only the experts that live on the rank, or on its node; else all."""
     chunk: Chunk | None = None
     """Only this chunk of each run; "lent": the chunks after these, one for each rank of ep that helps; "here": the one of
-    these that the rank itself computes. Else all."""
+    these that the rank itself computes. "near", of weights: what lent copies need on its node, of the experts whose home has
+    its place on some node. Else all."""
     step: tuple[int, int] | None = None
     """(j, n): the ranks of ep form n groups; only runs whose expert lives j groups after their origin. Else all."""
 

@@ -13,12 +13,13 @@ from plotly.offline import get_plotlyjs
 
 from moesaic import __version__
 from moesaic.errors import InputError
-from moesaic.report import charts, layers
+from moesaic.report import balance, charts, layers
 from moesaic.report.assets import CSS
 from moesaic.report.plan_choices import plans_section
 from moesaic.report.style import INK, layer_colours, run_colour
 from moesaic.report.summary import RunSummary, read_runs
 from moesaic.report.words import NONE, cards, in_words, number, percent
+from moesaic.train.metrics import read_metrics
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _DRAW = """
@@ -77,6 +78,7 @@ class Page:
             self._learning(),
             self._speed(),
             *[plans_section(run) for run in self.runs],
+            *[self._balance(index) for index in range(len(self.runs))],
             self._comparison(),
             *[self._experts(index) for index, run in enumerate(self.runs) if run.layers],
             self._config(),
@@ -201,6 +203,35 @@ class Page:
             f"<section><h2>Experts of {_dot(index)}{html.escape(run.name)}</h2>{_layer_legend(run)}"
             f"<div class='grid'>{''.join(large)}</div><div class='grid quarter'>{''.join(small)}</div>"
             f"<div class='grid'>{''.join(maps)}</div>{_layer_table(run)}</section>"
+        )
+
+    def _balance(self, index: int) -> str:
+        """Return the section about what moved because routing is skewed; "" where nothing was decided."""
+        run = self.runs[index]
+        found = balance.balance_of(read_metrics(run.folder))
+        if found is None:
+            return ""
+        drawn = [
+            self._chart(
+                "Load of the busiest rank",
+                "Over the mean, mean over the layers; 1 is balance.",
+                balance.busiest_rank(found),
+            ),
+            self._chart(
+                "Bytes that moved", "Per call, forward and backward, mean over the layers.", balance.bytes_moved(found)
+            ),
+        ]
+        layer = balance.most_skewed(found)
+        for name, when in (("rows_alone", "if left alone"), ("rows", "as decided")):
+            if layer is not None:
+                title = f"Load per rank of layer {layer}, {when}"
+                caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
+                drawn.append(self._chart(title, caption, balance.load_per_rank(found, layer, name)))
+        chosen = self._chart("Decisions", "What each layer ran most since the line before.", balance.decisions(found))
+        return (
+            f"<section><h2>Balance of {_dot(index)}{html.escape(run.name)}</h2><p>{html.escape(balance.told(found))}</p>"
+            f"<div class='grid'>{''.join(drawn)}</div>{balance.legend(found.options)}<div class='grid'>{chosen}</div>"
+            f"{balance.table(found)}</section>"
         )
 
     def _config(self) -> str:

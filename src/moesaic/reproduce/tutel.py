@@ -86,7 +86,7 @@ class Cluster:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self._simulators: dict[tuple[int, float | None], SweepSimulator] = {}
+        self._simulators: dict[tuple[int, float | None, int], SweepSimulator] = {}
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
     def runs(self, plan: Plan, layer: Layer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
@@ -98,9 +98,9 @@ class Cluster:
             flexible: the experts multiply all rows at once (Tutel's flexible all-to-all), not message by message.
         """
         rows = None if flexible else layer.rows_per_message
-        key = (layer.gpus, rows)
+        key = (layer.gpus, rows, connections(layer.gpus, plan.all_to_all))
         if key not in self._simulators:
-            self._simulators[key] = SweepSimulator(cluster(self.book, layer.gpus, rows))
+            self._simulators[key] = SweepSimulator(cluster(self.book, layer.gpus, rows, key[2]))
         if (plan, layer.grid) not in self._compiled:
             self._compiled[plan, layer.grid] = compile_plan(plan, layer.grid)
         made = self._compiled[plan, layer.grid]
@@ -144,26 +144,38 @@ class Cluster:
         return 6 * operations / (self.book.constant("tutel.einsum") * 1e12)
 
 
-def cluster(book: Book, gpus: int, rows: float | None = None) -> ClusterSpec:
+def connections(gpus: int, all_to_all: AllToAll) -> int:
+    """Return to how many GPUs of other nodes a GPU sends: all of them, or under 2DH those of equal place."""
+    return gpus // PER_NODE - 1 if all_to_all == "hier2d" else gpus - PER_NODE
+
+
+def cluster(book: Book, gpus: int, rows: float | None = None, peers: int | None = None) -> ClusterSpec:
     """Return the cluster at a size: its preset with the constants in place.
+
+    A message's start-up grows with the connections that a GPU holds open, whose state an adapter keeps only a few hundred
+    of at hand, and one connection alone does not fill a port.
 
     Args:
         book: tells the constants.
         gpus: in use. The rate between nodes falls with a power of their number.
+        peers: connections of a GPU to other nodes; None for one to each GPU there.
         rows: of each product, message by message; None for all rows of an expert at once. 8 rows reach the fitted share of the
             rate, 1024 that of the preset, and those between a share between them.
     """
     spec = read_cluster("tutel", nodes=gpus // PER_NODE)
     nvlink, nic = spec.links
     rate = book.constant("tutel.nic") * (spec.nodes / 2) ** -book.constant("tutel.fabric")
-    nic = replace(nic, gbps=(rate,), message_us=book.constant("tutel.message"))
-    nvlink = replace(nvlink, gbps=(book.constant("tutel.nvlink"),))
+    held = connections(gpus, "linear") if peers is None else peers
+    rate = min(rate, held * book.constant("tutel.connection"))
+    nic = replace(nic, gbps=(rate,), message_us=nic.message_us + 1e-3 * book.constant("tutel.message") * held)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
         whole = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))
         share = float(np.interp(np.log(rows), np.log([8.0, 1024.0]), [book.constant("tutel.batched"), whole]))
         device = replace(device, gemm_rows=(1.0,), gemm_share=(share,))
-    return replace(spec, device=device, links=(nvlink, nic))
+    return replace(
+        spec, device=device, links=(nvlink, nic), host=replace(spec.host, task_us=book.constant("tutel.issue"))
+    )
 
 
 def big(gpus: int) -> Layer:

@@ -16,20 +16,24 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.lending import LENDERS
-from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.lending.lender import AbstractLender
+from moesaic.plan.lending.slices import Cut
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.arbiter import Chooser
+from moesaic.runtime.budget import Slice, SlicedRun, TokenBudget, run_slices, slices_of
 from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
+from moesaic.runtime.counts import counts_of, even_counts, share_of_each
 from moesaic.runtime.fitting import compiled_for, fitting
 from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.padding import pad_copies
 from moesaic.runtime.peers import Peers, check_digests
+from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
 from moesaic.runtime.visits import Visits, find_visits
 
@@ -43,6 +47,9 @@ class _Way:
     """Each rank of a tensor group routes a slice of its tokens."""
     peers: Peers
     deepep: DeepEP | None
+    chooser: Chooser
+    """Of what a call runs."""
+    budget: TokenBudget
 
 
 class OnMesh:
@@ -74,6 +81,7 @@ class OnMesh:
         self.num_experts, self._dim, self._given_lender = experts.num_experts, experts.dim, lender
         self.codecs: Codecs = known_codec
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
+        self.order = ExpertOrder(experts.num_experts)
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._place = grid.coordinate(self.rank, "tp")
@@ -114,14 +122,15 @@ class OnMesh:
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
-        return _Way(compiled, slices, Peers(self.wire, compiled.grid, slices, compiled.digest, find), deepep)
+        peers = Peers(self.wire, compiled.grid, slices, compiled.digest, find, self.order)
+        of_layer = self.num_experts, self._dim
+        chooser = Chooser(compiled, self._given_lender, *of_layer)
+        return _Way(compiled, slices, peers, deepep, chooser, TokenBudget(compiled, *of_layer))
 
     def _enter(self, way: _Way) -> None:
         self.compiled, self.grid = way.compiled, way.compiled.grid
-        self._shapes = way.compiled.shapes(self.num_experts)
         self._slices, self.peers, self._deepep = way.slices, way.peers, way.deepep
-        lends = way.compiled.lends
-        self._lender = (self._given_lender or LENDERS[way.compiled.plan.lending]()) if lends else None
+        self.chooser, self.budget = way.chooser, way.budget
         self._agreed = False
 
     @property
@@ -186,8 +195,8 @@ class OnMesh:
             padded_rows: what `padded_rows` returned.
         """
         if self._deepep is not None:
-            return run_by_deepep(self._deepep, experts, x_TD, routed)
-        routing = routed.routing
+            return run_by_deepep(self._deepep, experts, x_TD, self.order.routed(routed))
+        routing = self.order.in_slots(routed.routing)
         order = routing.expert.argsort(stable=True)
         token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]
         indices, visits = {"index": token.unsqueeze(1)}, None
@@ -199,18 +208,28 @@ class OnMesh:
             indices = {"visit_index": visits.visit_index, "copy_index": visits.copy_index}
         if padded_rows is None or not self._agreed:
             self._check_digests(routed)
-        counts = self._counts(routed) if padded_rows is None else self._even_counts(routing.num_tokens, padded_rows)
-        dtype = compute_dtype(x_TD)
+        if padded_rows is None:
+            copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
+        else:
+            even = (self.num_experts, routing.num_tokens, padded_rows)
+            copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
+        copies, dtype = self.order.columns(copies), compute_dtype(x_TD)
 
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
-            sizes = self._sizes(*counts, visits, experts.num_units(sharded))
+            units = experts.num_units(sharded)
+            chosen, wanted = self.chooser.choose(routed.record, copies, units)
+            compiled, lent, cut = self.budget.hold(chosen, wanted, copies, units)
+            sizes = self._sizes(compiled, lent, copies, tokens, None if cut else visits, units)
             call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, self.codecs)
-            forward, backward = (len(p.tasks) for p in (self.compiled.forward, self.compiled.backward))
-            call.first_tag = self.wire.take_tags(forward + backward)
-            work = Run(self.compiled, self.wire, call, call.first_tag + forward, indices)
+            work = Run(compiled, self.wire, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-            return run_program(work, x.to(dtype), gate, *cast)
+            if cut is not None:
+                slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)
+                return run_slices(SlicedRun(work, slices), x.to(dtype), gate, *cast)
+            forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
+            call.first_tag = self.wire.take_tags(forward + backward)
+            return run_program(replace(work, backward_tag=call.first_tag + forward), x.to(dtype), gate, *cast)
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)
@@ -228,6 +247,7 @@ class OnMesh:
         """
         if not isinstance(capacity, Capacity) or not capacity.is_padded:
             return None
+        self.budget.refuse_padding()
         if self.compiled.lends:
             raise InputError(
                 f"a padded capacity clashes with plan.lending={self.compiled.plan.lending}, which is decided from counts "
@@ -255,29 +275,6 @@ class OnMesh:
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
 
-    def _counts(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `Sizes` reads: copies (world, experts) and tokens (world,) of every rank."""
-        record, grid = routed.record, self.grid
-        assert record.by_rank is not None
-        assert record.gathered is not None
-        told = torch.cat([record.by_rank, record.gathered.tokens.unsqueeze(1)], dim=1).cpu().numpy()
-        copies, tokens = told[:, :-1], told[:, -1]
-        if self._slices:
-            return copies, tokens
-        copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)
-        if self.compiled.plan.schedule == "baseline":
-            return copies, tokens
-        place = np.arange(grid.world) % grid.tp
-        return _cut(copies, place[:, None], grid.tp), _cut(tokens, place, grid.tp)
-
-    def _even_counts(self, num_tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `Sizes` reads where every rank sends each expert the same rows; nothing comes from the device."""
-        grid = self.grid
-        shared = self.compiled.plan.schedule != "baseline" and not self._slices
-        tokens = num_tokens if self._slices or not shared else num_tokens // grid.tp
-        copies = rows // grid.tp if shared else rows
-        return np.full((grid.world, self.num_experts), copies), np.full(grid.world, tokens)
-
     def _check_digests(self, routed: Routed) -> None:
         """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
 
@@ -293,19 +290,41 @@ class OnMesh:
             )
         self._agreed = True
 
-    def _sizes(self, copies: np.ndarray, tokens: np.ndarray, visits: Visits | None, units: int) -> Sizes:
+    def _sizes(
+        self,
+        compiled: Compiled,
+        lent: np.ndarray | None,
+        copies: np.ndarray,
+        tokens: np.ndarray,
+        visits: Visits | None,
+        units: int,
+    ) -> Sizes:
         table = None
         if visits is not None and visits.of_all is None:
             told = all_gather(self.wire, tuple(range(self.grid.world)), visits.counts)
             table = torch.stack(told).cpu().numpy()
         elif visits is not None:
             table = visits.of_all
-        chunks = self.compiled.plan.chunks
-        lent = None if self._lender is None else self._lender.decide(self._load(copies, units))
-        return Sizes(self.grid, copies, tokens, chunks, visits=table, units=units, lent=lent, shapes=self._shapes)
+        chunks, shapes = compiled.plan.chunks, compiled.shapes(self.num_experts)
+        return Sizes(compiled.grid, copies, tokens, chunks, visits=table, units=units, lent=lent, shapes=shapes)
 
-    def _load(self, copies: np.ndarray, units: int) -> Load:
-        return Load(self.grid, copies, self.num_experts, units, self._dim)
+    def _cut_up(
+        self,
+        cut: Cut,
+        compiled: Compiled,
+        tokens: np.ndarray,
+        routing: tuple[Tensor, Tensor],
+        num_tokens: int,
+        units: int,
+    ) -> list[Slice]:
+        """Return what each slice of a call runs; `routing` is token and expert of this rank's rows."""
+        alone = self._slices or compiled.plan.schedule == "baseline"
+        find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
+
+        def bind(lent: np.ndarray | None, copies: np.ndarray, visits: Visits | None) -> Sizes:
+            return self._sizes(compiled, lent, copies, tokens, visits, units)
+
+        return slices_of(cut, (self.rank,) if alone else self._tensor_group, self.wire, routing, find, bind)
 
     def _visits(self, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
         """Find the visits of the copies that this rank sends."""
@@ -321,16 +340,6 @@ class OnMesh:
 
 def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
     return find_visits(token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid)
-
-
-def share_of_each(counts: Tensor, index: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return where the `index`-th of `count` contiguous shares starts and ends, for each of several lengths."""
-    return counts * index // count, counts * (index + 1) // count
-
-
-def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """Return the share that each rank of a tensor group has of its group's runs."""
-    return counts * (place + 1) // size - counts * place // size
 
 
 def _key(plan: Plan | Compiled) -> Plan | bytes:

@@ -17,6 +17,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import RoutingRecord
 from moesaic.routing.routing import Choice
+from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.visits import Visits
 
 ROOM = 32
@@ -31,7 +32,8 @@ class Peers(AbstractPeers):
         grid: the mesh.
         slices: each rank of a tensor group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
-        find: under multicast, finds visits of copies, (token, expert, number of tokens), sorted by expert.
+        find: under multicast, finds visits of copies, (token, slot, number of tokens), sorted by slot.
+        order: of the layer's experts; None where they never move.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Peers(AbstractPeers):
         slices: bool,
         digest: bytes,
         find: Callable[[Tensor, Tensor, int], Visits] | None = None,
+        order: ExpertOrder | None = None,
     ) -> None:
         self._wire = wire
         self._hear_all = grid.tp == 1
@@ -50,6 +53,7 @@ class Peers(AbstractPeers):
         self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
         self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
         self._find = find if self.number == wire.world else None
+        self._order = order
         self._room = ROOM if grid.ranks_per_node not in (None, grid.world) else 0
         self._found: tuple[Choice, Visits] | None = None
         self.all_agree = True
@@ -61,7 +65,7 @@ class Peers(AbstractPeers):
         Whatever the plan, the message has room for them: ranks that brought different plans must be able to tell so.
         """
         if self._find is not None and choice is not None:
-            token, expert = choice.token, choice.expert
+            token, expert = choice.token, choice.expert if self._order is None else self._order.slots(choice.expert)
             if alive_N is not None:
                 token, expert = token[alive_N], expert[alive_N]
             order = expert.argsort(stable=True)

@@ -38,6 +38,7 @@ from moesaic.program.placed import SampleShapes
 from moesaic.routing.capacity import AbstractCapacity, Dropless
 from moesaic.routing.gates import BalancedAssignment, ExpertChoice, TopologyGate
 from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.relocate_rows import carry
 
 ACROSS_TOKENS = (ExpertChoice, BalancedAssignment, TopologyGate)
@@ -50,6 +51,8 @@ class Following:
 
     router: AbstractRouter
     top_k: int
+    order: ExpertOrder | None = None
+    """Where its experts are; None where they never move."""
 
 
 class Relocator:
@@ -113,6 +116,11 @@ class Relocator:
             raise InputError(
                 "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: "
                 "choose linear"
+            )
+        if plain.plan.token_budget is not None:
+            raise InputError(
+                f"sample placement clashes with plan.token_budget={plain.plan.token_budget}, whose slices cut samples: leave "
+                "token_budget unset"
             )
         key = (plain.digest, bias)
         if key not in self._compiled:
@@ -195,6 +203,8 @@ class SampleMove:
         """(ranks, slots, num_experts) int64: the layer's copies of each sample, by where the samples are; None before."""
         self.rides = False
         """Whether the residual travelled with the results; known after the layer's call."""
+        self.stays: bool | None = None
+        """Whether the layer runs like any other and samples stay, for those that choose; None before it is decided."""
         self._following = following
         self._future: Future[Homes] | None = None
 
@@ -274,7 +284,9 @@ class SampleMove:
             scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
             choice = router.choose(scores, top_k, valid_T, None)
         alive = slice(None) if valid_T is None else valid_T[choice.token]
-        return self.count(choice.token[alive], choice.expert[alive], router.num_experts)
+        order = self._following.order
+        expert = choice.expert if order is None else order.slots(choice.expert)
+        return self.count(choice.token[alive], expert[alive], router.num_experts)
 
     def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
         """Return how many of these copies each sample has for each expert, (slots, num_experts) int64."""

@@ -62,17 +62,20 @@ def run_relocated(
             f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {move.before.slots} samples of "
             f"{move.length}: give start() the batch that the layers see"
         )
-    routing = routed.routing
+    if on_mesh.chooser.stays(move):
+        return on_mesh.run_experts(experts, x_TD, routed, None)
+    routing = on_mesh.order.in_slots(routed.routing)
     order = (routing.expert * max(len(x_TD), 1) + routing.token).argsort(stable=True)
     token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]
-    move.rides = rides_along(residual, call.router, on_mesh.compiled.plan, mask, on_mesh._weight_first)
+    move.rides = rides_along(residual, call.router, on_mesh.chooser.bare.plan, mask, on_mesh._weight_first)
     on_mesh._check_digests(routed)
     if move.copies is None:
         of_tokens = (None if each is None else each.reshape(-1) for each in (mask, call.token_ids))
         move.decide(move.count(token, expert, experts.num_experts), move.predict(x_TD, *of_tokens))
     if residual is None or not move.rides:
-        return _run(on_mesh, experts, experts, x_TD, gates, token, move)
-    return _run(on_mesh, experts, WithResidual(experts, residual.norm), residual.x.view(x_TD.shape), gates, token, move)
+        return _run(on_mesh, experts, experts, x_TD, gates, token, move, routed)
+    riding = WithResidual(experts, residual.norm)
+    return _run(on_mesh, experts, riding, residual.x.view(x_TD.shape), gates, token, move, routed)
 
 
 def _run(
@@ -83,9 +86,10 @@ def _run(
     gates: Tensor,
     token: Tensor,
     move: SampleMove,
+    routed: Routed,
 ) -> Tensor:
     """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
-    plain, relocator, dtype, wire = on_mesh.compiled, move.relocator, compute_dtype(x_TD), on_mesh.wire
+    plain, relocator, dtype, wire = on_mesh.chooser.bare, move.relocator, compute_dtype(x_TD), on_mesh.wire
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
     copies = move.copies
     assert copies is not None
@@ -94,6 +98,7 @@ def _run(
         assert gate is not None
         if isinstance(computing, WithResidual):
             common = computing.joined(common, held.num_experts // plain.grid.ep, plain.grid.etp)
+        on_mesh.chooser.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
         of_call = PlacedShapes(shapes, move.targets)
         sizes = PlacedSizes(plain.grid, copies, move.length, of_call, held.num_units(sharded))

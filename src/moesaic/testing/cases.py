@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -14,8 +14,10 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.lending.lender import AbstractLender, Lent
 from moesaic.plan.plan import AllToAll, Lending, Order
 from moesaic.program.grid import Grid
+from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.testing.any_option import AnyOption
 
 T = TypeVar("T")
 Precision = Literal["float64", "float32", "autocast"]
@@ -33,6 +35,8 @@ TOP_1 = ("switch", "base")
 TOP_2_UP = ("softmax", "sigmoid", "group_limited", "noisy")
 ROUTERS = (*TOP_2_UP, "softmax", "sigmoid", "cosine", "hash", *AT_RANDOM, *OF_WHOLE_BATCH, "switch")
 EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
+PLACEABLE = ("softmax", "sigmoid", "group_limited", "cosine", "hash")
+"""Routers that look at each token alone and draw nothing, so that samples may be anywhere."""
 _COMMON: Precision = "float64"
 _PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
 CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
@@ -69,6 +73,8 @@ class Case:
     evaluate: bool
     """Run forward-only, under inference mode, between the first two micro-batches, or at the end."""
     precision: Precision
+    placement: Literal["none", "random", "solved"] = "none"
+    """Samples change home in every call: to anywhere, or to where a policy finds it cheapest; results are brought back."""
 
     @property
     def is_exact(self) -> bool:
@@ -95,7 +101,10 @@ class Case:
 
     @property
     def lender(self) -> AbstractLender | None:
-        """Lends copies at random, every kind of lending among them, under the plan "shadow"; None for the plan's policy."""
+        """Lends copies at random, every kind of lending among them, under the plan "shadow"; chooses at random under the plan
+        "arbiter"; None for the plan's policy."""
+        if self.plan.lending == "arbiter":
+            return AnyOption(seed=self.seed)
         if self.plan.lending != "shadow":
             return None
         rng = np.random.default_rng(self.seed)
@@ -135,7 +144,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
             if refusals is not None:
                 refusals.count += 1
             continue
-        return _draw_rest(rng, seed, grid, plan)
+        return _with_placement(random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan))
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -220,6 +229,37 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         evaluate=rng.random() < 0.15,
         precision=rng.choice(_PRECISIONS) if plan.is_lossless else "float64",
     )
+
+
+def _with_placement(rng: random.Random, case: Case) -> Case:
+    """Let samples move in some of the cases in which they can once the plan and the tokens are changed to suit."""
+    alone = case.router in PLACEABLE and case.grid.tp == 1 and case.grid.world > 1
+    if not alone or rng.random() > 0.4:
+        return case
+    plan = replace(
+        case.plan,
+        schedule="s1",
+        lending="arbiter" if rng.random() < 0.3 else "none",
+        gather_weights=None,
+        codec="none",
+        backward_codec="none",
+        token_budget=None,
+        all_to_all="linear" if case.plan.all_to_all == "multicast" else case.plan.all_to_all,
+    )
+    longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
+    placed = replace(
+        case,
+        plan=plan,
+        placement=rng.choice(["random", "random", "solved"]),
+        lengths=tuple(tuple(longest for _ in of_groups) for of_groups in case.lengths),
+        capacity=Dropless(),
+    )
+    try:
+        compiled = compile_plan(plan, case.grid)
+        relocate((compiled.options or (compiled,))[0].logical)
+    except InputError:
+        return case
+    return placed
 
 
 def _draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:

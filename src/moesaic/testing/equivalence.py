@@ -24,9 +24,11 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.losses import set_loss_scale
 from moesaic.runtime import gradients
+from moesaic.runtime.relocate import Relocator
 from moesaic.runtime.tape import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
+from moesaic.testing.placed import call_placed, relocator_of
 from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
@@ -97,10 +99,11 @@ def run_rank(
     """
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled, case.lender)
+    relocator = relocator_of(case, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
-        _forward_backward(case, layer, work.batches[micro][group], share, result)
+        _forward_backward(case, layer, work.batches[micro][group], share, result, relocator)
         if case.evaluate and micro == 0:
             result.evaluated = _evaluate(case, layer, work.batches[micro][group])
     gradients.average_gradients(layer, mesh)
@@ -144,12 +147,14 @@ def relative(actual: Tensor | None, expected: Tensor | None) -> float:
     return error / max(float(expected.abs().max()), 1.0) if error == error else float("inf")
 
 
-def _forward_backward(case: Case, layer: MoE, batch: Batch, share: float, result: RankResult) -> None:
+def _forward_backward(
+    case: Case, layer: MoE, batch: Batch, share: float, result: RankResult, relocator: Relocator | None
+) -> None:
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
     run = partial(checkpoint, layer) if case.recompute else layer
     with _precision(case):
-        y, routing = run(x, mask=batch.mask, token_ids=batch.ids, return_routing=True)
+        y, routing = call_placed(relocator, layer, run, x, mask=batch.mask, token_ids=batch.ids)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     result.outputs.append(y.detach())

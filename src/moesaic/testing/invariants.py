@@ -72,7 +72,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
         grid, program = together[0].call.sizes.grid, together[0].program
         for slot in program.slots:
-            if slot.kind is Kind.WEIGHT and slot.layout.chunk == "here":
+            if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here"):
                 continue
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))
@@ -93,8 +93,9 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
     for number, task in enumerate(compiled.logical.moves()):
         alone = one_task(compiled.logical, task)
         source, target = (alone.slot(name) for name in (*alone.inputs, *alone.outputs))
-        lends = (
-            source.kind is Kind.WEIGHT and target.layout.chunk == "here"
+        lends = source.kind is Kind.WEIGHT and target.layout.chunk in (
+            "near",
+            "here",
         )  # to each helper others: no one value to pair
         if source.kind is Kind.INDEX or lends:
             continue

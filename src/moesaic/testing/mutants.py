@@ -16,7 +16,7 @@ from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
 from moesaic.runtime import movements, sharing
-from moesaic.testing import plants
+from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.equivalence import Patch, failures, run_case
 
@@ -44,6 +44,7 @@ BASE = Case(
     precision="float64",
 )
 _SMALL = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False)
+_ACROSS = Grid(world=4, ep=4, ranks_per_node=2)
 CASES: dict[str, Case] = {
     "step": BASE,
     "recompute": replace(BASE, recompute=True, router="noisy", evaluate=False, seed=12),
@@ -67,6 +68,26 @@ CASES: dict[str, Case] = {
         padding=False,
         evaluate=False,
         seed=17,
+    ),
+    "arbiter": replace(
+        BASE,
+        grid=_ACROSS,
+        plan=Plan(lending="arbiter"),
+        lengths=((4, 3, 5, 2),),
+        recompute=True,
+        evaluate=False,
+        seed=20,
+    ),
+    "placed": replace(
+        BASE,
+        grid=_ACROSS,
+        plan=Plan(chunks=2),
+        sequences=3,
+        lengths=((4, 4, 4, 4),),
+        placement="random",
+        evaluate=False,
+        padding=False,
+        seed=21,
     ),
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
 }
@@ -157,6 +178,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
     Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),
     Mutant("messages of two peers swapped", "own", "nodes", "numbers", plants.messages_swapped),
+    Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants_balance.decides_again),
+    Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants_balance.labels_stay),
+    Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants_balance.slots_reversed),
     Mutant("a dependency removed", "own", "step", "validator", change=plants.edge_removed),
     Mutant("partial sums not declared", "own", "step", "validator", change=plants.partial_forgotten),
 )

@@ -112,9 +112,20 @@ def features(case: Case) -> list[str]:
     """Return what a case is made of, as `field=value`."""
     plan = case.plan
     found = [
-        f"{name}={getattr(case, name)}" for name in ("router", "experts", "precision", "apply_weight", "sequences")
+        f"{name}={getattr(case, name)}"
+        for name in ("router", "experts", "precision", "apply_weight", "sequences", "placement")
     ]
-    names = ("schedule", "all_to_all", "codec", "backward_codec", "order", "chunks", "peer_groups", "gather_weights")
+    names = (
+        "schedule",
+        "all_to_all",
+        "codec",
+        "backward_codec",
+        "order",
+        "chunks",
+        "peer_groups",
+        "gather_weights",
+        "lending",
+    )
     found += [f"{name}={getattr(plan, name)}" for name in names]
     found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
     found += [f"loss={loss.name}" for loss in case.losses]

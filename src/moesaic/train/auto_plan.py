@@ -22,6 +22,7 @@ from moesaic.plan.planned import MESH, read_planned
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.plan.words import plan_in_words
+from moesaic.train.balance import DecisionMeter
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
@@ -105,9 +106,11 @@ class AutoPlanner:
         self._told = 0
         self._load = _even_load(run.config)
         self.table = None if candidates is None else self._make_table(candidates)
+        self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
 
     def before_step(self) -> None:
         """Choose the plan of the next step."""
+        self.decisions.drop()
         if self.table is None:
             return
         before, chosen = self.table.running, self.table.choose(self._load)
@@ -117,6 +120,7 @@ class AutoPlanner:
 
     def note_load(self) -> None:
         """Look at the load of the step, before its optimizer step, where layers still know it."""
+        self.decisions.take()
         if self.table is not None:
             busiest = torch.stack([layer.step_counts.max() for layer in self._layers]).double().mean()
             self._load = float(busiest) / self._run.config.accumulation
@@ -127,13 +131,17 @@ class AutoPlanner:
         Args:
             seconds: on this rank.
         """
+        self.decisions.took(seconds)
         if self.table is not None:
             told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
             self._load = float(told[1])
-            self.table.record(float(told[0]))
+            self.table.record(float(told[0]), self._load)
 
     def values(self) -> dict[str, Any]:
-        """Return for the metrics what runs and what was decided since the last call; nothing if off."""
+        """Return for the metrics what runs and what was decided since the last call, of plans and balance; nothing if off."""
+        return self._plan_values() | self.decisions.values()
+
+    def _plan_values(self) -> dict[str, Any]:
         if self.table is None or self.table.running is None:
             return {}
         table, running, new = self.table, self.table.running, self.table.decisions[self._told :]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.plan.plan import Plan
@@ -142,6 +143,41 @@ class PlannerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlaceExpertsConfig:
+    """Whether experts move between ranks while training, by the load of the steps before; docs/balance.md."""
+
+    every: int = 0
+    """Optimizer steps between decisions; 0: experts stay where they are."""
+    policy: Literal["balanced", "smartmoe"] = "balanced"
+    """balanced: moves where the gain until the next decision pays for it. smartmoe: as published, whatever a move costs."""
+    machine: Machine = field(default_factory=Machine)
+    """Rates of one rank, by which balanced weighs computing, travelling and moving."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise InputError(f"place_experts.every={self.every}: must be 0 (off) or a number of steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """What moves where routing is skewed, besides what `plan.lending` says; docs/balance.md."""
+
+    placement: Literal["none", "stay", "two_stage", "weighed"] = "none"
+    """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
+    them; weighed: the slower kind of link first; stay: nobody moves, by the same programs. With plan.lending=arbiter, samples
+    move in the calls in which that gains most."""
+    margin: float = 0.05
+    """For plan.lending=arbiter: leave an option only for one that is faster by this share."""
+    memory: float = 0.25
+    """For plan.lending=arbiter: how much earlier calls count, 0 to below 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("margin", "memory"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"balance.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -194,6 +230,10 @@ class TrainConfig:
     """How the MoE layers run on the mesh; one process has no use for it."""
     planner: PlannerConfig = PlannerConfig()
     """Where the plan comes from besides."""
+    place_experts: PlaceExpertsConfig = PlaceExpertsConfig()
+    """Whether experts move between ranks."""
+    balance: BalanceConfig = BalanceConfig()
+    """Whether samples move, and how the arbiter chooses."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):
@@ -211,6 +251,8 @@ class TrainConfig:
                 "choose a tp that divides the heads"
             )
         self._check_shards()
+        self._check_place_experts()
+        self._check_placement()
 
     def _check_shards(self) -> None:
         model, mesh = self.model, self.mesh
@@ -224,6 +266,41 @@ class TrainConfig:
         for axis, ranks, name, size in wanted:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
+
+    def _check_place_experts(self) -> None:
+        asked = f"place_experts.every={self.place_experts.every}"
+        if not self.place_experts.every:
+            return
+        if self.model.ffn == "dense":
+            raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it at 0')
+        if self.mesh.ep == 1 and not self.planner.file:  # a planned mesh is looked at once it is known
+            raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
+
+    def _check_placement(self) -> None:
+        asked, moe = f"balance.placement={self.balance.placement}", self.model.moe
+        if self.balance.placement == "none":
+            return
+        reasons = (
+            (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
+            (self.mesh.tp > 1, f"mesh.tp={self.mesh.tp}, which splits a sample over ranks"),
+            (
+                self.record_routing != "none",
+                f"record_routing={self.record_routing}: ranks route other samples than they got",
+            ),
+            (bool(self.replay_routing), "replay_routing: ranks route other samples than they got"),
+            (
+                moe.capacity != "dropless",
+                f"model.moe.capacity={moe.capacity}, which drops copies by where their samples are",
+            ),
+            (self.planner.auto, "planner.auto, whose plans are predicted for samples that stay"),
+            (
+                self.plan.lending not in ("none", "arbiter"),
+                f"plan.lending={self.plan.lending}, which cuts copies by helper and not by sample: choose none or arbiter",
+            ),
+        )
+        for holds, what in reasons:
+            if holds:
+                raise InputError(f"{asked} clashes with {what}; or leave placement none")
 
     @property
     def tokens_per_step(self) -> int:

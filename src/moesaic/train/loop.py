@@ -31,10 +31,12 @@ from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
 from moesaic.train.norm import clip, gradient_norm, largest_parameter
+from moesaic.train.place_experts import ExpertMover
 from moesaic.train.progress import TrainingProgress, status
 from moesaic.train.record import RoutingObserver
 from moesaic.train.record_files import check_routing
 from moesaic.train.state import RunState, open_run, rng_state
+from moesaic.train.token_budget import budget_values
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Trainer:
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
         self.planner = AutoPlanner(run, candidates)
+        self.experts = ExpertMover(run)
 
     def run(self) -> TrainResult:
         """Train to the last step, or until a signal; returns how it ended."""
@@ -119,10 +122,12 @@ class Trainer:
                     if _due(state.step, config.eval_every, config.steps):
                         val_loss = self._evaluate(metrics, progress)
                     if _due(state.step, config.save_every, config.steps):
-                        self._save()
+                        with self.experts.at_home():
+                            self._save()
                     stopped_by = self.ranks.agree_to_stop(stop)
                 if state.step < config.steps and stopped_by:
-                    self._save()
+                    with self.experts.at_home():
+                        self._save()
                     progress.say(self._how_to_go_on(stopped_by))
                 elif val_loss is None:  # taken up again after its last step
                     val_loss = self._evaluate(metrics, progress)
@@ -154,6 +159,8 @@ class Trainer:
             state.optimizer.zero_grad()
             state.step += 1
         self.planner.after_step(self.clock.seconds - started)
+        with self.clock.training():  # counts, but says nothing about the plan that ran
+            self.experts.after_step()
         if not logs:
             return {}
         moved = [self._churn(a, b) for a, b in zip(before, self._probe_sets())]
@@ -191,6 +198,8 @@ class Trainer:
             "seconds": self.clock.seconds,
             "layers": [layer.as_dict() for layer in self.meter.take()],
             **self.planner.values(),
+            **self.experts.values(),
+            **budget_values(self.model),
         }
 
     def _require_finite(self, loss: Tensor, norm: Tensor) -> None:

@@ -9,7 +9,7 @@ rank keeps its part. After a backward pass of each rank's mean loss every gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,20 @@ from moesaic.models.gpt import GPT, Block, Dense
 from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm, local_part
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.lending.lender import AbstractLender
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
 
 
-def parallelize(model: GPT, mesh: Mesh, plan: Plan, *, sequence_parallel: bool = False) -> None:
+def parallelize(
+    model: GPT,
+    mesh: Mesh,
+    plan: Plan,
+    *,
+    sequence_parallel: bool = False,
+    lender_of: Callable[[Compiled], AbstractLender | None] = lambda _: None,
+) -> None:
     """Split a model over a mesh, in place.
 
     Args:
@@ -46,18 +54,21 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan, *, sequence_parallel: bool =
         mesh: of more than one rank.
         plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
+        lender_of: from the compiled plan to what decides which copies are lent; None takes the policy that the plan names.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
     compiled: dict[bool, Compiled] = {}
+    lenders: dict[bool, AbstractLender | None] = {}
     for module in model.modules():
         if isinstance(module, MoE):
             bias = bool(module.experts.names[1])
             if bias not in compiled:
                 on_cpu = mesh.wire.device.type == "cpu"
                 compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
-            module.parallelize(mesh, compiled[bias])
+                lenders[bias] = lender_of(compiled[bias])
+            module.parallelize(mesh, compiled[bias], lenders[bias])
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     shard_over_data(model, mesh)

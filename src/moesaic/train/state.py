@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
+from moesaic.train.balance import make_arbiter, place_samples
 from moesaic.train.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -31,6 +33,7 @@ from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
+from moesaic.train.token_budget import hold_to_budget
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -151,7 +154,21 @@ def _build(
     if dtype == torch.float64:
         model.double()
     if ranks.mesh is not None:
-        parallelize(model, ranks.mesh, config.plan, sequence_parallel=config.mesh.sequence_parallel)
+        parallelize(
+            model,
+            ranks.mesh,
+            config.plan,
+            sequence_parallel=config.mesh.sequence_parallel,
+            lender_of=partial(make_arbiter, config),
+        )
+        place_samples(model, ranks.mesh, config)
+    elif config.balance.placement != "none":
+        raise InputError(
+            f"balance.placement={config.balance.placement}: one process has nowhere to move samples: start several ranks with "
+            "torchrun, or leave it none"
+        )
+    if ranks.mesh is None:
+        hold_to_budget(model, config.plan, device)
     return model, make_optimizer(model, config.optimizer, device)
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from moesaic.errors import InputError
 
 BENCHES = {
+    "balance": "answers to skewed routing on an emulated cluster, with virtual compute, and simulated on larger ones",
     "comm": "all-to-alls on an emulated cluster, beside the limit of its links",
     "device": "one layer on one device, beside its matrix products alone and other people's layers",
     "kernels": "each operation of a layer beside the plain way to write it and beside the roofline; a layer's memory",

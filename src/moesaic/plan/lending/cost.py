@@ -12,8 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.plan.lending.lender import Load
+from moesaic.plan.lending.links import links_of_places, relays_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,12 @@ class LendingCosts:
     """Rates, of one rank."""
 
     machine: Machine = field(default_factory=Machine)
+    cluster: ClusterSpec | None = None
+    """Rates of every pair of ranks, links that several share, and products, in place of those of `machine`; that of a
+    measured `ClusterProfile` is `profile.to_cluster()`."""
+    relays: bool = True
+    """Lent weights go once to each node where the program sends them so (`program.passes.lend.relays`). False: the home sends
+    them to each helper."""
     element_bytes: int = 2
     """Of activations and weights."""
     matrices: int = 3
@@ -32,6 +40,18 @@ class LendingCosts:
         for name in ("element_bytes", "matrices"):
             if getattr(self, name) < 1:
                 raise InputError(f"lending.{name}={getattr(self, name)}: must be at least 1")
+        if self.cluster is not None:
+            self.cluster.device.tflops.of(self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Of products, by the bytes of an element."""
+        return {2: "bf16", 4: "fp32", 8: "fp64"}.get(self.element_bytes, "fp8")
+
+    @property
+    def flops_per_second(self) -> float:
+        """Operations per second of the experts' products."""
+        return self.machine.tflops * 1e12 if self.cluster is None else self.cluster.device.tflops.of(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,7 @@ class Board:
     def seconds_per_copy(self) -> float:
         """Of products, forward and backward."""
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
-        return flops * (3 if self.costs.backward else 1) / (self.costs.machine.tflops * 1e12)
+        return flops * (3 if self.costs.backward else 1) / self.costs.flops_per_second
 
     @cached_property
     def row_bytes(self) -> int:
@@ -67,12 +87,25 @@ class Board:
 
     @cached_property
     def seconds_per_byte(self) -> np.ndarray:
-        """From place to place, (ep, ep); nothing within one."""
+        """From place to place, (ep, ep); nothing within one. On a cluster, of a message alone on its slowest link."""
         grid, machine = self.load.grid, self.costs.machine
+        if self._links is not None:
+            alone: np.ndarray = self._links[0].max(2, initial=0.0)
+            return alone
         node = np.array([grid.node_of(int(ranks[0])) for ranks in self.origins])
         gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
         seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
         return seconds
+
+    @cached_property
+    def _links(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Seconds per byte of each link of the cluster, of rows and of weights, (ep, ep, links) each."""
+        cluster, grid = self.costs.cluster, self.load.grid
+        if cluster is None:
+            return None
+        places = tuple(tuple(ranks) for ranks in self.origins.tolist())
+        rows, weights = (links_of_places(cluster, grid, places, weights=kind) for kind in (False, True))
+        return rows, weights
 
     @property
     def passes(self) -> int:
@@ -85,26 +118,53 @@ class Board:
         Args:
             lent: (ep, num_experts, ep) int64: copies of a place for an expert that another place computes.
         """
-        home, places = self.load.home, np.arange(len(self.origins))
+        home = self.load.home
         computed = lent.copy()
         computed[:, np.arange(self.load.num_experts), home] += self.copies - lent.sum(2)
         rows = computed.sum(1)
-        helped = lent.sum(0) > 0
-        weights = np.zeros((len(places), len(places)), dtype=np.int64)
-        np.add.at(weights, home, helped)
-        return self.seconds_of(rows, weights)
+        return self.seconds_of(rows, self.sent(lent.sum(0) > 0))
+
+    def sent(self, helped: np.ndarray) -> np.ndarray:
+        """Return how many experts' weights each place sends to each other one, (ep, ep) int64.
+
+        Args:
+            helped: (num_experts, ep) bool: which places are lent an expert.
+        """
+        ep = len(self.origins)
+        by_home = helped.reshape(ep, -1, ep)
+        straight: np.ndarray = by_home.sum(1)
+        via = self._via
+        if via is None:
+            return straight
+        comes_by = via[:, :, None] == np.arange(ep)
+        first = (by_home @ comes_by).sum(1)
+        onward = np.bincount((via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep)
+        weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
+        np.fill_diagonal(weights, 0)
+        return weights
+
+    @cached_property
+    def _via(self) -> np.ndarray | None:
+        """The place on a helper's node that gets the weights of each home for it, (home, helper); None where none does."""
+        return relays_of(self.load.grid, tuple(map(tuple, self.origins.tolist()))) if self.costs.relays else None
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
         """Return the modelled time.
 
         Args:
             rows: (ep, ep): copies of place i that place j computes.
-            weights: (ep, ep): experts of place i whose weights place j gets.
+            weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
         """
-        moved, sent = rows * self.seconds_per_byte, weights * self.seconds_per_byte
-        travel = self.passes * self.row_bytes * max(moved.sum(0).max(), moved.sum(1).max())
-        fetch = self.passes / 2 * self.weight_bytes * max(sent.sum(0).max(), sent.sum(1).max())
+        travel = self.passes * self.row_bytes * self._fullest(rows, 0)
+        fetch = self.passes / 2 * self.weight_bytes * self._fullest(weights, 1)
         return float(rows.sum(0).max() * self.seconds_per_copy + travel + fetch)
+
+    def _fullest(self, moved: np.ndarray, kind: int) -> float:
+        """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most."""
+        if self._links is not None:
+            return float(np.tensordot(moved, self._links[kind], axes=2).max(initial=0.0))
+        spent = moved * self.seconds_per_byte
+        return float(max(spent.sum(0).max(), spent.sum(1).max()))
 
     def spread(self, lent: np.ndarray) -> np.ndarray:
         """Share what a place lends out among its ranks, first come first: (ep, num_experts, ep) to (world, num_experts, ep).

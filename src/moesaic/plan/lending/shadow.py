@@ -39,19 +39,19 @@ class Shadow(AbstractLender):
         experts = np.arange(load.num_experts)
         rows = np.zeros((ep, ep), dtype=np.int64)
         np.add.at(rows.T, load.home, board.copies.T)
-        weights = np.zeros((ep, ep), dtype=np.int64)
+        helped = np.zeros((load.num_experts, ep), dtype=bool)
         held = np.zeros(ep, dtype=np.int64)
-        best, best_seconds, taken = 0, board.seconds_of(rows, weights), []
+        best, best_seconds, taken = 0, board.seconds_of(rows, board.sent(helped)), []
         for expert, places in self._candidates(board):
             wanted = [p for p in places if held[p] < self.at_most and board.copies[p, expert]]
             home = load.home[expert]
             for place in wanted:
                 rows[place, home] -= board.copies[place, expert]
                 rows[place, place] += board.copies[place, expert]
-                weights[home, place] += 1
+                helped[expert, place] = True
                 held[place] += 1
             taken.append((expert, wanted))
-            seconds = board.seconds_of(rows, weights)
+            seconds = board.seconds_of(rows, board.sent(helped))
             if seconds < best_seconds:
                 best, best_seconds = len(taken), seconds
         lent = np.zeros((ep, len(experts), ep), dtype=np.int64)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from moesaic.program.task import Layout, Op, Program, Task
+from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
 
 
 def predecessors(program: Program) -> list[tuple[int, ...]]:
@@ -45,6 +45,16 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
                 heapq.heappush(ready, (rank(program.tasks[other]), other))
     assert len(ordered) == len(program.tasks), f"{program.name}: some tasks wait for each other"
     return tuple(ordered)
+
+
+def brings_lent_weights(program: Program) -> Callable[[Task], bool]:
+    """Return what tells the movements of weights to the helpers of lent copies.
+
+    Nothing waits for them until the experts of the copies that stay are through, so they travel behind all dispatches; and
+    where they are passed on inside nodes, that waits for the first movement, so it is issued just before its reader.
+    """
+    lent = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here")}
+    return lambda task: task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in lent
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:

@@ -1,6 +1,7 @@
 """The routers, one published method a file. To add one: a new file and a line in `ROUTERS`.
 
-`TopologyGate` has no name there: it wraps another router and needs to know the cluster.
+A router there chooses alike on every mesh. `TopologyGate` does not, so its name stands in `ON_MESH`: what holds for all others
+(a mesh changes no number) does not hold for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moesaic.routing.gates.hash import Hash
 from moesaic.routing.gates.noisy import NoisyTopK
 from moesaic.routing.gates.sigmoid import SigmoidTopK
 from moesaic.routing.gates.softmax import SoftmaxTopK
-from moesaic.routing.gates.topology import LinkLevel, TopologyGate, levels_of
+from moesaic.routing.gates.topology import LinkLevel, TopologyGate, levels_of, node_level, topology_gate
 from moesaic.routing.router import AbstractRouter
 
 RouterFactory = Callable[[int, int], AbstractRouter]
@@ -45,7 +46,11 @@ ROUTERS: dict[str, RouterFactory] = {
     "hash": Hash,
 }
 
+ON_MESH: dict[str, RouterFactory] = {"topology": topology_gate}
+"""Routers whose choice depends on the mesh; `MoE` takes their names too, and tells them the mesh."""
+
 __all__ = [
+    "ON_MESH",
     "ROUTERS",
     "BalancedAssignment",
     "CosineTopK",
@@ -61,4 +66,6 @@ __all__ = [
     "TopologyGate",
     "group_limited",
     "levels_of",
+    "node_level",
+    "topology_gate",
 ]

@@ -14,7 +14,7 @@ with them what is learnt: the paper's model took 18 % more steps to its loss. Of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.topology import check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+from moesaic.routing.gates.softmax import SoftmaxTopK
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import top_k_indices
@@ -47,13 +48,23 @@ class LinkLevel:
             raise InputError(f"topology level {self.name}: share={self.share}: choose 0 to 1")
 
 
+NODE_SHARE = 0.14
+"""Of a rank's copies, that may leave its node where nobody knows the links: as FasterMoE's code has it."""
+Levels = Callable[[Grid], Sequence[LinkLevel]]
+"""From the mesh to the limits on it, outermost first."""
+
+
 class TopologyGate(AbstractRouter):
     """Wraps a token-choice router: limits what leaves a rank's groups of ranks in training.
 
+    Where experts are is known once the layer is on a mesh: `MoE.parallelize` tells the gate (`place`). Until then, and on one
+    process, nothing leaves and nothing is limited.
+
     Args:
         inner: the router that scores, chooses among what is left and weighs.
-        grid: the mesh on which the experts will be.
-        levels: outermost first, each group inside one of the level before; `levels_of` takes them from a cluster.
+        grid: the mesh on which the experts will be; None to be told.
+        levels: outermost first, each group inside one of the level before; `levels_of` takes them from a cluster. A function
+            of the mesh where that is to be told.
         origin: place of this process in data parallelism, whose tokens it sees; None: it sees those of all, in their order,
             and routes as they would (one process that stands for a cluster).
     """
@@ -63,29 +74,54 @@ class TopologyGate(AbstractRouter):
     inside: Tensor
 
     def __init__(
-        self, inner: AbstractRouter, *, grid: Grid, levels: Sequence[LinkLevel], origin: int | None = None
+        self,
+        inner: AbstractRouter,
+        *,
+        grid: Grid | None = None,
+        levels: Sequence[LinkLevel] | Levels,
+        origin: int | None = None,
     ) -> None:
         super().__init__(inner.dim, inner.num_experts)
         if not inner.takes_best_ranked:
             raise InputError(f"TopologyGate cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
-        if inner.num_experts % grid.ep:
-            raise InputError(
-                f"TopologyGate: mesh.ep={grid.ep} does not divide num_experts={inner.num_experts}: choose a divisor"
-            )
-        if not levels:
+        if not callable(levels) and not levels:
             raise InputError("TopologyGate: no level of links to limit: give at least one, or use the router itself")
+        self.inner = inner
+        self.levels: tuple[LinkLevel, ...] = ()
+        """In force; none before the gate knows the mesh."""
+        self._levels_on: Levels = levels if callable(levels) else lambda _: levels
+        self.register_buffer("inside", torch.ones(0, 1, inner.num_experts, dtype=torch.bool), persistent=False)
+        self.is_placed = False
+        """Whether the gate knows the mesh."""
+        if grid is not None:
+            self.place(grid, origin)
+
+    def place(self, grid: Grid, origin: int | None) -> None:
+        """Tell the gate on which mesh the experts are; limits hold from then on.
+
+        Args:
+            grid: the mesh.
+            origin: as of the class.
+
+        Raises:
+            InputError: if mesh, levels and experts do not fit.
+        """
+        if self.num_experts % grid.ep:
+            raise InputError(
+                f"TopologyGate: mesh.ep={grid.ep} does not divide num_experts={self.num_experts}: choose a divisor"
+            )
         if origin is not None and not 0 <= origin < grid.dp:
             raise InputError(f"TopologyGate: origin={origin}: choose 0 to {grid.dp - 1}, or None for all")
-        self.inner = inner
-        self.levels = tuple(levels)
-        table = experts_inside(grid, levels, inner.num_experts)
+        levels = tuple(self._levels_on(grid))
+        table = experts_inside(grid, levels, self.num_experts)
         for level, (outer, within) in zip(levels[1:], pairwise(table)):
             if (within & ~outer).any():
                 raise InputError(
                     f"TopologyGate: level {level.name} has groups across those of the level before: nest them"
                 )
         kept = table if origin is None else table[:, origin : origin + 1]
-        self.register_buffer("inside", torch.from_numpy(kept), persistent=False)
+        self.levels, self.is_placed = levels, True
+        self.inside = torch.from_numpy(kept.copy()).to(self.inside.device)
 
     def init_normal(self, std: float) -> None:
         self.inner.init_normal(std)
@@ -97,7 +133,7 @@ class TopologyGate(AbstractRouter):
         return self.inner.scores(x_TD, noise, token_ids)
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        if self.training:
+        if self.training and self.levels:
             scores = scores._replace(rank_by=self._limited(scores, top_k, valid_T))
         return self.inner.choose(scores, top_k, valid_T, noise)
 
@@ -110,7 +146,7 @@ class TopologyGate(AbstractRouter):
 
     def check_fits(self, top_k: int) -> None:
         self.inner.check_fits(top_k)
-        fewest = int(self.inside.sum(2).min())
+        fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:
             raise InputError(
                 f"top_k={top_k} exceeds the {fewest} experts inside a group of the topology gate, where copies that may "
@@ -186,6 +222,42 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
             near = [all(_is_inside(grid, level, sender, at) for sender in senders) for at in range(grid.ep)]
             table[number, origin] = np.array(near)[place]
     return table
+
+
+def topology_gate(
+    dim: int,
+    num_experts: int,
+    *,
+    inner: Callable[[int, int], AbstractRouter] = SoftmaxTopK,
+    cluster: ClusterSpec | None = None,
+    share: float = NODE_SHARE,
+) -> TopologyGate:
+    """Build the gate that `router="topology"` names; `partial(topology_gate, cluster=...)` for the limits of real links.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        inner: builds the router that it wraps.
+        cluster: whose links' rates set the limits (`levels_of`); None limits what leaves a node, and nothing else.
+        share: of a rank's copies that may leave its node, without a cluster.
+    """
+
+    def levels(grid: Grid) -> Sequence[LinkLevel]:
+        return node_level(grid, share) if cluster is None else levels_of(cluster, grid)
+
+    return TopologyGate(inner(dim, num_experts), levels=levels)
+
+
+def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
+    """Return a limit on what leaves nodes; none on a mesh of one node.
+
+    Args:
+        grid: the mesh.
+        share: of a rank's copies.
+    """
+    nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
+    level = LinkLevel(name="node", group=nodes, share=share)
+    return (level,) if len(set(nodes)) > 1 else ()
 
 
 def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:

@@ -1,0 +1,1 @@
+"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, with virtual compute."""

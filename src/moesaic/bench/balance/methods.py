@@ -1,0 +1,79 @@
+"""What is compared: the published answers to skewed routing, each by itself, and ours, which chooses among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.expert_placement import ExpertLoad, SmartMoE
+from moesaic.plan.lending import LENDERS
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.lending.lender import AbstractLender
+from moesaic.plan.lending.published import Published
+from moesaic.plan.lending.shadow import Shadow
+from moesaic.plan.lending.spill import Spill
+from moesaic.plan.plan import Plan
+from moesaic.program.grid import Grid
+
+PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
+"""Methods that other modules name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to run the layer."""
+
+    plan: Plan
+    is_single: bool = True
+    """One technique, and not a choice among several or two together."""
+    places_experts: bool = False
+    """Experts are where a placement put them that knows the history."""
+    moves_samples: bool = False
+    """Results go to new homes of their samples."""
+
+
+def methods(grid: Grid) -> dict[str, Method]:
+    """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes."""
+    nodes = grid.world // (grid.ranks_per_node or grid.world)
+    return {
+        PLAIN: Method(plan=Plan()),
+        "ZeRO-3 (r = 0)": Method(plan=Plan(gather_weights=0)),
+        "shadow, published": Method(plan=Plan(lending="published")),
+        "shadow": Method(plan=Plan(lending="shadow")),
+        "spill": Method(plan=Plan(lending="spill")),
+        "least loaded": Method(plan=Plan(lending="least_loaded")),
+        SMART: Method(plan=Plan(peer_groups=nodes)),
+        "smart + shadow": Method(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
+        NETMOE: Method(plan=Plan(), moves_samples=True),
+        PLACED: Method(plan=Plan(), places_experts=True),
+        OURS: Method(plan=Plan(lending="arbiter"), is_single=False),
+    }
+
+
+def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender | None:
+    """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
+    if name == OURS:
+        return Arbiter(costs=costs)
+    if method.plan.lending == "none":
+        return None
+    with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}
+    kind = with_costs.get(method.plan.lending)
+    return kind(costs) if kind else LENDERS[method.plan.lending]()
+
+
+def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
+    """Return which slot each expert gets, (num_experts,) int64, a permutation: where SmartMoE's policy puts it.
+
+    Slots are numbered rank after rank. Moving there is no part of any figure.
+
+    Args:
+        history: (num_experts,) copies for each expert; from all ranks alike.
+        grid: the mesh.
+    """
+    load = ExpertLoad(
+        grid=grid, copies=np.tile(history / grid.world, (grid.world, 1)), order=np.arange(len(history)), dim=1,
+        expert_parameters=1, expert_bytes=1, steps=1,
+    )  # fmt: skip
+    return np.argsort(SmartMoE().decide(load))

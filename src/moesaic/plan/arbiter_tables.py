@@ -1,0 +1,235 @@
+"""Tables of lent copies made quickly: shadows, spilling, and both, without a loop over experts, ranks or copies.
+
+What they lend follows `lending/shadow.py` (FasterMoE, He et al., PPoPP 2022, section 4.1: the best prefix of hot experts) and
+`lending/spill.py` (least-loaded expert parallelism); a decision at every call of a layer has to cost next to nothing, so all
+prefixes are judged at once, and givers meet helpers by laying excess and room end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.plan.lending.cost import Board
+
+
+class Lendings(NamedTuple):
+    """What is lent, entry by entry; several entries may be of one origin, expert and helper."""
+
+    origin: np.ndarray
+    """(n,) int64: place in ep of the copies."""
+    expert: np.ndarray
+    """(n,) int64."""
+    helper: np.ndarray
+    """(n,) int64: place in ep that computes them."""
+    amount: np.ndarray
+    """(n,) int64: copies, above 0."""
+
+    def table(self, num_experts: int, ep: int) -> np.ndarray:
+        """Return (ep, num_experts, ep) int64."""
+        lent = np.zeros((ep, num_experts, ep), dtype=np.int64)
+        np.add.at(lent, (self.origin, self.expert, self.helper), self.amount)
+        return lent
+
+    def joined(self, other: Lendings) -> Lendings:
+        """Return these and others."""
+        return Lendings(*(np.concatenate(pair) for pair in zip(self, other)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lent."""
+        return len(self.amount) == 0
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+NOTHING = Lendings(_NONE, _NONE, _NONE, _NONE)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who computes what under a table."""
+
+    home: np.ndarray
+    """(ep, ep) int64: copies of place i that place j computes as their experts' home."""
+    lent: np.ndarray
+    """(ep, ep) int64: that it computes for another home."""
+    fetched: np.ndarray
+    """(ep, ep) int64: experts whose weights place i sends to place j, its own or passed on."""
+
+
+def rows_of(board: Board, lent: Lendings) -> Rows:
+    """Return who computes what if `lent` is lent."""
+    home, ep = board.load.home, len(board.origins)
+    each = board.load.num_experts // ep
+    at_home = board.copies.reshape(ep, ep, each).sum(2)
+    if lent.is_empty:
+        nothing = np.zeros((ep, ep), dtype=np.int64)
+        return Rows(at_home, nothing, nothing)
+    left, got = lent.origin * ep + home[lent.expert], lent.origin * ep + lent.helper
+    moved, helped = (np.bincount(cell, lent.amount, ep * ep).astype(np.int64).reshape(ep, ep) for cell in (left, got))
+    lends = np.zeros((board.load.num_experts, ep), dtype=bool)
+    lends[lent.expert, lent.helper] = True
+    return Rows(at_home - moved, helped, board.sent(lends))
+
+
+def shadows(board: Board, *, at_most: int = 8, tries: int = 256) -> Lendings:
+    """Return the best prefix of the (expert, place) pairs, most copies first, in which a place computes its own copies.
+
+    Args:
+        board: of a replica.
+        at_most: experts that one place may be lent.
+        tries: longest prefix that is looked at.
+    """
+    home, ep = board.load.home, len(board.origins)
+    away = np.where(np.arange(ep)[:, None] == home[None, :], 0, board.copies).reshape(-1)
+    order = np.argsort(-away, kind="stable")[:tries]
+    order = order[away[order] > 0]
+    place, expert = order // len(home), order % len(home)
+    held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)
+    fits = held[np.arange(len(place)), place] <= at_most
+    place, expert = place[fits], expert[fits]
+    if not len(place):
+        return NOTHING
+    amount = board.copies[place, expert]
+    best = int(np.argmin(_prefix_seconds(board, place, expert, amount)))
+    return Lendings(place[:best], expert[:best], place[:best], amount[:best])
+
+
+def _prefix_seconds(board: Board, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """Return the seconds of every prefix, the empty one first, (n + 1,); weights go once to each node where they do so."""
+    ep, steps = len(board.origins), np.arange(len(place))
+    rate, owner = board.seconds_per_byte, board.load.home[expert]
+    via = owner if board._via is None else board._via[owner, place]
+    new = np.zeros(len(place), dtype=bool)
+    new[np.unique(expert * ep + via, return_index=True)[1]] = True
+    rows = rows_of(board, NOTHING).home
+    travel = rows * rate
+
+    def after(start: np.ndarray, *changes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        deltas = np.zeros((len(place) + 1, ep))
+        deltas[0] = start
+        for where, by in changes:
+            deltas[steps + 1, where] += by
+        fullest: np.ndarray = deltas.cumsum(0).max(1)
+        return fullest
+
+    saved, first, onward = amount * rate[place, owner], new * rate[owner, via], rate[via, place]
+    compute = after(rows.sum(0), (owner, -amount), (place, amount)) * board.seconds_per_copy
+    tokens = np.maximum(after(travel.sum(0), (owner, -saved)), after(travel.sum(1), (place, -saved)))
+    leaving, coming = ((owner, first), (via, onward)), ((via, first), (place, onward))
+    weights = np.maximum(after(np.zeros(ep), *leaving), after(np.zeros(ep), *coming))
+    seconds: np.ndarray = (
+        compute + board.passes * board.row_bytes * tokens + board.passes / 2 * board.weight_bytes * weights
+    )
+    return seconds
+
+
+def spills(board: Board, lent: Lendings, limit: float, *, near_first: bool = False) -> Lendings:
+    """Return what places above a limit lend besides, of their largest experts, to places with room, emptiest first.
+
+    Args:
+        board: of a replica.
+        lent: what is lent already.
+        limit: copies that a place may compute, over the places' mean.
+        near_first: to places on the same node first.
+    """
+    ep, home = len(board.origins), board.load.home
+    staying = board.copies.copy()
+    np.subtract.at(staying, (lent.origin, lent.expert), lent.amount)
+    loads = np.bincount(home, staying.sum(0), ep) + np.bincount(lent.helper, lent.amount, ep)
+    loads = loads.astype(np.int64)
+    most = int(np.ceil(board.copies.sum() / ep * limit))
+    if loads.max(initial=0) <= most:
+        return NOTHING
+    nodes = np.array([board.load.grid.node_of(int(ranks[0])) for ranks in board.origins])
+    runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
+    found = NOTHING
+    for places in (*runs, np.arange(ep)):
+        moved = _matched(board, staying, loads, places, most)
+        np.subtract.at(staying, (moved.origin, moved.expert), moved.amount)
+        np.subtract.at(loads, home[moved.expert], moved.amount)
+        np.add.at(loads, moved.helper, moved.amount)
+        found = found.joined(moved)
+    return found
+
+
+def spread(found: Sequence[Board], lent: Sequence[Lendings]) -> np.ndarray | None:
+    """Return the table of all origins, (world, num_experts, ep) int64; None if nothing is lent.
+
+    What a place lends out is shared among its ranks, first come first.
+
+    Args:
+        found: the replicas' boards.
+        lent: between the places of each.
+    """
+    if all(each.is_empty for each in lent):
+        return None
+    load = found[0].load
+    table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+    for board, each in zip(found, lent):
+        experts, where = np.unique(each.expert, return_inverse=True)
+        ranks = board.origins.shape[1]
+        by_place = each._replace(expert=where).table(len(experts), len(board.origins))
+        if ranks == 1:
+            table[board.origins[:, :1], experts] = by_place
+            continue
+        of_rank = load.copies[board.origins][:, :, experts]
+        cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
+        shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)
+        table[board.origins[:, :, None], experts] = shared
+    return table
+
+
+def _matched(board: Board, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: int) -> Lendings:
+    """Return what the places above `most` among some lend to the others of them."""
+    excess, room = np.maximum(loads[places] - most, 0), np.maximum(most - loads[places], 0)
+    givers = places[np.argsort(-excess, kind="stable")]
+    helpers = places[np.argsort(-room, kind="stable")]
+    each = board.load.num_experts // len(board.origins)
+    totals = staying.sum(0).reshape(-1, each)[givers]
+    largest = np.argsort(-totals, axis=1, kind="stable")
+    totals = np.take_along_axis(totals, largest, 1)
+    wanted = np.maximum(loads[givers] - most, 0)[:, None] - (totals.cumsum(1) - totals)
+    taken = np.clip(wanted, 0, totals).reshape(-1)
+    experts = (givers[:, None] * each + largest).reshape(-1)
+    given = taken > 0
+    if not given.any() or not room.any():
+        return NOTHING
+    experts, taken = experts[given], taken[given]
+    lent = _overlaps(taken[None], np.maximum(most - loads[helpers], 0)[None])[0]
+    return _from_origins(board, staying, experts, helpers, lent)
+
+
+def _from_origins(
+    board: Board, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, lent: np.ndarray
+) -> Lendings:
+    """Return whose copies are lent: the helper's own first, the giver's own last.
+
+    Args:
+        board: of a replica.
+        staying: (ep, num_experts) int64 copies that are not lent.
+        experts: (k,) that are lent.
+        helpers: (m,) places.
+        lent: (k, m) copies of each that each helper computes.
+    """
+    ep = len(board.origins)
+    own = np.minimum(lent, staying[helpers][:, experts].T)
+    left = staying[:, experts].T.copy()
+    left[np.arange(len(experts))[:, None], helpers[None, :]] -= own
+    turn = (board.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
+    shared = _overlaps(np.take_along_axis(left, turn, 1), lent - own)
+    expert, origin, helper = np.nonzero(shared)
+    others = Lendings(turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper])
+    kept, at = np.nonzero(own)
+    return Lendings(helpers[at], experts[kept], helpers[at], own[kept, at]).joined(others)
+
+
+def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return how much of each length of one row meets each of another, both laid end to end: (k, a), (k, b) to (k, a, b)."""
+    ends, other_ends = first.cumsum(1)[:, :, None], second.cumsum(1)[:, None, :]
+    starts = np.maximum(ends - first[:, :, None], other_ends - second[:, None, :])
+    lengths: np.ndarray = np.maximum(np.minimum(ends, other_ends) - starts, 0)
+    return lengths

@@ -1,0 +1,104 @@
+"""What of a language model decides how long a step takes and what memory it needs. Without torch.
+
+The configuration that a model is built from (`models/config.py`) takes these fields over and adds what changes neither, so
+that names, defaults and checks stand once, and one file serves planning and training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEShape:
+    """The MoE layers of a model."""
+
+    num_experts: int = 16
+    """Experts per layer."""
+    top_k: int = 2
+    """Experts per token."""
+    hidden: int = 256
+    """Inner width of one expert."""
+    shared_hidden: int = 0
+    """Inner width of a shared expert that every token passes; 0 for none."""
+    every: int = 1
+    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
+    experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
+    """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
+    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
+    """dropless serves every copy; fixed drops above capacity_factor; fitted takes what is needed, at most that; padded is
+    fixed on each rank, which sends always as many rows, so that no size waits for counts."""
+    capacity_factor: float = 1.25
+    """Rows per expert over the mean load, for all but dropless."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden", "every"):
+            check_at_least("model.moe", self, name, 1)
+        check_at_least("model.moe", self, "shared_hidden", 0)
+        if not 0 < self.capacity_factor < math.inf:
+            raise InputError(
+                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above 0; to drop nothing "
+                'set model.moe.capacity="dropless"'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer."""
+
+    ffn: Literal["moe", "dense"] = "moe"
+    """Feed-forward layers: sparse, or dense with the inner width `dense_hidden`."""
+    dim: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    num_heads: int = 4
+    """Attention heads; must divide dim into heads of even width."""
+    seq_len: int = 256
+    """Tokens per training sequence, and the longest context."""
+    dense_hidden: int | None = None
+    """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
+    so that a dense model has the active parameters of the sparse one."""
+    moe: MoEShape = field(default_factory=MoEShape)
+    """The sparse layers."""
+    checkpoint_activations: bool = False
+    """Recompute each block in backward instead of keeping its activations; routing is replayed."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "seq_len"):
+            check_at_least("model", self, name, 1)
+        if self.dense_hidden is not None:
+            check_at_least("model", self, "dense_hidden", 1)
+        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
+            raise InputError(
+                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
+                f"choose dim as a multiple of {2 * self.num_heads}"
+            )
+        if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
+            raise InputError(
+                f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
+                f"choose 1 <= top_k <= {self.moe.num_experts}"
+            )
+
+    @property
+    def active_hidden(self) -> int:
+        """Inner width that a token passes in one feed-forward layer."""
+        if self.dense_hidden is not None:
+            return self.dense_hidden
+        return self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether block `layer`, counted from 0, has an MoE layer."""
+        return self.ffn == "moe" and (self.num_layers - 1 - layer) % self.moe.every == 0
+
+
+def check_at_least(section: str, config: object, name: str, least: int) -> None:
+    """Raise InputError unless a field is finite and no less than a number."""
+    value = getattr(config, name)
+    if not least <= value < math.inf:
+        finite = " and finite" if isinstance(value, float) else ""
+        raise InputError(f"{section}.{name}={value}: must be at least {least}{finite}")

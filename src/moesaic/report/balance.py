@@ -1,0 +1,248 @@
+"""The balance view of a run: load per rank before and after, what was decided in each layer, and the bytes that moved for it.
+
+For runs whose layers have an arbiter, or whose samples move. Numbers are those of the first rank's metrics, which all
+ranks share: counts are told to everybody, and decisions come from counts.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from moesaic.report.charts import STEP
+from moesaic.report.layers import LOAD_COLOURS, MOST_COLUMNS
+from moesaic.report.style import RUN_COLOURS, figure, line, rounded
+from moesaic.report.words import percent
+
+BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
+ALONE_COLOUR = "#e5e7eb"
+"""Of calls that were left alone, in the picture of decisions."""
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLines:
+    """What the lines of a run's metrics say of balance."""
+
+    steps: tuple[int, ...]
+    decision_shares: tuple[float, ...]
+    """Time that deciding took, over that of the training steps."""
+    layers: tuple[tuple[dict[str, Any], ...], ...]
+    """Per line, what each MoE layer did, as `train/balance.py` writes it; empty for a layer that decided nothing."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Everything that was chosen, what is left alone first, then the commonest."""
+        counts: dict[str, int] = {}
+        for layers in self.layers:
+            for layer in layers:
+                for name, times in layer.get("options", {}).items():
+                    counts[name] = counts.get(name, 0) + times
+        return tuple(sorted(counts, key=lambda name: (name != "alone", -counts[name], name)))
+
+    def mean(self, name: str) -> list[float]:
+        """Return a number's mean over the layers that have it, per line; 0 where none has."""
+        found = []
+        for layers in self.layers:
+            values = [float(layer[name]) for layer in layers if name in layer]
+            found.append(sum(values) / len(values) if values else 0.0)
+        return found
+
+    def busiest(self, name: str) -> list[float]:
+        """Return the busiest place's rows over the mean, mean over the layers, per line; 1 is balance."""
+        found = []
+        for layers in self.layers:
+            shares = [
+                max(rows) * len(rows) / sum(rows) for layer in layers if (rows := layer.get(name)) and sum(rows) > 0
+            ]
+            found.append(sum(shares) / len(shares) if shares else 1.0)
+        return found
+
+
+def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
+    """Return what a run's metrics say of balance; None where nothing was decided."""
+    found = [line for line in lines if line.get("kind") == "train" and isinstance(line.get("balance"), dict)]
+    if not found:
+        return None
+    return BalanceLines(
+        steps=tuple(int(line["step"]) for line in found),
+        decision_shares=tuple(float(line["balance"]["decision_share"]) for line in found),
+        layers=tuple(tuple(line["balance"]["layers"]) for line in found),
+    )
+
+
+def busiest_rank(found: BalanceLines) -> go.Figure:
+    """Draw the busiest place's load over the mean, if calls were left alone and as it was decided."""
+    made = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
+    if any("rows" in layer for layers in found.layers for layer in layers):
+        made.add_trace(line("left alone", found.steps, found.busiest("rows_alone"), BEFORE, width=2.2, showlegend=True))
+        made.add_trace(line("as decided", found.steps, found.busiest("rows"), AFTER, width=2.2, showlegend=True))
+    return made
+
+
+def load_per_rank(found: BalanceLines, layer: int, name: str) -> go.Figure:
+    """Draw each place's load over the mean of a layer, places by steps.
+
+    Args:
+        found: the lines.
+        layer: its number.
+        name: "rows_alone" or "rows".
+    """
+    steps, columns = [], []
+    for step, layers in thinned(found):
+        rows = layers[layer].get(name)
+        if rows and sum(rows):
+            steps.append(step)
+            columns.append([rounded(each * len(rows) / sum(rows)) for each in rows])
+    made = figure(STEP, "rank of ep", height=240)
+    if columns:
+        made.add_trace(
+            go.Heatmap(
+                x=steps, y=list(range(len(columns[0]))), z=[list(row) for row in zip(*columns)], zmin=0, zmax=2,
+                colorscale=[list(stop) for stop in LOAD_COLOURS],
+                hovertemplate="step %{x}<br>rank %{y}<br>%{z:.2f} of the mean load<extra></extra>",
+                colorbar={"title": {"text": "load / mean", "side": "right", "font": {"size": 12}}, "thickness": 10,
+                          "outlinewidth": 0, "tickvals": [0, 1, 2], "ticktext": ["0", "1", "≥ 2"]},
+            )
+        )  # fmt: skip
+        made.update_layout(hovermode="closest")
+        made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d", dtick=max(1, len(columns[0]) // 8))
+    return made
+
+
+def decisions(found: BalanceLines) -> go.Figure:
+    """Draw which option each layer ran most since the line before, layers by steps; the page has the legend."""
+    names = found.options
+    made = figure(STEP, "MoE layer", height=max(160, 90 + 26 * len(found.layers[0])))
+    if not names:
+        return made
+    colours = option_colours(names)
+    steps, chosen = [], []
+    for step, layers in thinned(found):
+        steps.append(step)
+        chosen.append([_commonest(layer) for layer in layers])
+    number = {name: place for place, name in enumerate(names)}
+    scale = [
+        [edge, colours[name]]
+        for place, name in enumerate(names)
+        for edge in (place / len(names), (place + 1) / len(names))
+    ]
+    rows = list(zip(*chosen))
+    made.add_trace(
+        go.Heatmap(
+            x=steps, y=list(range(len(rows))), z=[[number.get(name) for name in row] for row in rows], zmin=-0.5,
+            zmax=len(names) - 0.5, colorscale=scale, showscale=False, xgap=0.5, ygap=2,
+            text=[[html.escape(name) for name in row] for row in rows],
+            hovertemplate="step %{x}<br>layer %{y}<br>%{text}<extra></extra>",
+        )
+    )  # fmt: skip
+    made.update_layout(hovermode="closest")
+    made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d", dtick=1)
+    return made
+
+
+def bytes_moved(found: BalanceLines) -> go.Figure:
+    """Draw the mebibytes that a call moves: tokens, weights, and what placement of samples adds or saves."""
+    made = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
+    for name, title, colour in (
+        ("token_bytes_alone", "tokens, left alone", BEFORE),
+        ("token_bytes", "tokens", AFTER),
+        ("weight_bytes", "weights of experts", RUN_COLOURS[1]),
+        ("sample_bytes_across", "samples, between nodes", RUN_COLOURS[2]),
+        ("sample_bytes_inside", "samples, inside nodes", RUN_COLOURS[3]),
+    ):
+        if any(name in layer for layers in found.layers for layer in layers):
+            values = [each / MEBIBYTE for each in found.mean(name)]
+            made.add_trace(line(title, found.steps, values, colour, width=2.0, showlegend=True))
+    return made
+
+
+def option_colours(names: Sequence[str]) -> dict[str, str]:
+    """Return a colour per option; leaving alone is pale."""
+    others = [name for name in names if name != "alone"]
+    return {"alone": ALONE_COLOUR} | {name: RUN_COLOURS[at % len(RUN_COLOURS)] for at, name in enumerate(others)}
+
+
+def thinned(found: BalanceLines) -> list[tuple[int, tuple[dict[str, Any], ...]]]:
+    """Return (step, layers) of at most `MOST_COLUMNS` lines, evenly spread, the last one among them."""
+    every = -(-len(found.steps) // MOST_COLUMNS) or 1
+    last = len(found.steps) - 1
+    return [(found.steps[at], found.layers[at]) for at in range(last % every, last + 1, every)]
+
+
+def most_skewed(found: BalanceLines) -> int | None:
+    """Return the layer whose busiest place would have had most over the mean; None where no layer says so."""
+    most: dict[int, float] = {}
+    for layers in found.layers:
+        for number, layer in enumerate(layers):
+            rows = layer.get("rows_alone")
+            if rows and sum(rows):
+                most[number] = most.get(number, 0.0) + max(rows) / sum(rows)
+    return max(most, key=lambda number: most[number]) if most else None
+
+
+def told(found: BalanceLines) -> str:
+    """Return in one sentence what was decided, and what deciding took."""
+    counts = dict.fromkeys(found.options, 0)
+    for layers in found.layers:
+        for layer in layers:
+            for name, times in layer.get("options", {}).items():
+                counts[name] += times
+    calls = sum(counts.values())
+    if not calls:
+        return "Samples moved between the MoE layers; nothing else was decided."
+    shares = ", ".join(f"{name} {percent(times / calls)}" for name, times in counts.items())
+    deciding = sum(found.decision_shares) / len(found.decision_shares)
+    return f"Of {calls} calls: {shares}. Deciding took {percent(deciding)} of the steps' time."
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return the options' colours as HTML."""
+    colours = option_colours(names)
+    keys = "".join(
+        f"<span><i class='key thick' style='background:{colours[name]}'></i>{html.escape(name)}</span>"
+        for name in names
+    )
+    return f"<p class='legend'>{keys}</p>" if keys else ""
+
+
+def table(found: BalanceLines) -> str:
+    """Return each layer's last line as an HTML table."""
+    heads = "".join(
+        f"<th>{head}</th>"
+        for head in (
+            "At the end",
+            "Options",
+            "Busiest alone",
+            "Busiest",
+            "Copies lent",
+            "Samples moved",
+            "Deciding, ms",
+        )
+    )
+    rows = ""
+    for number, layer in enumerate(found.layers[-1]):
+        options = ", ".join(f"{name} x {times}" for name, times in layer.get("options", {}).items()) or "none"
+        cells = [
+            html.escape(options),
+            *(_busiest(layer.get(name)) for name in ("rows_alone", "rows")),
+            *(f"{layer[name]:.0f}" if name in layer else "none" for name in ("copies_lent", "samples_moved")),
+            f"{1e3 * layer['decision_seconds']:.2f}" if "decision_seconds" in layer else "none",
+        ]
+        rows += f"<tr><th>layer {number}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return (
+        f"<div class='scroll'><table class='numbers'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _busiest(rows: Sequence[float] | None) -> str:
+    return f"{max(rows) * len(rows) / sum(rows):.2f}" if rows and sum(rows) else "none"
+
+
+def _commonest(layer: dict[str, Any]) -> str:
+    options = layer.get("options", {})
+    return max(options, key=lambda name: options[name]) if options else ""

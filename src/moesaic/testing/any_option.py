@@ -1,0 +1,65 @@
+"""An arbiter that decides at random: every program that it may run, with every kind of lending, from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.plan.arbiter import Arbiter, Arbitration, Verdict
+from moesaic.plan.lending.lender import Load
+from moesaic.plan.plan import Plan
+
+
+def random_lending(load: Load, rng: np.random.Generator) -> np.ndarray:
+    """Return copies lent from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
+    lent: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
+    lent *= rng.random(lent.shape) < rng.choice([0.1, 0.5, 1.0])
+    lent[:, np.arange(load.num_experts), load.home] = 0
+    return lent
+
+
+def as_far_as_there_are(load: Load, lent: np.ndarray) -> np.ndarray:
+    """Return a table cut to the copies that there are, helpers in their order."""
+    before = np.cumsum(lent, axis=2) - lent
+    cut: np.ndarray = np.minimum(lent, np.maximum(load.copies[:, :, None] - before, 0))
+    return cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyOption(Arbiter):
+    """Draws an option for every call, the same on all ranks."""
+
+    seed: int
+    """Of what is drawn."""
+
+    def start(self, plan: Plan, plans: Sequence[Plan]) -> Arbitration:
+        """Return what draws for one layer."""
+        return _Drawing(self, plan, plans)
+
+
+class _Drawing(Arbitration):
+    """Draws by the number of the call."""
+
+    settings: AnyOption
+    _calls = 0
+
+    def choose(self, load: Load) -> Verdict:
+        """Return what is drawn for a call."""
+        rng = np.random.default_rng((self.settings.seed, self._calls))
+        self._calls += 1
+        program = int(rng.integers(len(self.plans)))
+        lent = None
+        if self.plans[program].lending != "none":
+            lent = as_far_as_there_are(load, random_lending(load, rng))
+        return Verdict(
+            option=f"program {program}",
+            program=program,
+            lent=lent,
+            seconds={},
+            rows=((), ()),
+            token_bytes=(0, 0),
+            weight_bytes=0,
+            decision_seconds=0.0,
+        )

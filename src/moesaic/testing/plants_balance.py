@@ -1,0 +1,52 @@
+"""Bugs to plant in what balances skewed routing: the arbiter's memory, and where samples go and come back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from moesaic.runtime import arbiter
+from moesaic.runtime.relocate import SampleMove, SampleTrip
+
+
+class _Forgetful(dict[object, object]):
+    """Remembers nothing."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Drop it."""
+
+
+@contextmanager
+def decides_again() -> Iterator[None]:
+    """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
+    with mock.patch.object(arbiter, "WeakIdKeyDictionary", _Forgetful):
+        yield
+
+
+@contextmanager
+def labels_stay() -> Iterator[None]:
+    """Samples move, and what is compared with their results stays where it was."""
+
+    def stay(self: SampleTrip, x: Tensor) -> Tensor:
+        return x
+
+    with mock.patch.object(SampleTrip, "take_home", stay):
+        yield
+
+
+@contextmanager
+def slots_reversed() -> Iterator[None]:
+    """Results go to the right rank, and there to another sample's place."""
+    targets: Callable[[Any], tuple[np.ndarray, np.ndarray]] = SampleMove.targets
+
+    def wrong(self: SampleMove) -> tuple[np.ndarray, np.ndarray]:
+        rank, slot = targets(self)
+        return rank, self.before.slots - 1 - slot
+
+    with mock.patch.object(SampleMove, "targets", wrong):
+        yield

@@ -1,0 +1,220 @@
+"""What a run does about skewed routing: the arbiter of its layers, samples that move, and what both decided, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.models.gpt import GPT
+from moesaic.plan import Compiled
+from moesaic.plan.arbiter import Arbiter, Verdict
+from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.model import job_of
+from moesaic.plan.placement import AbstractPlacer, Stay, TwoStage, Weighed
+from moesaic.program.grid import Grid
+from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.train.config import TrainConfig
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Of what crosses links, by the precision of a run."""
+
+
+def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
+    """Return the arbiter of a run's layers, with the rates of the cluster or profile that `planner` names, if any.
+
+    Args:
+        config: of the run, its precision resolved.
+        compiled: the plan of the layers.
+
+    Raises:
+        InputError: if the cluster does not fit the run, or both a cluster and a profile are named.
+    """
+    if not compiled.options:
+        return None
+    how: dict[str, Any] = {"margin": config.balance.margin, "memory": config.balance.memory}
+    planner = config.planner
+    if planner.cluster and planner.profile:
+        raise InputError("planner.cluster and planner.profile both say what the machine is: leave one out")
+    if planner.cluster or planner.profile:
+        simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
+        layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
+        return arbiter_for(simulator, compiled, layer, **how)
+    matrices = 3 if config.model.moe.experts == "swiglu" else 2
+    costs = LendingCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
+    return Arbiter(costs=costs, **how)
+
+
+def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
+    """Let a model's samples move between its MoE layers in training, as `balance.placement` says.
+
+    In evaluation they stay: ranks may then have different numbers of them.
+
+    Args:
+        model: on the mesh already.
+        mesh: of its layers.
+        config: of the run.
+
+    Raises:
+        InputError: for a plan under which samples cannot move.
+    """
+    if config.balance.placement == "none":
+        return
+    if config.plan.schedule != "s1":
+        raise InputError(
+            f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
+        )
+    placer = _placer(config, mesh.grid)
+    relocator = WatchedRelocator(mesh, placer)
+    for layer in model.modules():
+        if isinstance(layer, MoE) and layer.on_mesh is not None:
+            relocator.compiled(layer.on_mesh.chooser.bare, bias=bool(layer.experts.names[1]))
+
+    def before(module: GPT, _: object) -> None:
+        module.relocator = relocator if module.training else None
+
+    def after(module: GPT, *_: object) -> None:
+        module.relocator = relocator
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
+    model.relocator = relocator
+
+
+class WatchedRelocator(Relocator):
+    """Remembers the forward passes that it was asked for, until somebody takes them.
+
+    Args:
+        mesh, placer: as for `Relocator`.
+    """
+
+    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer) -> None:
+        super().__init__(mesh, placer)
+        self.trips: list[SampleTrip] = []
+
+    def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
+        """Begin a forward pass; see `Relocator.start`."""
+        trip = super().start(followings, num_samples, length)
+        self.trips.append(trip)
+        return trip
+
+
+class DecisionMeter:
+    """Adds up what the layers' arbiters decided in training steps, and where their samples went.
+
+    Args:
+        model: of the run.
+        element_bytes: of what crosses links.
+    """
+
+    def __init__(self, model: GPT, element_bytes: int) -> None:
+        self._model, self._element_bytes = model, element_bytes
+        self._layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self._verdicts: list[list[Verdict]] = [[] for _ in self._layers]
+        self._moves: list[list[dict[str, float]]] = [[] for _ in self._layers]
+        self._seconds = 0.0
+
+    def drop(self) -> None:
+        """Forget what was decided since: of an evaluation, say."""
+        for layer in self._layers:
+            if layer.on_mesh is not None:
+                layer.on_mesh.chooser.take()
+
+    def take(self) -> None:
+        """Take down what was decided in the forward passes since the last call."""
+        for number, layer in enumerate(self._layers):
+            if layer.on_mesh is not None:
+                self._verdicts[number] += layer.on_mesh.chooser.take()
+        relocator = self._model.relocator
+        if isinstance(relocator, WatchedRelocator):
+            for trip in relocator.trips:
+                for number, move in enumerate(trip.moves):
+                    self._moves[number] += [] if move.load is None else [_of_move(move)]
+            relocator.trips = []
+
+    def took(self, seconds: float) -> None:
+        """Take down how long a step took."""
+        self._seconds += seconds
+
+    def values(self) -> dict[str, Any]:
+        """Return for the metrics what was decided since the last call; nothing where nothing is."""
+        verdicts, moves, seconds = self._verdicts, self._moves, self._seconds
+        self._verdicts, self._moves = [[] for _ in self._layers], [[] for _ in self._layers]
+        self._seconds = 0.0
+        if not any(verdicts) and not any(moves):
+            return {}
+        deciding = sum(verdict.decision_seconds for each in verdicts for verdict in each)
+        row_bytes = 2 * self._layers[0].dim * self._element_bytes
+        return {
+            "balance": {
+                "decision_share": deciding / seconds if seconds else 0.0,
+                "layers": [summary(each) | _of_moves(of_layer, row_bytes) for each, of_layer in zip(verdicts, moves)],
+            }
+        }
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return some decisions of a layer as plain data: means over the calls, loads by place of ep."""
+    if not verdicts:
+        return {}
+    alone, decided = (np.array([verdict.rows[side] for verdict in verdicts]).mean(0).tolist() for side in (0, 1))
+    mean: dict[str, list[float]] = {
+        "copies_lent": [verdict.copies_lent for verdict in verdicts],
+        "token_bytes_alone": [verdict.token_bytes[0] for verdict in verdicts],
+        "token_bytes": [verdict.token_bytes[1] for verdict in verdicts],
+        "weight_bytes": [verdict.weight_bytes for verdict in verdicts],
+        "decision_seconds": [verdict.decision_seconds for verdict in verdicts],
+    }
+    return {
+        "options": dict(Counter(verdict.option for verdict in verdicts)),
+        "predicted_seconds": dict(verdicts[-1].seconds),
+        "rows_alone": alone,
+        "rows": decided,
+        **{name: float(np.mean(values)) for name, values in mean.items()},
+    }
+
+
+def _of_move(move: SampleMove) -> dict[str, float]:
+    """Return the samples that moved, and the rows that cross links besides or less for it, once each way."""
+    stay, moved = move.volumes()
+    return {
+        "samples_moved": move.before.moved(move.after),
+        "rows_inside": moved.intra - stay.intra,
+        "rows_across": moved.inter - stay.inter,
+    }
+
+
+def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
+    """Return the means over forward passes: samples that moved, and bytes that crossed links besides or less for it."""
+    if not moves:
+        return {}
+    mean = {name: float(np.mean([move[name] for move in moves])) for name in moves[0]}
+    return {
+        "samples_moved": mean["samples_moved"],
+        "sample_bytes_inside": row_bytes * mean["rows_inside"],
+        "sample_bytes_across": row_bytes * mean["rows_across"],
+    }
+
+
+def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
+    if config.balance.placement == "weighed":
+        return Weighed(_machine(config, grid))
+    return Stay() if config.balance.placement == "stay" else TwoStage()
+
+
+def _machine(config: TrainConfig, grid: Grid) -> Machine:
+    """Return the rates of the cluster or profile that the run names; `cost.Machine`'s for none."""
+    planner = config.planner
+    if not planner.cluster and not planner.profile:
+        return Machine()
+    simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
+    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
+    return machine_of(simulator.cluster, grid, layer)

@@ -1,0 +1,80 @@
+"""The core alone (`pip install moesaic`): every command that docs/planning.md lists runs with torch out of reach."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Products
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = ROOT / "benchmarks" / "traces" / "gpt-tiny-unbalanced"
+BLOCKED = """import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split('.')[0] in ('torch', 'safetensors', 'tensorboard', 'plotly', 'triton'):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocked())
+from moesaic.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+PROFILE = ClusterProfile(
+    nodes=2, ranks_per_node=2, memory_gib=8.0, inside=LinkCosts(one_sender=50e6, all_senders=25e6),
+    outside=LinkCosts(one_sender=25e6, all_senders=12.5e6), host=HostCosts(layer=1e-3, task=1e-4, sharing=2.0),
+    products=Products(rows=(1.0, 256.0), fp32=(2e9, 6e10)),
+)  # fmt: skip
+NARROW = ["--tp", "1", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--json"]
+
+
+def core(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command without torch and the other extras."""
+    told = [sys.executable, "-c", BLOCKED, *words]
+    return subprocess.run(told, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def documented() -> list[str]:
+    """Return the commands that docs/planning.md says the core has."""
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    section = text.split("## Install")[1].split("\n## ")[0]
+    listed = re.search(r"Without torch run (.*?)\.\n", section, re.DOTALL)
+    assert listed is not None
+    return re.findall(r"`moesaic ([a-z ]+)`", listed[1])
+
+
+COMMANDS = {
+    "plan": ["plan", "--model", "gpt-tiny", "--profile", "profile.json", *NARROW],
+    "show": ["show", "--plan.schedule", "s1", "--mesh.world", "4", "--mesh.ep", "4", "--mesh.etp", "1", "--json"],
+    "reproduce": ["reproduce", "netmoe", "--json", "-"],
+    "trace": ["trace", "show", str(TRACE), "--json"],
+    "testbed info": ["testbed", "info", "--json"],
+}
+"""A quick use of each."""
+
+
+def test_the_page_lists_the_commands_that_are_tried_here() -> None:
+    assert sorted(documented()) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_the_core_runs_without_torch(name: str, tmp_path: Path) -> None:
+    PROFILE.write(tmp_path / "profile.json")
+    done = core(*COMMANDS[name], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found
+    if name == "plan":
+        assert found["ranking"][0]["parts"]["routing"] == pytest.approx(2 * 2 * 1e-3)
+
+
+@pytest.mark.parametrize("words", [["train", "--preset", "gpt-tiny"], ["profile", "--out", "p.json"]])
+def test_other_commands_say_what_to_install(words: list[str], tmp_path: Path) -> None:
+    done = core(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert 'pip install "moesaic[train]"' in done.stderr
+    assert not list(tmp_path.iterdir())

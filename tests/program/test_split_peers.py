@@ -1,0 +1,114 @@
+"""The smart schedule: which groups exchange in which step, on which lane, and that steps overlap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.cost.simulate import simulate
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.candidates import SearchSpace
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.passes.split_peers import groups_inside_nodes, split_peers
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Lane, Op
+from moesaic.program.timeline import Span
+from moesaic.program.transpose import transpose
+from moesaic.program.volume import messages_of
+
+GRID = Grid(world=8, ep=8, ranks_per_node=2)
+
+
+def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) -> set[tuple[int, int]]:
+    """Who sends to whom in a movement, from group to group of ep; every rank has copies for every expert."""
+    program = split_peers(SCHEDULES["s1"](), groups, grid)
+    program = transpose(program) if backward else program
+    slots = {slot.name: slot for slot in program.slots}
+    copies = np.full((grid.world, grid.ep), 2)
+    sizes = Sizes(grid, copies, copies.sum(1))
+    task = next(task for task in program.tasks if task.name == task_name)
+    each = grid.ep // groups
+    at = [grid.coordinate(rank, "ep") // each for rank in range(grid.world)]
+    return {(at[source], at[target]) for source, target, _ in messages_of(task, slots, sizes)}
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("grid", [GRID, Grid(world=16, ep=8, etp=2, ranks_per_node=4)], ids=["ep 8", "ep 8, etp 2"])
+def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(grid: Grid, groups: int) -> None:
+    """FasterMoE's code, not its figure: step 0 is inside the group, the last one an exchange with the neighbour before."""
+    assert pairs(grid, groups, "h~0") <= {(g, g) for g in range(groups)}
+    assert pairs(grid, groups, "z~0'", backward=True) <= {(g, g) for g in range(groups)}
+    for step in range(1, groups):
+        there = {(g, (g + step) % groups) for g in range(groups)}
+        back = {(b, a) for a, b in there}
+        assert pairs(grid, groups, f"h~{step}") == pairs(grid, groups, f"z~{step}'", backward=True) == there
+        assert pairs(grid, groups, f"z~{step}") == pairs(grid, groups, f"h~{step}'", backward=True) == back
+    last = pairs(grid, groups, f"z~{groups - 1}")
+    assert last == {(g, (g + 1) % groups) for g in range(groups)}, "the last results travel between neighbours"
+
+
+def test_groups_follow_the_nodes() -> None:
+    assert groups_inside_nodes(GRID) == 4
+    assert groups_inside_nodes(Grid(world=8, ep=8, ranks_per_node=4)) == 2
+    assert groups_inside_nodes(Grid(world=8, ep=8)) == 1, "one node: nothing to tell apart"
+    assert groups_inside_nodes(Grid(world=8, ep=4, etp=2, ranks_per_node=4)) == 2
+    assert groups_inside_nodes(Grid(world=8, ep=4, etp=2, innermost="ep", ranks_per_node=2)) == 2
+    assert groups_inside_nodes(Grid(world=12, ep=6, ranks_per_node=4)) == 3, "4 + 2: the largest that fit both"
+    assert groups_inside_nodes(Grid(world=6, ep=3, ranks_per_node=2)) == 3, "nodes that cut a copy unevenly"
+    with pytest.raises(InputError, match=r"plan\.peer_groups=3 does not divide mesh\.ep=8"):
+        split_peers(SCHEDULES["s1"](), 3, GRID)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_step_0_takes_the_lane_inside_nodes_where_it_stays_there(groups: int) -> None:
+    work = compile_plan(Plan(peer_groups=groups), GRID)
+    for program in (work.forward, work.backward):
+        by_step = {
+            (task.name, program.slot(task.writes[0]).layout.step): task.lane
+            for task in program.tasks
+            if task.op is Op.MOVE and program.slot(task.writes[0]).layout.step is not None
+        }
+        assert {lane for (_, step), lane in by_step.items() if step[0] > 0} == {Lane.INTER}  # type: ignore[index]
+        local = {lane for (_, step), lane in by_step.items() if step[0] == 0}  # type: ignore[index]
+        assert local == {Lane.INTRA if groups >= 4 else Lane.INTER}, "2 groups of 4 ranks span two nodes each"
+
+
+def test_shards_that_span_nodes_keep_step_0_between_nodes() -> None:
+    grid = Grid(world=8, ep=2, etp=4, ranks_per_node=2)
+    program = split_peers(SCHEDULES["s2"](), 2, grid)
+    lanes = {task.name: task.lane for task in program.tasks if task.op is Op.MOVE}
+    assert lanes["h~0"] is Lane.INTER
+
+
+def spans(plan: Plan) -> dict[str, Span]:
+    links = (
+        Link(name="nvlink", devices=1, gbps=(400,), carries="inside"),
+        Link(name="nic", devices=1, gbps=(100,), carries="outside"),
+    )
+    device = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1e6)
+    cluster = ClusterSpec(nodes=4, devices_per_node=2, device=device, links=links)
+    workload = Workload(tokens=4096, dim=1024, hidden=1024, num_experts=8, top_k=2)
+    work = compile_plan(plan, GRID)
+    return {span.task: span for span in simulate(work.forward, workload, cluster, GRID).spans}
+
+
+def test_the_next_step_travels_while_the_experts_of_one_run() -> None:
+    by_node, whole = spans(Plan(peer_groups=4)), spans(Plan())
+    assert by_node["h~1"].start < 0.1 * by_node["h~0"].end, "links inside nodes, and those between"
+    for step in range(3):
+        first, second = by_node[f"out~{step}"], by_node[f"h~{step + 1}"]
+        assert first.start < second.end, f"step {step + 1} arrives while the experts of step {step} run, or later"
+    assert by_node["z~0"].start < by_node["h~3"].end, "results leave while other steps still arrive"
+    ends = [max(span.end for span in found.values()) for found in (by_node, whole)]
+    assert ends[0] < 0.85 * ends[1]
+
+
+def test_the_search_space_holds_groups_by_nodes() -> None:
+    space = SearchSpace(schedules=("s1",), chunks=(1,), all_to_alls=("linear",), node_groups=True)
+    assert {plan.peer_groups for plan in space.plans(GRID)} == {1, 4}
+    assert {plan.peer_groups for plan in space.plans(Grid(world=8, ep=8))} == {1}
+    assert {plan.peer_groups for plan in SearchSpace().plans(GRID)} == {1}

@@ -1,0 +1,68 @@
+"""How many bytes of tensors one rank has alive, also where several ranks share a process."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+
+
+class AliveBytes(TorchDispatchMode):
+    """Counts the bytes of what operations of this thread allocate, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+class Unwatched(AbstractWire):
+    """Passes everything on to a wire whose own copies of messages are not counted: a real one keeps none.
+
+    Args:
+        wire: the one that moves the bytes.
+    """
+
+    def __init__(self, wire: AbstractWire) -> None:
+        super().__init__(wire.rank, wire.world, wire.device)
+        self._wire = wire
+
+    def issue(self, transfer: Transfer) -> Ticket:
+        """Start a transfer."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            return self._wire.issue(transfer)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait for a transfer."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            self._wire.wait(ticket)
+
+    def take_tags(self, num_tags: int) -> int:
+        """Take tags of the wire."""
+        return self._wire.take_tags(num_tags)

@@ -1,0 +1,125 @@
+"""Experts in random orders under random plans, meshes, routers, capacities and precisions compute what the plain layer does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from meshes import make_layer, on_mesh, tokens_of
+from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, imitation
+from torch import Tensor
+
+from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.deepep import DeepEP
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.plan.placement import Given, Homes
+from moesaic.program.grid import Grid
+from moesaic.runtime import gradients
+from moesaic.runtime import on_mesh as on_mesh_module
+from moesaic.runtime.place_experts import ExpertPlacement
+from moesaic.runtime.relocate import Following, Relocator
+from moesaic.testing.cases import draw_case
+from moesaic.testing.equivalence import failures, run_case
+
+__all__ = ["imitation"]
+
+CASES = 60
+
+
+@contextmanager
+def placed_anew() -> Iterator[None]:
+    """Layers that are spread over ep have their experts in a random order until their gradients are averaged."""
+    parallelize, average = MoE.parallelize, gradients.average_gradients
+    placements: dict[int, ExpertPlacement] = {}
+
+    def spread(layer: MoE, mesh: AbstractMesh, *arguments: Any) -> None:
+        parallelize(layer, mesh, *arguments)
+        if mesh.grid.ep > 1:
+            placements[id(layer)] = placement_of(layer, mesh)
+            placements[id(layer)].place([np.random.default_rng(layer.num_experts).permutation(layer.num_experts)])
+
+    def averaged(layer: MoE, mesh: AbstractMesh) -> None:
+        average(layer, mesh)
+        if mesh.grid.ep > 1:
+            placements.pop(id(layer)).place([np.arange(layer.num_experts)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoE, "parallelize", spread)
+        patch.setattr(gradients, "average_gradients", averaged)
+        yield
+
+
+def placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
+    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.1)
+    return ExpertPlacement([layer], mesh, optimizer, every=1)
+
+
+def test_random_cases_in_random_orders() -> None:
+    seeds = [seed for seed in range(4 * CASES) if draw_case(seed).grid.ep > 1][:CASES]
+    assert len(seeds) == CASES
+    wrong = {}
+    for seed in seeds:
+        case = draw_case(seed)
+        found = failures(case, run_case(case, patch=placed_anew))
+        if found:
+            wrong[seed] = (case, found)
+    assert wrong == {}
+
+
+@pytest.mark.usefixtures("imitation")
+def test_deepep_finds_experts_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    wires: dict[int, AbstractWire] = {}
+    monkeypatch.setattr(on_mesh_module, "open_deepep", lambda grid, rank, count: DeepEP(wires[rank], count))
+    x = torch.randn(4, TOKENS, DIM)
+    whole = MoE(DIM, 8, EXPERTS, 2)
+
+    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
+        wires[wire.rank], found = wire, []
+        for order in (np.arange(EXPERTS), np.random.default_rng(0).permutation(EXPERTS)):
+            layer = on_mesh(whole, GRID, wire, Plan(all_to_all="deepep"))
+            placement_of(layer, Mesh(GRID, wire)).place([order])
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(layer(x[wire.rank]).detach())
+        return found[0], found[1]
+
+    for still, moved in run_ranks(4, rank):
+        torch.testing.assert_close(moved, still, rtol=2e-2, atol=2e-3)
+        assert float(still.abs().max()) > 0.02
+
+
+def test_samples_that_move_find_experts_that_moved() -> None:
+    """Both kinds of placement at once; where the next layer's experts are decides where samples would rather be."""
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    whole = make_layer()
+    after = Homes(np.array([[7, 1], [0, 3], [4, 2], [6, 5]]))
+    order = np.array([2, 3, 0, 1])
+
+    def run(wire: AbstractWire, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        assert layer.on_mesh is not None
+        following = Following(layer.router, 2, layer.on_mesh.order)
+        trip = Relocator(Mesh(grid, wire), Given([after]), ends_home=False).start([following] * 2, 2, 3)
+        move = trip.next()
+        y = trip.take_home(layer(tokens_of(wire.rank).view(2, 3, -1), move=move))
+        assert move.load is not None
+        assert move.load.following is not None
+        return y.detach(), move.load.copies, move.load.following
+
+    def rank(wire: AbstractWire) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
+        layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
+        found = [run(wire, layer)]
+        placement_of(layer, Mesh(grid, wire)).place([order])
+        return [*found, run(wire, layer)]
+
+    for (still, copies, following), (moved, by_slot, following_by_slot) in run_ranks(4, rank):
+        torch.testing.assert_close(moved, still, rtol=1e-12, atol=1e-12)
+        assert np.array_equal(by_slot, copies[:, order])
+        assert np.array_equal(following_by_slot, following[:, order])
+        assert not np.array_equal(by_slot, copies)

@@ -1,0 +1,131 @@
+"""Training with the arbiter, with samples that move, and with both is training without, on four real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.train.config import TrainConfig
+from runs import lines, run_quietly, skip_measuring, tiny
+from train.worlds import Outcome, assert_same_run, train_on
+
+BASE = {"batch_size": 8, "precision": "float64", "eval_sequences": 5, "model": {"num_heads": 4}, "steps": 4}
+NODES = {"ep": 4, "ranks_per_node": 2}
+SLOW = """
+nodes = 2
+devices_per_node = 2
+device = { tflops = { fp64 = 1e-6 }, memory_gib = 8, memory_gigabytes_per_second = 5, gemm_rows = [1], gemm_share = [1] }
+links = [
+  { name = "shared memory", devices = 1, gbps = [0.02], carries = "inside" },
+  { name = "card", devices = 2, gbps = [0.002], carries = "outside" },
+]
+"""
+"""Computing and links so slow that where toy sizes are computed matters."""
+RUNS: dict[str, dict[str, dict]] = {
+    "arbiter": {"mesh": NODES, "plan": {"lending": "arbiter"}},
+    "arbiter-tp": {
+        "mesh": {"tp": 2, "ep": 2, "etp": 2, "ranks_per_node": 2},
+        "plan": {"schedule": "s2", "lending": "arbiter"},
+    },
+    "two-stage": {"mesh": NODES, "balance": {"placement": "two_stage"}},
+    "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"placement": "weighed"}},
+    "stay": {"mesh": {"ep": 2, "ranks_per_node": 2}, "balance": {"placement": "stay"}},
+    "both": {"mesh": NODES, "plan": {"lending": "arbiter"}, "balance": {"placement": "two_stage"}},
+}
+
+
+def configured(folder: Path, name: str) -> TrainConfig:
+    planner = {"cluster": str(folder / "slow.toml")} if name != "stay" else {}
+    return tiny(folder, **BASE, **RUNS[name], planner=planner, out=str(folder / name))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train on one process, then on four in every way; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("balance")
+    (folder / "slow.toml").write_text(SLOW)
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(folder, **BASE, out=str(folder / "one")))  # type: ignore[arg-type]
+        outcomes = train_on(4, [configured(folder, name) for name in RUNS])
+    return folder, dict(zip(RUNS, outcomes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_training_is_what_it_is_without(world: tuple[Path, dict[str, list[Outcome]]], name: str) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
+    assert_same_run(folder / "one", folder / name)
+
+
+def of_layers(folder: Path) -> list[dict]:
+    return [layer for line in lines(folder, "train") for layer in line["balance"]["layers"]]
+
+
+@pytest.mark.slow
+def test_the_metrics_tell_what_was_decided(world: tuple[Path, dict[str, list[Outcome]]]) -> None:
+    folder, _ = world
+    layers = of_layers(folder / "arbiter")
+    options = {name for layer in layers for name in layer["options"]}
+    assert options - {"alone"}
+    for layer in layers:
+        assert sum(layer["rows"]) == pytest.approx(sum(layer["rows_alone"]))
+        assert len(layer["rows"]) == 4
+        assert layer["token_bytes_alone"] > 0
+        assert "alone" in layer["predicted_seconds"]
+    assert any(max(layer["rows"]) < max(layer["rows_alone"]) for layer in layers)
+    assert any(layer["weight_bytes"] > 0 for layer in layers)
+    assert any(layer["copies_lent"] > 0 for layer in layers)
+    assert all(0 < line["balance"]["decision_share"] < 1 for line in lines(folder / "arbiter", "train"))
+
+
+@pytest.mark.slow
+def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[Outcome]]]) -> None:
+    folder, _ = world
+    moved = of_layers(folder / "two-stage")
+    assert any(layer["samples_moved"] > 0 for layer in moved)
+    assert sum(layer["sample_bytes_across"] for layer in moved) < 0, "fewer rows between nodes"
+    assert all(layer["samples_moved"] == 0 for layer in of_layers(folder / "stay"))
+    both = of_layers(folder / "both")
+    assert any("relocate" in layer["options"] for layer in both)
+    assert {name for layer in both for name in layer["options"]} - {"relocate"}
+    assert "balance" not in lines(folder / "one", "train")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"mesh": {"tp": 2}},
+            r"balance\.placement=two_stage clashes with mesh\.tp=2, which splits a sample over ranks",
+        ),
+        ({"model": {"moe": {"capacity": "fixed"}}}, r"clashes with model\.moe\.capacity=fixed, which drops copies"),
+        ({"plan": {"lending": "spill"}}, r"clashes with plan\.lending=spill, .*: choose none or arbiter"),
+        ({"record_routing": "counts"}, r"clashes with record_routing=counts: ranks route other samples"),
+        ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
+        ({"planner": {"auto": True, "cluster": "bed-2x2"}}, r"clashes with planner\.auto, whose plans are predicted"),
+    ],
+)
+def test_what_cannot_go_with_placement_is_refused_at_once(tmp_path: Path, options: dict, line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        tiny(tmp_path, **options, balance={"placement": "two_stage"})
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"balance\.margin=1\.5: choose a share of at least 0 and below 1"):
+        tiny(tmp_path, balance={"margin": 1.5})
+    with pytest.raises(InputError, match=r"balance\.placement=two_stage: one process has nowhere to move samples"):
+        run_quietly(tiny(tmp_path, balance={"placement": "two_stage"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(tmp_path, balance={"margin": 0.2}, out=str(tmp_path / "kept")))
+    saved = json.loads((tmp_path / "kept" / "config.json").read_text())
+    assert saved["balance"] == {"placement": "none", "margin": 0.2, "memory": 0.25}

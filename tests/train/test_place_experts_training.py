@@ -1,0 +1,152 @@
+"""Training with experts that move is training on one process: losses, parameters, optimizer, checkpoints, resumed runs."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.errors import InputError
+from moesaic.plan.expert_placement import AbstractExpertPlacer, ExpertLoad
+from moesaic.train import place_experts
+from moesaic.train.config import PlaceExpertsConfig, TrainConfig
+from runs import lines, run_quietly, skip_measuring, tiny
+from train import worlds
+from train.worlds import Outcome, assert_same_run
+
+BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 6}
+MODEL = {"num_heads": 4, "moe": {"num_experts": 8, "router": "sigmoid", "bias_rate": 0.01, "z_loss": 0.01}}
+SLOW = {"tflops": 1e-9}
+"""Of a machine that computes so slowly that any better balance pays for its move."""
+CASES = {
+    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"every": 1, "machine": SLOW}, {}),
+    "random, edp 2": ({"ep": 2}, {}, {"every": 1, "policy": "smartmoe"}, {}),
+    "random, tp, etp": (
+        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"every": 2, "policy": "smartmoe"},
+        {"accumulation": 2, "model": {"checkpoint_activations": True}},
+    ),
+    "random, sliced tokens, lending": (
+        {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1", "lending": "least_loaded"},
+        {"every": 1, "policy": "smartmoe"}, {},
+    ),
+}  # fmt: skip
+"""Name to mesh, plan, placement, more."""
+
+
+class Random(AbstractExpertPlacer):
+    """Takes no notice of the load."""
+
+    def __init__(self) -> None:
+        self._draw = np.random.default_rng(0)
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        return self._draw.permutation(len(load.order))
+
+
+def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
+    """Train as `worlds.train_on` does, with random orders under the name of a policy."""
+    per_rank = [[run] * world for run in runs]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, args=(world, per_rank, folder), nprocs=world)
+        found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    return [list(outcomes) for outcomes in zip(*found)]
+
+
+def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
+    place_experts.EXPERT_PLACERS = {**place_experts.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
+    worlds._process(rank, world, runs, folder)
+
+
+def one_and_four(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:
+    """Return a case's configuration for one process and for four."""
+    mesh, plan, placing, more = CASES[name]
+    more = {**BASE, **more, "model": {**MODEL, **more.get("model", {})}}
+    slug = name.replace(" ", "-").replace(",", "")
+    plain = tiny(folder, **more, out=str(folder / f"one-{slug}"))
+    meshed = tiny(folder, **more, mesh=mesh, plan=plan, place_experts=placing, out=str(folder / f"four-{slug}"))
+    return plain, meshed
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train everything on one process and on four; return the folder and the outcomes by name."""
+    folder = tmp_path_factory.mktemp("placed")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        pairs = {name: one_and_four(folder, name) for name in CASES}
+        for plain, _ in pairs.values():
+            run_quietly(plain)
+        runs = {name: meshed for name, (_, meshed) in pairs.items()}
+        whole = runs["random, edp 2"]
+        parts = replace(whole, out=str(folder / "parts"), existing="resume", save_every=3)
+        constant = replace(whole.optimizer, warmup_steps=0, final_share=1.0)
+        runs["first half"] = replace(parts, steps=3, optimizer=constant)
+        runs["second half"] = replace(parts, optimizer=constant)
+        runs["without"] = replace(
+            parts, out=str(folder / "without"), place_experts=PlaceExpertsConfig(), optimizer=constant
+        )
+        outcomes = train_on(4, list(runs.values()))
+        away = replace(tiny(folder, **BASE, model=MODEL, out=str(folder / "parts")), existing="resume", steps=7)
+        stayed = replace(away, out=str(folder / "without"))
+        for config in (away, stayed):
+            run_quietly(replace(config, optimizer=constant))
+    return folder, dict(zip(runs, outcomes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_with_moving_experts_is_training_on_one_process(world, name):
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
+    plain, meshed = one_and_four(folder, name)
+    assert_same_run(Path(plain.out), Path(meshed.out))
+    told = [line["place_experts"] for line in lines(Path(meshed.out), "train") if "place_experts" in line]
+    assert len(told) == 6 // meshed.place_experts.every
+    assert sum(each["experts"] for each in told) > 0
+    assert sum(each["bytes"] for each in told) > 0
+    for each in told:
+        assert len(each["busiest_before"]) == 2
+        if name.startswith("solved"):
+            assert all(after <= before for before, after in zip(each["busiest_before"], each["busiest_after"]))
+    if name.startswith("solved"):
+        assert told[0]["busiest_after"] < told[0]["busiest_before"]
+        assert all(0 <= each["inter_node_bytes"] <= each["bytes"] for each in told)
+
+
+def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world):
+    """Half on four ranks, half on four again, the last step on one process, with every checkpoint loaded in between."""
+    folder, outcomes = world
+    assert [o.refusal for half in ("first half", "second half", "without") for o in outcomes[half]] == [""] * 12
+    moved = [line for line in lines(folder / "parts", "train") if line.get("place_experts", {}).get("experts")]
+    assert len(moved) == 6
+    assert_same_run(
+        folder / "parts", folder / "without", kinds=("train",)
+    )  # the first half ends with an evaluation more
+
+
+def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
+    for changes, words in (
+        ({"place_experts": {"every": -1}}, r"place_experts\.every=-1: must be 0"),
+        (
+            {"place_experts": {"every": 5}},
+            r"place_experts\.every=5 with mesh\.ep=1, where every rank has all experts: choose",
+        ),
+        (
+            {"place_experts": {"every": 5}, "mesh": {"ep": 2}, "model": {"ffn": "dense", "dense_hidden": 24}},
+            r'place_experts\.every=5: model\.ffn="dense" has no experts to move: leave it at 0',
+        ),
+        ({"place_experts": {"machine": {"tflops": 0}}}, r"machine\.tflops=0\.0: must be above 0"),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            tiny(tmp_path, **changes)
+        assert "\n" not in str(caught.value)
+
+
+def test_one_process_is_told_what_to_start(tmp_path):
+    with pytest.raises(InputError, match=r"mesh asks for 2 ranks, this is one process: start with torchrun"):
+        run_quietly(tiny(tmp_path, mesh={"ep": 2}, place_experts={"every": 1}))
+    assert not (tmp_path / "run").exists()

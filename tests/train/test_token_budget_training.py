@@ -1,0 +1,35 @@
+"""Training under a token budget: the same run, and the metrics say what was done about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.errors import InputError
+from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
+
+
+def test_one_process_trains_the_same_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_measuring(monkeypatch)
+    base = {"precision": "float64", "model": {"checkpoint_activations": True}}
+    found = {}
+    for name, plan in (("plain", {}), ("sliced", {"token_budget": 11})):
+        config = tiny(tmp_path, **base, plan=plan, out=str(tmp_path / name))
+        run_quietly(config)
+        found[name] = losses(tmp_path / name)
+    assert found["sliced"] == [(step, pytest.approx(loss, rel=1e-9)) for step, loss in found["plain"]]
+    assert parameters(tmp_path / "sliced").keys() == parameters(tmp_path / "plain").keys()
+    assert "token_budget" not in lines(tmp_path / "plain", "train")[0]
+    for line in lines(tmp_path / "sliced", "train"):
+        for layer in line["token_budget"]:
+            assert layer["calls"] == layer["sliced_calls"] > 0
+            assert layer["slices"] > layer["calls"]
+            assert layer["rows_over"] > 0
+            assert layer["rows_spilled"] == 0
+
+
+def test_a_budget_below_one_token_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"plan\.token_budget=0: choose at least 1 token copy per rank") as found:
+        tiny(tmp_path, plan={"token_budget": 0})
+    assert "\n" not in str(found.value)
