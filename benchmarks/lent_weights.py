@@ -37,7 +37,7 @@ from moesaic.report.claims import Measurement
 
 NOTES = (
     "Time without lending over time with it, forward and backward of one layer: by the policies' closed form, and by "
-    "simulating the programs. straight: weights go from the home to every helper; by node: once to each node, and on from there."
+    "simulating the programs. straight: weights go from the home to every helper; by node: once to each node, on from there."
 )
 
 
