@@ -28,7 +28,7 @@ def cell(
 ) -> Cell:
     """A cell whose methods took the given seconds, 8 times where only one is given."""
     place = place or Place()
-    every = methods(place.grid)
+    every = methods(place.grid, place.tokens_per_rank * place.top_k)
     job = Job(
         case=Case(place=place, label=f"case {load}", max_vio=load, routes=ROUTES),
         methods={name: every[name] for name in seconds},

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moesaic.bench.balance.claims import claims
 from moesaic.bench.balance.config import Place
-from moesaic.bench.balance.methods import NETMOE, OURS, PLACED, PLAIN, SMART
+from moesaic.bench.balance.methods import BOUNDED, NETMOE, OURS, PLACED, PLAIN, SMART
 from moesaic.bench.balance.pictures import panels
 from moesaic.bench.balance.rows import NOTES, all_rows, tables
 from moesaic.bench.balance.simulated import Forecast
@@ -45,7 +45,9 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
         "balance.over_best_single": ("<=", 1.03),
         "balance.overhead_maxvio0": ("<=", 0.01),
         "balance.memory_maxvio4": ("<=", 1.2),
+        "balance.memory_maxvio4_unbounded": ("<=", None),
         "balance.memory_maxvio4_over_plain": ("<=", None),
+        "balance.budget_speedup_maxvio4": (">=", None),
         "balance.decision_share": ("<=", 0.02),
         "balance.recorded_speedup": (">=", None),
         "balance.simulated_speedup_maxvio2": (">=", None),
@@ -80,12 +82,15 @@ def test_a_ratio_near_one_is_the_worse_end_of_thirty_pairs() -> None:
     assert value("balance.overhead_maxvio0", found, worse) == pytest.approx(0.3)
 
 
-def test_memory_is_ours_at_max_vio_4_over_the_balanced_peak_of_the_same_bed() -> None:
-    even = cell(0.0, {PLAIN: 1.0, OURS: 1.0}, place=LARGE, peak={OURS: 1000, PLAIN: 800})
-    other = cell(0.0, {PLAIN: 1.0, OURS: 1.0}, peak={OURS: 100, PLAIN: 100})
-    skewed = cell(4.0, {PLAIN: 1.0, OURS: 1.0}, place=LARGE, peak={OURS: 1100, PLAIN: 5000})
+def test_memory_is_that_under_a_budget_at_max_vio_4_over_the_balanced_peak_of_the_same_bed() -> None:
+    both = {PLAIN: 1.0, OURS: 1.0, BOUNDED: 2.0}
+    even = cell(0.0, both, place=LARGE, peak={OURS: 500, BOUNDED: 1000, PLAIN: 800})
+    other = cell(0.0, both, peak={OURS: 100, BOUNDED: 100, PLAIN: 100})
+    skewed = cell(4.0, both, place=LARGE, peak={OURS: 1500, BOUNDED: 1100, PLAIN: 5000})
     assert value("balance.memory_maxvio4", even, other, skewed) == 1.1
+    assert value("balance.memory_maxvio4_unbounded", even, other, skewed) == 3.0
     assert value("balance.memory_maxvio4_over_plain", even, other, skewed) == 1.375
+    assert value("balance.budget_speedup_maxvio4", even, other, skewed) == 0.5
     assert "MaxVio 0 and 4 of one bed" in reason("balance.memory_maxvio4", other, skewed)
 
 

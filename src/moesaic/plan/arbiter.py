@@ -107,6 +107,8 @@ class Recipe:
 
     shadows: bool = False
     """Let places compute their own copies of hot experts."""
+    whole: bool = False
+    """Lend such an expert to all places or to none."""
     limit: float | None = None
     """Then spill what places have above so many times the mean; None for no spilling."""
     near_first: bool = False
@@ -115,11 +117,13 @@ class Recipe:
     @property
     def policy(self) -> str:
         """Its name; "" for one that lends nothing."""
-        return "+".join(["shadow"] * self.shadows + ["spill"] * (self.limit is not None))
+        return "+".join(
+            ["whole shadow" if self.whole else "shadow"] * self.shadows + ["spill"] * (self.limit is not None)
+        )
 
     def table(self, board: Board, at_most: int) -> Lendings:
         """Return what it lends between the places of a replica."""
-        found = shadows(board, at_most=at_most) if self.shadows else NOTHING
+        found = shadows(board, at_most=at_most, whole=self.whole) if self.shadows else NOTHING
         if self.limit is None:
             return found
         return found.joined(spills(board, found, self.limit, near_first=self.near_first))
@@ -288,11 +292,14 @@ class Arbitration:
             return table(recipe)[2].seconds(self.plan.chunks)
 
         kept = [table(Recipe(shadows=True))] if True in bases else []
+        everywhere = tuple(shadows(board, at_most=at_most, whole=True) for board in found)
+        whole = Recipe(shadows=True, whole=True)
+        kept.append((whole, everywhere, self._cost(found, everywhere, messages)))
         for base in bases:
             at = self._limits.get(base)
             places = range(len(LIMITS)) if at is None else range(max(at - 1, 0), min(at + 2, len(LIMITS)))
-            at = self._limits[base] = min(places, key=lambda place: seconds(Recipe(base, LIMITS[place])))
-            recipes = [Recipe(base, LIMITS[at]), Recipe(base, LIMITS[at], near_first=True)]
+            at = self._limits[base] = min(places, key=lambda place: seconds(Recipe(base, limit=LIMITS[place])))
+            recipes = [Recipe(base, limit=LIMITS[at]), Recipe(base, limit=LIMITS[at], near_first=True)]
             kept.append(table(min(recipes, key=seconds)))
         return [each for each in kept if not all(lent.is_empty for lent in each[1])]
 

@@ -77,10 +77,10 @@ def lent_cost(board: Board, lent: Lendings, messages: np.ndarray, chunks: int = 
     across = int(moved.sum() - np.trace(moved))
     return Cost(
         compute=float(moved.sum(0).max()) * board.seconds_per_copy,
-        travel=passes * _fullest(moved * board.seconds_per_byte * board.row_bytes + starts),
+        travel=passes * (board.row_bytes * board.fullest(moved, 0) + _fullest(starts)),
         fetch=passes
         / 2
-        * _fullest(rows.fetched * board.seconds_per_byte * board.weight_bytes + messages * (rows.fetched > 0)),
+        * (board.weight_bytes * board.fullest(rows.fetched, 1) + _fullest(messages * (rows.fetched > 0))),
         rows=tuple(moved.sum(0).tolist()),
         token_bytes=passes * across * board.row_bytes * shards,
         weight_bytes=passes // 2 * int(rows.fetched.sum()) * board.weight_bytes * shards,
@@ -101,27 +101,27 @@ def gathered_cost(board: Board, alone: Cost, r: int, messages: np.ndarray) -> Co
     if r:
         got = (shards // r - 1) * each
         gathered = got * board.weight_bytes * within
-        weight_bytes = board.passes // 2 * got * board.weight_bytes * board.origins.size
+        weight_bytes = (board.passes - 1) * got * board.weight_bytes * board.origins.size
         return Cost(
             compute=alone.compute,
             travel=alone.travel * r / shards,
-            fetch=board.passes / 2 * gathered,
+            fetch=(board.passes - 1) * gathered,  # forward, again in backward, and the gradients back
             rows=alone.rows,
             token_bytes=alone.token_bytes * r // shards,
             weight_bytes=weight_bytes,
         )
     # Every rank fetches all shards of all experts of the replica and computes what is its own.
     own = board.load.copies[board.origins].sum(2)
-    weights = shards * each * board.weight_bytes
-    fetched = _fullest(weights * board.seconds_per_byte + shards * messages)
+    sent = shards * each * (1 - np.eye(len(board.origins)))
+    fetched = board.weight_bytes * board.fullest(sent, 1) + _fullest(shards * messages)
     fetched += (shards - 1) * each * board.weight_bytes * within
     got = (board.origins.size - 1) * each
     return Cost(
         compute=float(own.max()) * shards * board.seconds_per_copy,
         travel=0.0,
-        fetch=board.passes / 2 * fetched,
+        fetch=(board.passes - 1) * fetched,
         rows=tuple(own.sum(1).tolist()),
-        weight_bytes=board.passes // 2 * got * board.weight_bytes * board.origins.size,
+        weight_bytes=(board.passes - 1) * got * board.weight_bytes * board.origins.size,
     )
 
 

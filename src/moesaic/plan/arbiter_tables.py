@@ -75,18 +75,23 @@ def rows_of(board: Board, lent: Lendings) -> Rows:
     return Rows(at_home - moved, helped, board.sent(lends))
 
 
-def shadows(board: Board, *, at_most: int = 8, tries: int = 256) -> Lendings:
+def shadows(board: Board, *, at_most: int = 8, tries: int = 256, whole: bool = False) -> Lendings:
     """Return the best prefix of the (expert, place) pairs, most copies first, in which a place computes its own copies.
 
     Args:
         board: of a replica.
         at_most: experts that one place may be lent.
         tries: longest prefix that is looked at.
+        whole: an expert is lent to all places or to none, as the paper does: fewer experts, more of each.
     """
     home, ep = board.load.home, len(board.origins)
-    away = np.where(np.arange(ep)[:, None] == home[None, :], 0, board.copies).reshape(-1)
-    order = np.argsort(-away, kind="stable")[:tries]
-    order = order[away[order] > 0]
+    away = np.where(np.arange(ep)[:, None] == home[None, :], 0, board.copies)
+    if whole:
+        hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
+        order = (np.arange(ep)[None, :] * len(home) + hottest[:, None]).reshape(-1)
+    else:
+        order = np.argsort(-away.reshape(-1), kind="stable")[:tries]
+    order = order[away.reshape(-1)[order] > 0]
     place, expert = order // len(home), order % len(home)
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)
     fits = held[np.arange(len(place)), place] <= at_most
@@ -94,7 +99,10 @@ def shadows(board: Board, *, at_most: int = 8, tries: int = 256) -> Lendings:
     if not len(place):
         return NOTHING
     amount = board.copies[place, expert]
-    best = int(np.argmin(_prefix_seconds(board, place, expert, amount)))
+    seconds = _prefix_seconds(board, place, expert, amount)
+    if whole:
+        seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
+    best = int(np.argmin(seconds))
     return Lendings(place[:best], expert[:best], place[:best], amount[:best])
 
 

@@ -18,7 +18,11 @@ from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
+BOUNDED = "ours, token budget"
 """Methods that other modules name."""
+
+PARTS_PER_MESSAGE = 2.0
+"""What a further part of a pass takes the host, over what a message does: a gather and a placing of rows each way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +38,14 @@ class Method:
     """Results go to new homes of their samples."""
 
 
-def methods(grid: Grid) -> dict[str, Method]:
-    """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes."""
+def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
+    """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes.
+
+    Args:
+        grid: the mesh.
+        budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
+    """
+    bounded = {BOUNDED: Method(plan=Plan(lending="arbiter", token_budget=budget), is_single=False)} if budget else {}
     nodes = grid.world // (grid.ranks_per_node or grid.world)
     return {
         PLAIN: Method(plan=Plan()),
@@ -49,13 +59,14 @@ def methods(grid: Grid) -> dict[str, Method]:
         NETMOE: Method(plan=Plan(), moves_samples=True),
         PLACED: Method(plan=Plan(), places_experts=True),
         OURS: Method(plan=Plan(lending="arbiter"), is_single=False),
+        **bounded,
     }
 
 
 def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender | None:
     """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
-    if name == OURS:
-        return Arbiter(costs=costs)
+    if method.plan.lending == "arbiter":
+        return Arbiter(costs=costs, part_us=max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us))
     if method.plan.lending == "none":
         return None
     with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}

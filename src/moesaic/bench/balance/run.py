@@ -68,7 +68,7 @@ def run(config: Config, progress: Progress = lambda label, number: None) -> list
     by_bed: dict[tuple[Bed, Grid, int], list[Job]] = {}
     for case in cases:
         place = case.place
-        job = Job(case=case, methods=methods(place.grid), seed=config.seed)
+        job = Job(case=case, methods=methods(place.grid, place.tokens_per_rank * place.top_k), seed=config.seed)
         by_bed.setdefault((place.bed, place.grid, place.num_experts), []).append(job)
     with Launcher() as launcher:
         for (bed, _, _), jobs in by_bed.items():

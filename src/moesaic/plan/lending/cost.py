@@ -155,12 +155,17 @@ class Board:
             rows: (ep, ep): copies of place i that place j computes.
             weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
         """
-        travel = self.passes * self.row_bytes * self._fullest(rows, 0)
-        fetch = self.passes / 2 * self.weight_bytes * self._fullest(weights, 1)
+        travel = self.passes * self.row_bytes * self.fullest(rows, 0)
+        fetch = self.passes / 2 * self.weight_bytes * self.fullest(weights, 1)
         return float(rows.sum(0).max() * self.seconds_per_copy + travel + fetch)
 
-    def _fullest(self, moved: np.ndarray, kind: int) -> float:
-        """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most."""
+    def fullest(self, moved: np.ndarray, kind: int) -> float:
+        """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most.
+
+        Args:
+            moved: what place i sends to place j.
+            kind: 0 for rows, 1 for weights.
+        """
         if self._links is not None:
             return float(np.tensordot(moved, self._links[kind], axes=2).max(initial=0.0))
         spent = moved * self.seconds_per_byte
