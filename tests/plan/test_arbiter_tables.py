@@ -135,6 +135,24 @@ def test_the_best_prefix_of_shadows_is_found():
     assert helped > 15
 
 
+def test_what_lent_experts_cost_the_host_makes_it_lend_fewer():
+    """Six equally hot experts of one place: all are lent for nothing, none for a price above what one saves."""
+    copies = np.zeros((2, 12), dtype=np.int64)
+    copies[1, :6] = 100
+    load = Load(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
+    held = []
+    for microseconds in (0.0, 1.0, 1e9):
+        (board,) = boards(load, LendingCosts(machine=QUICK, expert_us=microseconds))
+        (free,) = boards(load, LendingCosts(machine=QUICK))
+        found = shadows(board)
+        held.append(len(found.amount))
+        more = lent_cost(board, found, start_up(board)).seconds(1) - lent_cost(free, found, start_up(free)).seconds(1)
+        assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)
+    assert held[0] > 0
+    assert held == sorted(held, reverse=True)
+    assert held[2] == 0
+
+
 def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
     """Every place gets each of them, and no prefix of the hottest experts is quicker."""
     found_any = 0
@@ -189,7 +207,9 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
     weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
     one = gathered_cost(board, alone, 1, start_up(board))
     assert (one.travel, one.compute, one.token_bytes) == (alone.travel / 2, alone.compute, alone.token_bytes // 2)
-    assert (one.fetch, one.weight_bytes) == (3 * weights / 2, 3 * weights * 4), "the other shard, there, again, and back"
+    assert (one.fetch, one.weight_bytes) == (3 * weights / 2, 3 * weights * 4), (
+        "the other shard, there, again, and back"
+    )
     none = gathered_cost(board, alone, 0, start_up(board))
     assert (none.travel, none.token_bytes) == (0, 0)
     assert none.compute == 10 * 2 * flops, "the busiest rank's own copies, both shards of each"

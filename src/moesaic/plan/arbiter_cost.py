@@ -80,7 +80,8 @@ def lent_cost(board: Board, lent: Lendings, messages: np.ndarray, chunks: int = 
         travel=passes * (board.row_bytes * board.fullest(moved, 0) + _fullest(starts)),
         fetch=passes
         / 2
-        * (board.weight_bytes * board.fullest(rows.fetched, 1) + _fullest(messages * (rows.fetched > 0))),
+        * (board.weight_bytes * board.fullest(rows.fetched, 1) + _fullest(messages * (rows.fetched > 0)))
+        + rows.held * board.costs.expert_us * 1e-6,
         rows=tuple(moved.sum(0).tolist()),
         token_bytes=passes * across * board.row_bytes * shards,
         weight_bytes=passes // 2 * int(rows.fetched.sum()) * board.weight_bytes * shards,

@@ -58,6 +58,8 @@ class Rows:
     """(ep, ep) int64: that it computes for another home."""
     fetched: np.ndarray
     """(ep, ep) int64: experts whose weights place i sends to place j, its own or passed on."""
+    held: int = 0
+    """Experts that the place which is lent most of them is lent."""
 
 
 def rows_of(board: Board, lent: Lendings) -> Rows:
@@ -72,7 +74,7 @@ def rows_of(board: Board, lent: Lendings) -> Rows:
     moved, helped = (np.bincount(cell, lent.amount, ep * ep).astype(np.int64).reshape(ep, ep) for cell in (left, got))
     lends = np.zeros((board.load.num_experts, ep), dtype=bool)
     lends[lent.expert, lent.helper] = True
-    return Rows(at_home - moved, helped, board.sent(lends))
+    return Rows(at_home - moved, helped, board.sent(lends), int(lends.sum(0).max()))
 
 
 def shadows(board: Board, *, at_most: int = 8, tries: int = 256, whole: bool = False) -> Lendings:
@@ -129,9 +131,11 @@ def _prefix_seconds(board: Board, place: np.ndarray, expert: np.ndarray, amount:
     tokens = np.maximum(after(travel.sum(0), (owner, -saved)), after(travel.sum(1), (place, -saved)))
     leaving, coming = ((owner, first), (via, onward)), ((via, first), (place, onward))
     weights = np.maximum(after(np.zeros(ep), *leaving), after(np.zeros(ep), *coming))
+    held = after(np.zeros(ep), (place, np.ones(len(place))))
     seconds: np.ndarray = (
         compute + board.passes * board.row_bytes * tokens + board.passes / 2 * board.weight_bytes * weights
     )
+    seconds += held * board.costs.expert_us * 1e-6
     return seconds
 
 

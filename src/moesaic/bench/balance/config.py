@@ -42,6 +42,8 @@ class Place:
     """Rate of `lo` inside each node."""
     message_us: float = 500.0
     """What a message costs the ranks that share a core, microseconds: policies that ask for it are told."""
+    expert_us: float = 2000.0
+    """What each expert that a rank is lent costs it so, forward and backward, microseconds."""
     gflops: float = 0.12
     """Of each rank's virtual accelerator, in units of 1e9 per second."""
     dim: int = 256
@@ -100,7 +102,13 @@ class Place:
             intra=self.intra,
             device=replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3)),
         )
-        return LendingCosts(machine=Machine(**latency), cluster=cluster, element_bytes=ELEMENT_BYTES, matrices=MATRICES)
+        return LendingCosts(
+            machine=Machine(**latency),
+            cluster=cluster,
+            element_bytes=ELEMENT_BYTES,
+            matrices=MATRICES,
+            expert_us=self.expert_us,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

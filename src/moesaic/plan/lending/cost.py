@@ -33,6 +33,9 @@ class LendingCosts:
     """Of activations and weights."""
     matrices: int = 3
     """Of an expert: 3 for SwiGLU, 2 for a plain one."""
+    expert_us: float = 0.0
+    """Microseconds of the host for each expert that a place is lent, forward and backward: packing, placing, calls. Small where
+    grouped products take all experts at once; the arbiter counts it."""
     backward: bool = True
     """Count the backward pass too: twice the products, and everything that travelled travels again."""
 
