@@ -44,10 +44,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
     """Return flag to field docstring, nested dataclasses included."""
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef)
+    trees = [ast.parse(inspect.getsource(each)).body[0] for each in kind.__mro__ if is_dataclass(each)]
     texts = {
         field.target.id: text.value.value
+        for tree in trees
         for field, text in zip(tree.body, tree.body[1:])
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
