@@ -241,11 +241,13 @@ class Arbitration:
         return [Board(load, each, self.settings.costs) for each in origins], messages
 
     def _again(self, found: Sequence[Board], messages: Sequence[np.ndarray], alone: Option) -> Option | None:
-        """Return the last call's option for this call; None if it was leaving alone."""
+        """Return the last call's option for this call; None if it was leaving alone, or has nothing left to lend."""
         if self.last.name == ALONE:
             return None
         plan, recipe = self.plans[self.last.program], self.last.recipe
         lent = tuple(recipe.table(board, self.settings.at_most) for board in found)
+        if recipe.policy and all(each.is_empty for each in lent):
+            return None  # a program that lends wants a table
         cost = self._cost(found, lent, messages) if recipe.policy else alone.cost
         cost = self._program_cost(plan, cost, found, messages)
         return self._option(self.last.program, recipe, lent, cost, found[0])

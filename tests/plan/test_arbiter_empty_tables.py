@@ -1,0 +1,32 @@
+"""A program that lends always gets a table: where the last recipe has nothing left to lend, the call is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import Machine
+from moesaic.plan.arbiter import Arbiter, Choice, Recipe
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.lending.lender import Load
+from moesaic.plan.plan import Plan
+from moesaic.program.grid import Grid
+
+PLANS = (Plan(), Plan(lending="spill"), Plan(peer_groups=2), Plan(peer_groups=2, lending="spill"))
+
+
+def test_a_recipe_with_nothing_left_to_lend_is_no_option() -> None:
+    """Step by step is quicker even with an empty table, so the program with lending once ran without one."""
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    machine = Machine(tflops=0.01, inter_gbps=3, intra_gbps=9, intra_latency_us=0, inter_latency_us=0)
+    costs = LendingCosts(machine=machine)
+    arbitration = Arbiter(costs=costs, part_us=0.0).start(Plan(lending="arbiter"), PLANS)
+    copies = np.tile(np.array([400, 300, 20, 20, 20, 20, 20, 20]), (4, 1))
+    load = Load(grid, copies, 8, 16, 16)
+    arbitration.choose(load)
+    arbitration.last = Choice("steps+shadow", 3, Recipe(shadows=True))
+    arbitration.settings = replace(arbitration.settings, costs=replace(costs, expert_us=1e9))  # nothing is worth lending
+    second = arbitration.choose(load)
+    assert second.lent is None
+    assert PLANS[second.program].lending == "none"
