@@ -26,7 +26,9 @@ def test_a_recipe_with_nothing_left_to_lend_is_no_option() -> None:
     load = Load(grid, copies, 8, 16, 16)
     arbitration.choose(load)
     arbitration.last = Choice("steps+shadow", 3, Recipe(shadows=True))
-    arbitration.settings = replace(arbitration.settings, costs=replace(costs, expert_us=1e9))  # nothing is worth lending
+    arbitration.settings = replace(
+        arbitration.settings, costs=replace(costs, expert_us=1e9)
+    )  # nothing is worth lending
     second = arbitration.choose(load)
     assert second.lent is None
     assert PLANS[second.program].lending == "none"
