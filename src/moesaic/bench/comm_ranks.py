@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.bench.across_ranks import latest
 from moesaic.bench.bounds import Message
 from moesaic.bench.comm_config import MULTICAST, TORCH, Sweep, in_chunks
 from moesaic.bench.comm_programs import LANES, Work, all_ep, dispatch, exchange
@@ -165,13 +166,6 @@ def _measure(
     timed = {name: _runner(method, wire) for name, method in methods.items()}
     spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
     return Found(spans=spans, sent=sent, messages=messages)
-
-
-def latest(moment: float) -> float:
-    """Return the largest of all ranks' numbers."""
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
 
 
 def _runner(method: Method, wire: AbstractWire) -> Callable[[], Environment]:

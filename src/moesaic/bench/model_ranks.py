@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.layer.router import BalancedRouter
-from moesaic.bench.measure import Span, in_turn, over_ranks, start_together
+from moesaic.bench.measure import in_turn, start_together
 from moesaic.bench.model_config import Case
 from moesaic.comm.mesh import Mesh, open_wire
 from moesaic.comm.wire import AbstractWire
@@ -109,17 +109,3 @@ def measure(job: Job) -> Times:
         confirmed = gathered(in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0))
     gc.unfreeze()
     return Times(screened=screened, confirmed=confirmed)
-
-
-def gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of every method over all ranks, the same on each of them."""
-    everyone: list[Mapping[str, list[Span]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(spans))
-    return over_ranks([each for each in everyone if each is not None])
-
-
-def latest(moment: float) -> float:
-    """Return the largest number of any rank."""
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.measure import in_turn, start_together
-from moesaic.bench.model_ranks import gathered, latest
 from moesaic.comm.mesh import Mesh, open_wire
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.wire import AbstractWire

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.measure import in_turn, start_together
-from moesaic.bench.model_ranks import gathered, latest
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.cost.trace_load import locality

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
+from moesaic.bench.across_ranks import latest
 from moesaic.bench.measure import start_together
 from moesaic.bench.profile_compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.bench.profile_host import Step, host_steps, sharing
@@ -123,13 +123,6 @@ def layer_errors(profile: ClusterProfile, measured: Measured) -> tuple[float, ..
         predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.workload, compiled.grid)
         found.append(predicted / statistics.median(step.wall) - 1)
     return tuple(found)
-
-
-def latest(moment: float) -> float:
-    """Return the largest number of any rank."""
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
 
 
 def _features(simulator: ProfiledSimulator, each: Calibration) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesaic.bench.across_ranks import latest
 from moesaic.bench.bounds import Message
 from moesaic.bench.measure import Span, in_turn, over_ranks, start_together
 from moesaic.bench.train_config import Case, Config
@@ -96,13 +97,6 @@ def measure(config: Config, case: Case) -> Found:
     shape = systems[0].step.batch.inputs.shape
     items = case.batch_size * (1 if case.model == "swin" else shape[1])
     return Found(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
-
-
-def latest(moment: float) -> float:
-    """Return the largest of all ranks' numbers."""
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
 
 
 def _agreement(config: Config, case: Case, systems: Sequence[System]) -> dict[str, dict[str, float]]:

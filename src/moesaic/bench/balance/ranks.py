@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.balance.job import NEAR, Counted, Decided, Found, Job
 from moesaic.bench.balance.memory import peak_bytes
 from moesaic.bench.balance.methods import OURS, PLAIN, Method, lender_of, placed_by
 from moesaic.bench.balance.router import ToldRouter
 from moesaic.bench.bounds import Message
-from moesaic.bench.measure import Span, in_turn, over_ranks, paired, start_together
+from moesaic.bench.measure import in_turn, paired, start_together
 from moesaic.comm.mesh import Mesh, open_wire
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.wire import AbstractWire
@@ -184,9 +185,9 @@ def measure_case(job: Job, plans: Mapping[str, Compiled], wire: AbstractWire) ->
         subject.start_over()
     gc.collect()
     gc.freeze()
-    barrier, steps = start_together(_latest), {name: each.step for name, each in subjects.items()}
+    barrier, steps = start_together(latest), {name: each.step for name, each in subjects.items()}
     spans = in_turn(steps, place.repeats, barrier=barrier, warmup=0)
-    near = near_ours(_gathered(spans), job.methods, balanced=job.case.max_vio == 0)
+    near = near_ours(gathered(spans), job.methods, balanced=job.case.max_vio == 0)
     more = max(place.pairs - place.repeats, 0)
     pairs = in_turn({name: steps[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
     gc.unfreeze()
@@ -228,7 +229,7 @@ def counts(job: Job, plans: Mapping[str, Compiled], wire: AbstractWire) -> dict[
         for each in recorder.ranges[first:]:
             for m in each.messages:
                 sent.setdefault(m.tag, []).append((m.source, m.target, float(m.num_bytes)))
-        found[name] = Counted(messages=sent, peak_bytes=peak, error=_latest(error))
+        found[name] = Counted(messages=sent, peak_bytes=peak, error=latest(error))
     wrong = {name: each.error for name, each in found.items() if not each.error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
@@ -268,16 +269,3 @@ def difference(values: Tensor, others: Tensor) -> float:
     """Return the largest difference over the largest value; infinite where something is no number."""
     worst = float((values - others).abs().max() / others.abs().max())
     return worst if worst == worst else float("inf")
-
-
-def _gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of every method over all ranks, the same on each of them."""
-    everyone: list[Mapping[str, list[Span]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(spans))
-    return over_ranks([each for each in everyone if each is not None])
-
-
-def _latest(moment: float) -> float:
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.layer.job import BEST, NEAR, Found, Job, Step, Switch
 from moesaic.bench.layer.router import BalancedRouter
-from moesaic.bench.measure import Span, in_turn, over_ranks, paired, start_together
+from moesaic.bench.measure import in_turn, paired, start_together
 from moesaic.comm.mesh import Mesh, open_wire
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.wire import AbstractWire
@@ -81,13 +81,13 @@ def measure(job: Job) -> Found:
     del recorded
     gc.collect()
     gc.freeze()
-    barrier = start_together(_latest)
+    barrier = start_together(latest)
     run = {name: partial(runner.step, compiled) for name, compiled in everything.items()}
     best, trial = search(job, run, barrier) if job.compete else ("", {})
     methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
     spans = in_turn(methods, job.place.repeats, barrier=barrier, warmup=job.warmup)
     reference = best if job.reference == BEST else job.reference or next(iter(methods))
-    near = near_ones(job, _gathered(spans), reference)
+    near = near_ones(job, gathered(spans), reference)
     more = max(job.place.pairs - job.place.repeats, 0)
     pairs = in_turn({name: run[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
     kept = {name: steps[name] for name in methods}
@@ -156,7 +156,7 @@ def search(
 ) -> tuple[str, dict[str, float]]:
     """Try the candidates and the methods that compete; return the best one, and the median of each."""
     tried = {name: run[name] for name in (*job.compete, *job.candidates)}
-    seconds = _gathered(in_turn(tried, job.trial_repeats, barrier=barrier, warmup=0))
+    seconds = gathered(in_turn(tried, job.trial_repeats, barrier=barrier, warmup=0))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return choose(medians, job.compete[0], job.margin), medians
 
@@ -190,16 +190,3 @@ def _processor_seconds(function: Callable[[], object]) -> float:
 
 def _num_messages(recorder: Recorder) -> int:
     return sum(len(each.messages) for each in recorder.ranges)
-
-
-def _gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of every method over all ranks, the same on each of them."""
-    everyone: list[Mapping[str, list[Span]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(spans))
-    return over_ranks([each for each in everyone if each is not None])
-
-
-def _latest(moment: float) -> float:
-    number = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
