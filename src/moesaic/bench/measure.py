@@ -17,6 +17,10 @@ Span = tuple[float, float]
 
 RESAMPLES = 2000
 """Of the bootstrap."""
+NEAR = 1.10
+"""A ratio nearer to 1 than this, either way, wants many pairs."""
+MANY = 30
+"""Pairs under such a ratio."""
 
 
 def in_turn(
@@ -111,6 +115,11 @@ class Ratio:
     """Upper end of the median's 95 % interval."""
     repeats: int
     """Pairs."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the two take so much alike that the ratio wants many pairs."""
+        return 1 / NEAR < self.median < NEAR
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:

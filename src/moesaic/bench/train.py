@@ -164,10 +164,11 @@ def _share(of_ranks: Sequence[Measured], times: Sequence[float] | None) -> float
 
 
 def ratio(cell: Cell, numerator: Outcome, denominator: Outcome) -> Ratio:
-    """Return how long one system's step takes over another's, repeat by repeat."""
+    """Return how long one system's step takes over another's, repeat by repeat: over all rounds in which both were run."""
     assert numerator.timing is not None, f"{numerator.name} was not timed in {cell.label}"
     assert denominator.timing is not None, f"{denominator.name} was not timed in {cell.label}"
-    return paired(numerator.timing.seconds, denominator.timing.seconds)
+    rounds = min(len(numerator.timing.seconds), len(denominator.timing.seconds))
+    return paired(numerator.timing.seconds[:rounds], denominator.timing.seconds[:rounds])
 
 
 def rows_of(cell: Cell) -> list[dict[str, Any]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from moesaic.bench.measure import Ratio
+from moesaic.bench.measure import MANY, NEAR, Ratio
 from moesaic.bench.peers.absence import absence
 from moesaic.bench.train import Cell, Outcome, Results, ratio
 from moesaic.report.claims import Claim
 
-LEAST, MANY = 12, 30
-"""Pairs under any ratio, and under one above 0.9."""
+LEAST = 8
+"""Pairs under any ratio."""
 TARGET = 0.67
 SWEEP = (2, 4, 8)
 """Experts per token of the cases whose median is claimed; without all of them there is no claim."""
@@ -82,8 +82,8 @@ def _ratio(cell: Cell, kind: str, exchange: str, of_coded: bool) -> Ratio | str:
     found = ratio(cell, ours, peer)
     if found.repeats < LEAST:
         return f"{found.repeats} pairs, {LEAST} are needed"
-    if found.median > 0.9 and found.repeats < MANY:
-        return f"{found.median:.2f} on {found.repeats} pairs; a ratio above 0.9 needs {MANY}"
+    if found.is_near and found.repeats < MANY:
+        return f"{found.median:.2f} on {found.repeats} pairs; a ratio nearer to 1 than {NEAR:.2f} needs {MANY}"
     return found
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesaic.bench.across_ranks import latest
+from moesaic.bench.across_ranks import gathered, latest
 from moesaic.bench.bounds import Message
-from moesaic.bench.measure import Span, in_turn, over_ranks, start_together
+from moesaic.bench.measure import MANY, Span, in_turn, paired, start_together
 from moesaic.bench.train_config import Case, Config
 from moesaic.bench.train_step import Batch
 from moesaic.bench.train_systems import System, make_batch, make_model, make_systems
@@ -35,7 +35,7 @@ class Measured:
     sent: list[Message]
     """By this rank, in one step."""
     spans: list[Span] = field(default_factory=list)
-    """One per repeat; empty for a plan of ours that was tried and not chosen."""
+    """One per repeat, further ones of near systems last; empty for a plan of ours that was tried and not chosen."""
     trial_seconds: float | None = None
     """Median of the trial, over all ranks; of our lossless plans."""
     phases: dict[str, list[float]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def measure(config: Config, case: Case) -> Found:
     gc.disable()  # a collection in one rank's step would be waited for by all
     barrier = start_together(latest)
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
-    trial = {name: _median(seconds) for name, seconds in over_ranks(_all(tried)).items()}
+    trial = {name: _median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
     timed = [s for s in systems if case.all_plans or not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
     barrier()
@@ -85,6 +85,10 @@ def measure(config: Config, case: Case) -> Found:
     for system in systems:
         system.step.forget()
     spans = in_turn({s.name: runs[s.name] for s in timed}, case.repeats, barrier=barrier, warmup=0)
+    near = near_ones(best, [s.name for s in timed if s.kind != "ours"], gathered(spans))
+    more = in_turn({name: runs[name] for name in near}, max(MANY - case.repeats, 0), barrier=barrier, warmup=0)
+    for name, further in more.items():
+        spans[name] += further
     gc.enable()
     measured = [
         Measured(
@@ -97,6 +101,18 @@ def measure(config: Config, case: Case) -> Found:
     shape = systems[0].step.batch.inputs.shape
     items = case.batch_size * (1 if case.model == "swin" else shape[1])
     return Found(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
+
+
+def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
+    """Return our best plan and the layers of others that take about as long, which want many pairs; none if there is none.
+
+    Args:
+        best: our plan.
+        others: layers that it is compared with.
+        seconds: of every system, over all ranks.
+    """
+    near = [name for name in others if paired(seconds[best], seconds[name]).is_near]
+    return [best, *near] if near else []
 
 
 def _agreement(config: Config, case: Case, systems: Sequence[System]) -> dict[str, dict[str, float]]:
@@ -185,13 +201,6 @@ def _imbalance(config: Config, case: Case) -> float:
     batch = make_batch(case, config.seed, dist.get_rank(), config.world)
     model(batch.inputs, batch.targets)
     return worst
-
-
-def _all(found: dict[str, list[Span]]) -> list[dict[str, list[Span]]]:
-    """Return every rank's."""
-    told: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, found)
-    return told
 
 
 def _median(values: Sequence[float]) -> float:

@@ -6,12 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from moesaic.bench.layer.cells import COMPETE
-from moesaic.bench.layer.job import NEAR
 from moesaic.bench.layer.run import Cell
+from moesaic.bench.measure import MANY, NEAR
 from moesaic.report.claims import Claim
-
-MANY = 30
-"""Pairs under a ratio nearer to 1 than 1.10."""
 
 
 class NotMeasuredError(Exception):
@@ -59,7 +56,7 @@ def bounded(cell: Cell, name: str, other: str) -> float:
     if cell.job.same.get(name, name) == cell.job.same.get(other, other):
         return 1.0
     ratio = cell.ratio(name, other)
-    if 1 / NEAR < ratio.median < NEAR and ratio.repeats < MANY:
+    if ratio.is_near and ratio.repeats < MANY:
         raise NotMeasuredError(f"{cell.job.label}: {ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}")
     return ratio.high
 

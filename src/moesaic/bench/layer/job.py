@@ -10,8 +10,6 @@ from moesaic.bench.measure import Span
 from moesaic.plan import Compiled
 from moesaic.program.grid import Grid
 
-NEAR = 1.10
-"""Ratios below this one want many pairs."""
 BEST = "best"
 """What stands for the plan that a search found."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.bench.across_ranks import gathered, latest
-from moesaic.bench.layer.job import BEST, NEAR, Found, Job, Step, Switch
+from moesaic.bench.layer.job import BEST, Found, Job, Step, Switch
 from moesaic.bench.layer.router import BalancedRouter
 from moesaic.bench.measure import in_turn, paired, start_together
 from moesaic.comm.mesh import Mesh, open_wire
@@ -173,11 +173,7 @@ def near_ones(job: Job, seconds: Mapping[str, tuple[float, ...]], reference: str
     Where a search found the best one, only the methods that competed with it count.
     """
     others = job.compete if job.reference == BEST else tuple(seconds)
-    near = [
-        name
-        for name in others
-        if name != reference and 1 / NEAR < paired(seconds[name], seconds[reference]).median < NEAR
-    ]
+    near = [name for name in others if name != reference and paired(seconds[name], seconds[reference]).is_near]
     return [reference, *near] if near else []
 
 
