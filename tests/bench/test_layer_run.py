@@ -38,6 +38,10 @@ def test_the_predicted_best_stays_unless_a_trial_beats_it_by_the_margin() -> Non
     assert ranks.choose({"s1": 1.0, "s2": 0.5, "s3": 0.6}, "s1", 0.06) == "s2"
 
 
+def test_plans_that_are_far_behind_are_tried_once() -> None:
+    assert ranks.contenders({"s1": (1.2, 0.1), "s2": (1.0, 9.0), "s3": (1.31,)}) == ["s1", "s2"]
+
+
 def job_of(**options: Any) -> Job:
     plans = {name: compile_plan(SINGLES[name], GRID) for name in ("baseline", "s1", "s2", "s3")}
     return Job(section="schedules", label="", place=PLACE, grid=GRID, methods=plans, **options)
