@@ -33,7 +33,7 @@ from moesaic.plan.plan import AllToAll, Schedule
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Kind, Program, Task
+from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.program.volume import messages_of
 from moesaic.report.claims import Claim, Measurement
 from moesaic.routing.gates.hash import Hash
@@ -136,10 +136,10 @@ def run_rank(grid: Grid, plan: Plan, wire: AbstractWire) -> Counted:
 
 
 def small_bytes(task: Task, program: Program, sizes: Sizes, sent: Sent) -> int:
-    """Return the bytes of routing weights or indices in a message: eight a row."""
+    """Return the bytes of routing weights, or of indices, in a message."""
     slots = {slot.name: slot for slot in program.slots}
-    pair = (sent.source, sent.target)
-    return sum(8 * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
+    pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
+    return sum(each * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
 
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:
@@ -228,17 +228,18 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
 
 
 def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
-    """Return rows per rank of the multicast: a token crosses once per node, its copies fan out to all shards there.
+    """Return rows per rank of the multicast: a token crosses once per node, and goes once to every shard there.
 
-    TOP_K neighbouring experts; under S1 a rank's tokens are T / m, each with both copies on one node unless they
-    straddle two; EXPERTS / nodes experts per node divide by TOP_K, so every token visits one node. Under S2 a rank holds
+    TOP_K neighbouring experts; under S1 a rank's tokens are T / m, each with both copies at one place of ep unless they
+    straddle two; EXPERTS / p experts per place divide by TOP_K, so every token stops at one place. Under S2 a rank holds
     every m-th part of each expert's run, so a token's two copies are the same rank's.
     """
     m, p, s = grid.tp, grid.ep, grid.etp
-    nodes, visits, copies = p // local, TOKENS / m, TOKENS * TOP_K / m
+    nodes, visits = p // local, TOKENS / m
     crossing = (0.0, visits * (nodes - 1) / nodes)
-    fan_out = (s * copies - copies / local, 0.0)
-    found = {"visits_here": crossing, "h": fan_out, "z_copies": fan_out, "z": crossing}
+    fan_out = (s * visits - visits / local, 0.0)
+    arrived = "visits_here" if local > 1 else "stops_here"
+    found = {arrived: crossing, "stops_in": fan_out, "z_stops": fan_out, "z": crossing}
     if plan.schedule == "s1":
         return found | {"y": ((m - 1) * TOKENS / m, 0.0)}
     return found | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}

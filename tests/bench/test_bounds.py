@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.bench.bounds import Limit, link_limit, link_seconds, program_messages
-from moesaic.bench.comm_programs import LANES, all_ep, dispatch, exchange
+from moesaic.bench.comm_programs import LANES, Work, all_ep, dispatch, exchange
 from moesaic.cost.coded import coded_bytes
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -14,6 +14,7 @@ from moesaic.program.links import LINKS
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.route_links import compress, route_links
 from moesaic.program.sizes import Sizes
+from moesaic.program.task import INDEX_BYTES
 from moesaic.program.volume import even_sizes
 from moesaic.testbed.bed import Bed
 
@@ -106,19 +107,22 @@ def test_lanes_alone_split_what_both_carry():
     assert {source // 2 == target // 2 for source, target, _ in across} == {False}
 
 
-def test_multicast_sends_a_token_once_per_node():
-    grid, tokens, top_k = all_ep(2, 2), 6, 4
-    copies = np.full((4, 4), tokens * top_k // 4)
-    visits = np.full((4, 2, 1), tokens)  # every token has copies on both nodes
-    for work, rows in (
-        (dispatch(grid, copies, tokens, None), 2 * tokens),
-        (dispatch(grid, copies, tokens, visits), tokens),
-    ):
-        crossing = [size for a, b, size in work.messages(DIM) if a // 2 != b // 2]
-        by_size = rows * 4 * DIM + 2 * tokens * 4  # rows, and the copies' routing weights
-        if work.sizes.grid is grid and rows == tokens:
-            by_size += 2 * tokens * 8  # the copies' places
-        assert sum(crossing) == 4 * by_size
+def test_multicast_sends_a_token_once_per_node_and_once_per_rank_there():
+    grid, tokens = all_ep(2, 2), 6
+    copies = np.full((4, 8), tokens)  # every token has a copy for every expert, two at each rank
+    visits = np.full((4, 2 + 4, 1), tokens)
+    linear, multicast = dispatch(grid, copies, tokens, None), dispatch(grid, copies, tokens, visits)
+    row, of_copy, of_stop = 4 * DIM, 4 + INDEX_BYTES, INDEX_BYTES
+
+    def sent(work: Work, *, inside: bool) -> float:
+        return sum(size for a, b, size in work.messages(DIM) if (a // 2 == b // 2) is inside)
+
+    assert sent(linear, inside=False) == 4 * 4 * tokens * (row + 4)
+    assert sent(linear, inside=True) == 4 * 2 * tokens * (row + 4)
+    assert sent(multicast, inside=False) == 4 * tokens * (row + 4 * of_copy + 2 * of_stop)
+    assert sent(multicast, inside=True) == 4 * 2 * tokens * (row + 2 * of_copy), (
+        "of two nodes' tokens, to the other rank"
+    )
 
 
 def test_weights_and_biases_have_their_own_rows():

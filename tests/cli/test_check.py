@@ -8,7 +8,9 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.testing import evidence, suite
+from moesaic.testing.cases import draw_case
 from moesaic.testing.mutants import MUTANTS
+from moesaic.testing.suite import BALANCE, answers
 
 
 @pytest.fixture
@@ -31,6 +33,8 @@ def test_a_table_of_what_was_found(few_mutants, capsys):
     out = words(capsys.readouterr().out)
     for part in ("cases on loopback │ 5, 0 failed", "planted bugs │ 2, 2 caught", "worst error, expert gradient"):
         assert part in out
+    for answer in BALANCE:
+        assert f"cases with {answer} │" in out
 
 
 def test_claims_as_json(few_mutants, capsys):
@@ -48,6 +52,10 @@ def test_claims_as_json(few_mutants, capsys):
     assert claims["check.cases"]["target"] == 2000
     assert claims["check.gloo_worlds"]["reason"] == "run without processes (--no-gloo)"
     assert {row["caught_by"] for row in found["rows"] if "mutant" in row} == {"numbers"}
+    covered = {row["balance"]: row["cases"] for row in found["rows"] if "balance" in row}
+    assert list(covered) == list(BALANCE)
+    drawn = [answer for seed in range(7, 11) for answer in answers(draw_case(seed))]
+    assert covered == {answer: drawn.count(answer) for answer in BALANCE}
 
 
 def test_a_failure_names_the_case_and_how_to_run_it_again(few_mutants, broken, capsys):

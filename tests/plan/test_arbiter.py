@@ -13,6 +13,7 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import Arbiter, Arbitration, Verdict
 from moesaic.plan.arbiter_options import name_of, option_plans, steps_of
+from moesaic.plan.arbiter_recipes import Choice, Recipe
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import Load
 from moesaic.program.grid import Grid
@@ -103,20 +104,27 @@ def test_options_that_are_about_as_good_do_not_take_turns():
     assert switches(weigh_every=1) == switches() == 0
 
 
+def settled(arbiter: Arbitration, seconds: dict[str, float], last: str = "") -> str:
+    """What seems best of options that the model gives these seconds, after another that ran last."""
+    arbiter.last = dataclasses.replace(arbiter.last, name=last or arbiter.last.name)
+    arbiter._choices |= {name: Choice(name, 1, Recipe(shadows=True)) for name in seconds}
+    arbiter._settle(seconds, 0.0, among=seconds)
+    return arbiter.last.name
+
+
 def test_an_option_that_is_left_must_be_worse_by_the_margin():
     arbiter = made(margin=0.2, memory=0.0)
-    arbiter.last = arbiter.last._replace(name="spill")
-    assert arbiter._settle({"alone": 1.0, "spill": 0.5, "shadow": 0.45}) == "spill"
-    assert arbiter._settle({"alone": 1.0, "spill": 0.5, "shadow": 0.39}) == "shadow"
-    assert arbiter._settle({"alone": 1.0, "spill": 1.01, "shadow": 0.9}) == "alone"
-    assert arbiter._settle({"alone": 1.0, "shadow": 0.9}) == "alone", "too little is gained to begin"
+    assert settled(arbiter, {"alone": 1.0, "spill": 0.5, "shadow": 0.45}, "spill") == "spill"
+    assert settled(arbiter, {"alone": 1.0, "spill": 0.5, "shadow": 0.39}, "spill") == "shadow"
+    assert settled(arbiter, {"alone": 1.0, "spill": 1.01, "shadow": 0.9}, "spill") == "alone"
+    assert settled(arbiter, {"alone": 1.0, "shadow": 0.9}, "spill") == "alone", "too little is gained to begin"
 
 
 def test_earlier_calls_count_as_much_as_they_are_told_to():
     arbiter = made(margin=0.0, memory=0.5)
-    assert arbiter._settle({"alone": 1.0, "spill": 0.6, "shadow": 0.9}) == "spill"
-    assert arbiter._settle({"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "spill", "0.7 and 0.75"
-    assert arbiter._settle({"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "shadow", "0.75 and 0.675"
+    assert settled(arbiter, {"alone": 1.0, "spill": 0.6, "shadow": 0.9}) == "spill"
+    assert settled(arbiter, {"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "spill", "0.7 and 0.75"
+    assert settled(arbiter, {"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "shadow", "0.75 and 0.675"
 
 
 def test_all_options_are_weighed_anew_when_the_load_changes_or_after_so_many_calls():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.arbiter import Arbiter, Choice, Recipe
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.arbiter_recipes import Choice, Recipe
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import Load
 from moesaic.plan.plan import Plan
@@ -25,10 +24,7 @@ def test_a_recipe_with_nothing_left_to_lend_is_no_option() -> None:
     copies = np.tile(np.array([400, 300, 20, 20, 20, 20, 20, 20]), (4, 1))
     load = Load(grid, copies, 8, 16, 16)
     arbitration.choose(load)
-    arbitration.last = Choice("steps+shadow", 3, Recipe(shadows=True))
-    arbitration.settings = replace(
-        arbitration.settings, costs=replace(costs, expert_us=1e9)
-    )  # nothing is worth lending
+    arbitration.last = Choice("steps+shadow", 3, Recipe(shadows=True, counts=(0,)))  # nothing is worth lending
     second = arbitration.choose(load)
     assert second.lent is None
     assert PLANS[second.program].lending == "none"

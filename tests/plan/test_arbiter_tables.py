@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.arbiter_cost import gathered_cost, is_even, lent_cost, start_up, worst
-from moesaic.plan.arbiter_tables import NOTHING, Lendings, rows_of, shadows, spills, spread
+from moesaic.plan.arbiter_cost import gathered_cost, is_even, lent_cost, worst
 from moesaic.plan.lending.cost import Board, LendingCosts, boards
 from moesaic.plan.lending.lender import Load
+from moesaic.plan.lending.tables import NOTHING, Lendings, rows_of, shadows, shadows_at, spills, spread
 from moesaic.program.grid import Grid
 
 GRIDS = [
@@ -144,9 +144,9 @@ def test_what_lent_experts_cost_the_host_makes_it_lend_fewer():
     for microseconds in (0.0, 1.0, 1e9):
         (board,) = boards(load, LendingCosts(machine=QUICK, expert_us=microseconds))
         (free,) = boards(load, LendingCosts(machine=QUICK))
-        found = shadows(board)
+        (found,) = shadows_at(board, [microseconds * 1e-6])
         held.append(len(found.amount))
-        more = lent_cost(board, found, start_up(board)).seconds(1) - lent_cost(free, found, start_up(free)).seconds(1)
+        more = lent_cost(board, found).seconds(1) - lent_cost(free, found).seconds(1)
         assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)
     assert held[0] > 0
     assert held == sorted(held, reverse=True)
@@ -178,7 +178,7 @@ def test_costs_are_those_of_the_board_where_messages_start_at_once():
     for seed in range(40):
         for board in boards_of(seed):
             for found in every_table(board).values():
-                cost = lent_cost(board, found, start_up(board))
+                cost = lent_cost(board, found)
                 dense = found.table(board.load.num_experts, len(board.origins))
                 assert cost.seconds(1) == pytest.approx(board.seconds(dense))
 
@@ -189,13 +189,13 @@ def test_the_cost_by_hand():
     (board,) = boards(load, LendingCosts(machine=machine, element_bytes=2, matrices=3))
     flops, row, weights = 2 * 3 * 5 * 3 * 3, 5 * 2, 3 * 5 * 3 * 2
     one = Lendings(*(np.array([each]) for each in (1, 0, 1, 4)))
-    cost = lent_cost(board, one, start_up(board))
+    cost = lent_cost(board, one)
     assert (cost.compute, cost.rows) == (14 * flops, (6, 14))
     assert (cost.travel, cost.fetch) == (4 * (2 * row + 1), 2 * (weights + 1))
     assert (cost.token_bytes, cost.weight_bytes) == (4 * 2 * row, 2 * weights)
     assert cost.seconds(1) == cost.compute + cost.travel + cost.fetch
     assert cost.seconds(4) == cost.compute + cost.travel / 4 + cost.fetch
-    assert lent_cost(board, NOTHING, start_up(board), chunks=3).travel == 4 * (4 * row + 3)
+    assert lent_cost(board, NOTHING, chunks=3).travel == 4 * (4 * row + 3)
 
 
 def test_gathered_weights_cost_what_adaptive_r_moves():
@@ -203,14 +203,14 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
     load = Load(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0)
     (board,) = boards(load, LendingCosts(machine=machine, element_bytes=2, matrices=3))
-    alone = lent_cost(board, NOTHING, start_up(board))
+    alone = lent_cost(board, NOTHING)
     weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
-    one = gathered_cost(board, alone, 1, start_up(board))
+    one = gathered_cost(board, alone, 1)
     assert (one.travel, one.compute, one.token_bytes) == (alone.travel / 2, alone.compute, alone.token_bytes // 2)
     assert (one.fetch, one.weight_bytes) == (3 * weights / 2, 3 * weights * 4), (
         "the other shard, there, again, and back"
     )
-    none = gathered_cost(board, alone, 0, start_up(board))
+    none = gathered_cost(board, alone, 0)
     assert (none.travel, none.token_bytes) == (0, 0)
     assert none.compute == 10 * 2 * flops, "the busiest rank's own copies, both shards of each"
     assert none.fetch == 3 * (2 * weights + weights / 2)
@@ -218,7 +218,7 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
 
 
 def test_the_slowest_replica_counts_and_everybodys_bytes():
-    costs = [lent_cost(board, NOTHING, start_up(board)) for board in boards_of(2)]
+    costs = [lent_cost(board, NOTHING) for board in boards_of(2)]
     assert len(costs) == 2
     both = worst(costs)
     assert both.seconds(1) == max(cost.seconds(1) for cost in costs)

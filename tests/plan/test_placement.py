@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.synthetic import SyntheticRouting, make_trace
 from moesaic.errors import InputError
-from moesaic.plan.placement import PLACERS, Given, Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.plan.placement import PLACERS, AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Weighed
 from moesaic.plan.placement.assign import assign, by_flow, by_seats
 from moesaic.plan.placement.exact import exact, gap, seconds
 from moesaic.program.grid import Grid
@@ -22,6 +23,9 @@ GRIDS = [
     Grid(world=6, ep=3, etp=2, ranks_per_node=2),
     Grid(world=4, ep=4),
 ]
+
+BARE = TwoStage(least_gain=0.0)
+"""Moves for the least gain."""
 
 
 def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False) -> SampleLoad:
@@ -132,7 +136,7 @@ def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int
     """Against every placement there is. Stage two does not reconsider stage one, so among equals between nodes it may miss
     the best within; between nodes it never does."""
     load = random_load(grid, seed, slots=1, carried=3 * (seed % 2))
-    found = load.volume(TwoStage().decide(load))
+    found = load.volume(BARE.decide(load))
     volumes = [load.volume(homes) for homes in every_placement(load)]
     assert found.inter == min(volume.inter for volume in volumes)
     assert found in volumes
@@ -142,7 +146,7 @@ def test_stage_two_is_best_where_stage_one_has_no_say() -> None:
     grid = GRIDS[5]
     for seed in range(4):
         load = random_load(grid, seed, slots=1)
-        assert load.volume(TwoStage().decide(load)) == min(load.volume(homes) for homes in every_placement(load))
+        assert load.volume(BARE.decide(load)) == min(load.volume(homes) for homes in every_placement(load))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -152,18 +156,18 @@ def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float
     best = seconds(load, exact(load, *rates), *rates)
     for seed in range(10):
         assert seconds(load, random_load(grid, seed).homes, *rates) >= best - 1e-9
-    for placer in (Stay(), TwoStage()):
+    for placer in (Stay(), BARE):
         assert gap(load, placer, *rates) >= -1e-9
     if rates[0]:
-        weighed = Weighed(Machine(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]))
-        assert min(gap(load, placer, *rates) for placer in (Stay(), TwoStage())) >= gap(load, weighed, *rates) >= -1e-9
+        weighed = Weighed(Machine(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]), least_gain=0.0)
+        assert min(gap(load, placer, *rates) for placer in (Stay(), BARE)) >= gap(load, weighed, *rates) >= -1e-9
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_between_nodes_the_gap_to_the_integer_program_is_zero(slots: int) -> None:
     for seed in range(4):
         load = random_load(GRIDS[0], seed, slots, carried=2)
-        assert gap(load, TwoStage(), 0.0, 1.0) == pytest.approx(0, abs=1e-9)
+        assert gap(load, BARE, 0.0, 1.0) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_integer_program_finds_the_best_of_all() -> None:
@@ -177,15 +181,15 @@ def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
     grid = Grid(world=2, ep=2, ranks_per_node=1)
     here, there = [4, 0], [0, 4]
     load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), None)
-    assert TwoStage().decide(load).samples.tolist() == [[1], [0]]
+    assert BARE.decide(load).samples.tolist() == [[1], [0]]
     load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), np.array([[9, 0], [0, 9]]))
-    assert TwoStage().decide(load).samples.tolist() == [[0], [1]]
+    assert BARE.decide(load).samples.tolist() == [[0], [1]]
 
 
 def test_a_residual_that_travels_keeps_samples_at_home() -> None:
     grid, copies = Grid(world=2, ep=2, ranks_per_node=1), np.array([[1, 3], [3, 1]])
-    assert TwoStage().decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [[1], [0]]
-    assert TwoStage().decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [[1], [0]]
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [
         [0],
         [1],
     ]
@@ -198,8 +202,8 @@ def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps()
     for name, (intra, inter) in rates.items():
         placers = {
             "stay": Stay(),
-            "two": TwoStage(),
-            "weighed": Weighed(Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)),
+            "two": BARE,
+            "weighed": Weighed(Machine(intra_gbps=1 / intra, inter_gbps=1 / inter), least_gain=0.0),
         }
         loads = [random_load(GRIDS[0], seed, slots=2) for seed in range(8)]
         means[name] = {
@@ -215,42 +219,72 @@ def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps()
 def test_among_equals_nobody_moves() -> None:
     even = np.full((8, 4), 2)
     for homes in (Homes.start(4, 2), Homes.of_ranks(np.array([3, 1, 0, 2, 0, 3, 2, 1]), 4)):
-        assert TwoStage().decide(SampleLoad(GRIDS[0], homes, even, even)) is homes
+        assert BARE.decide(SampleLoad(GRIDS[0], homes, even, even)) is homes
     one_moves = even.copy()
     one_moves[0] = [0, 0, 8, 0]
-    found = TwoStage().decide(SampleLoad(GRIDS[0], Homes.start(4, 2), one_moves, None))
+    found = BARE.decide(SampleLoad(GRIDS[0], Homes.start(4, 2), one_moves, None))
     assert Homes.start(4, 2).moved(found, np.array([0, 0, 1, 1])) == 2, "one goes, one makes room"
     assert found.rank[0] == 2
     many = np.full((128, 4), 2)
     many[5] = [0, 0, 8, 0]
-    found = TwoStage().decide(SampleLoad(GRIDS[0], Homes.start(4, 32), many, None))
+    found = BARE.decide(SampleLoad(GRIDS[0], Homes.start(4, 32), many, None))
     assert found.rank[5] == 2
     assert Homes.start(4, 32).moved(found) <= 3
 
 
 def test_small_gains_move_nobody() -> None:
     load = random_load(GRIDS[0], 5)
-    before, after = load.volume(load.homes), load.volume(TwoStage().decide(load))
+    before, after = load.volume(load.homes), load.volume(BARE.decide(load))
     saved = 1 - after.inter / before.inter
     assert saved > 0.05
     assert TwoStage(saved + 0.01).decide(load) is load.homes
     assert load.volume(TwoStage(saved - 0.01).decide(load)) == after
-    with pytest.raises(InputError, match=r"least_gain=1: choose a share"):
-        TwoStage(1)
+    for make in (lambda: TwoStage(1), lambda: Weighed(least_gain=-0.1)):
+        with pytest.raises(InputError, match=r"least_gain=(1|-0\.1): choose a share"):
+            make()
+
+
+def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
+    load = random_load(GRIDS[0], 5)
+    machine = Machine(intra_gbps=8, inter_gbps=1)
+    found = Weighed(machine, least_gain=0.0).decide(load)
+    saved = 1 - seconds(load, found, 1 / 8, 1.0) / seconds(load, load.homes, 1 / 8, 1.0)
+    assert saved > 0.05
+    assert Weighed(machine, least_gain=saved + 0.01).decide(load) is load.homes
+    assert Weighed(machine, least_gain=saved - 0.01).decide(load).same_as(found)
+
+
+@pytest.mark.parametrize(
+    "placer", [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))], ids=["two_stage", "weighed"]
+)
+def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(placer: AbstractPlacer) -> None:
+    """Sequences as long, samples as many and experts as many per rank as in the demo on 2 nodes of 2."""
+    grid, homes = GRIDS[0], Homes.start(4, 8)
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        alike = [random.multinomial(256, np.full(64, 1 / 64), size=32) for _ in range(2)]
+        assert placer.decide(SampleLoad(grid, homes, *alike)) is homes
+        drawn = SyntheticRouting(
+            steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2, seed=seed
+        )
+        trace = make_trace(drawn)
+        load = SampleLoad(grid, homes, trace.samples(0, 0), trace.samples(1, 0))
+        found = placer.decide(load)
+        assert load.volume(found).inter < 0.9 * load.volume(homes).inter
 
 
 def test_samples_stay_within_their_copy_of_the_experts() -> None:
     grid = GRIDS[3]
     for seed in range(5):
         load = random_load(grid, seed, slots=3)
-        found = TwoStage().decide(load)
+        found = BARE.decide(load)
         assert (found.rank // 2 == load.homes.rank // 2).all()
         assert (exact(load, 1.0, 2.0).rank // 2 == load.homes.rank // 2).all()
 
 
 def test_the_same_load_gives_the_same_answer() -> None:
     for slots in (2, 40):
-        one, other = (TwoStage().decide(random_load(GRIDS[0], 7, slots)) for _ in range(2))
+        one, other = (BARE.decide(random_load(GRIDS[0], 7, slots)) for _ in range(2))
         assert one.same_as(other)
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.lending.bounded import fitting_tables, limits_of_ranks, rows_for_weights, seconds, within_budget
 from moesaic.plan.lending.cost import LendingCosts, boards
 from moesaic.plan.lending.lender import Load
 from moesaic.plan.lending.slices import cut, holders_of
-from moesaic.plan.lending.spill import MOST_HELPED, overflow, rows_for_weights, weights_held, within_budget
+from moesaic.plan.lending.spill import MOST_HELPED, overflow
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Op
@@ -120,36 +122,66 @@ def test_no_rows_are_one_slice() -> None:
     assert (found.num_slices, found.rows_over, found.copies(0).sum()) == (1, 0, 0)
 
 
+def rows_of(load: Load, lent: np.ndarray) -> np.ndarray:
+    """(ep,) rows that each place computes, one rank per place."""
+    staying = load.copies.sum(0) - lent.sum((0, 2))
+    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + lent.sum((0, 1))
+
+
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
-    load = Load(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=8, dim=8)
+    load = Load(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
     given = np.zeros((4, 4, 4), dtype=np.int64)
     given[3, 0, 3] = 10
     lent = within_budget(load, given, 60)
-    by_place = lent.sum((0, 1)) + np.array([160 - lent[:, 0].sum(), 20 - lent[:, 1].sum(), 0, 0])
-    assert by_place.max() <= 60
-    assert by_place.sum() == 180
+    assert lent is not None
+    assert (rows_of(load, lent) <= limits_of_ranks(load, lent, 60)).all()
     assert lent.sum((0, 1))[3] >= 10, "what the policy lent stays lent"
-    even = within_budget(replace(load, units=1, dim=1), given, 20)
-    assert 45 <= 160 - even[:, 0].sum() <= 60, "too little room: all places alike"
+    assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
+    twice = within_budget(load, given, 40, slices=2)
+    assert twice is not None
+    assert (rows_of(load, twice) <= 2 * limits_of_ranks(load, twice, 40)).all()
+    assert rows_of(load, twice).max() > 40
 
 
 def test_lent_weights_take_room() -> None:
-    """Weights, gradient and message at each helper; at home five more, and a message for each helper."""
+    """While gradients are computed, weights and gradient at each helper; while weights travel, messages, and more at home."""
     load = Load(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
-    assert rows_for_weights(load) == 7  # 540 numbers, of which a row keeps 60 + 18
+    assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
     given = np.zeros((4, 4, 4), dtype=np.int64)
-    assert weights_held(load, given) == 0
+    assert limits_of_ranks(load, given, 100).tolist() == [100] * 4
     given[:, 0, 3] = given[1, 0, 2] = 1
-    assert weights_held(load, given) == 7 * 7, "two of them"
-    given[0, 0, 1] = 1
-    assert weights_held(load, given) == 8 * 7, "three helpers of one home"
+    assert limits_of_ranks(load, given, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
+    assert limits_of_ranks(load, given, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
     relayed = replace(load, grid=GRIDS["ep 4"])
-    assert weights_held(relayed, given) == 10 * 7, "rank 2 helps, and passes on what rank 3 is lent"
-    lent = within_budget(load, np.zeros_like(given), 100)
-    rows = lent.sum((0, 1)) + np.array([160 - lent[:, 0].sum(), 20, 0, 0])
-    helped = lent.sum(0) > 0
-    assert (rows + 7 * (4 * helped.sum(0) + [helped[0].sum() + 5, 0, 0, 0])).max() <= 100
-    assert within_budget(load, np.zeros_like(given), 154).sum() == 160 - 154 + 6 * 7
+    assert limits_of_ranks(relayed, given, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
+    given[0, 0, 1] = 1
+    assert limits_of_ranks(load, given, 20).tolist()[1:] == [10] * 3
+    assert limits_of_ranks(load, given, 20)[0] < 0, "no room for the messages"
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_few_experts_are_lent_to_stay_within_a_budget(slices: int) -> None:
+    """One hot expert among small ones on an overloaded rank: it alone moves."""
+    copies = np.zeros((4, 32), dtype=np.int64)
+    copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
+    load = Load(GRIDS["ep 4"], copies, 32, units=1, dim=8)
+    lent = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
+    assert lent is not None
+    assert np.flatnonzero(lent.sum((0, 2))).tolist() == [3]
+
+
+def test_slices_take_longer_than_a_whole_call_and_lending_less_than_slices() -> None:
+    load = Load(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
+    none = np.zeros((4, 4, 4), dtype=np.int64)
+    costs = LendingCosts(machine=Machine(tflops=1e-3))
+    whole, in_slices = seconds(load, costs, none, 1), seconds(load, costs, none, 4)
+    assert 1.15 * whole < in_slices < 1.5 * whole
+    tables = fitting_tables(load, none, 6000, 3)
+    assert seconds(load, costs, tables[0], 1) < 0.5 * whole
+    assert len(tables) == 2
+    assert rows_of(load, tables[1]).max() < rows_of(load, tables[0]).max(), (
+        "where the budget allows more, a more even table"
+    )
 
 
 def test_a_helper_holds_weights_of_a_few_experts_only() -> None:

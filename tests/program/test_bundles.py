@@ -106,8 +106,8 @@ def kind_of(program: Program, task: Task) -> Kind:
     [
         (
             "multicast",
-            [["copies_here", "gates_here", "visits_here"], ["g", "h"]],
-            [["gates_here'", "rows'"], ["gates'", "visits'"]],
+            [["stop_index_here", "copy_index_here", "gates_here", "visits_here"], ["copy_index_in", "g", "stops_in"]],
+            [["gates_here'", "stops'"], ["gates'", "visits'"]],
         ),
         ("linear", [["g", "h"]], [["gates'", "rows'"]]),
     ],

@@ -185,17 +185,39 @@ def test_halving_leaves_what_does_not_sum_and_the_weights() -> None:
 def test_multicast_crosses_nodes_once_per_token_and_sums_before_it_goes_back(schedule: str) -> None:
     program = multicast(schedule, GRID)
     found = moved(program)
-    assert {name for name, how in found.items() if how.endswith(" node")} == {
-        "visits_here",
-        "copies_here",
-        "gates_here",
-        "z",
-    }
+    crossing = {name for name, how in found.items() if how.endswith(" node")}
+    assert crossing == {"visits_here", "stop_index_here", "copy_index_here", "gates_here", "z"}
     assert program.slot("visits_here").layout.flow == program.slot("z").layout.flow == "visits"
-    assert (found["h"], found["z_copies"]) == ("deliver local", "collect local")
+    assert (found["stops_in"], found["z_stops"]) == ("deliver local", "collect local")
+    assert program.slot("stops_in").layout.flow == program.slot("z_stops").layout.flow == "stops"
+    assert not {"h", "out"} & set(found), "copies are made, and summed, where they are computed"
     back = moved(transpose(program))
     assert back["z'"] == back["visits_here'"] == "exchange node", "backward crosses once per token too"
-    assert "copies_here'" not in back, "indices have no cotangent"
+    assert (back["z_stops'"], back["stops_in'"]) == ("deliver local", "collect local"), "and goes to a rank once"
+    assert not {"copy_index_here'", "copy_index_in'", "stop_index_here'"} & set(back), "indices have no cotangent"
+
+
+DIRECT = {"stops_in": "deliver ep+etp", "z": "collect ep+etp"}
+BY_MATE = {"stops_here": "exchange node", "stops_in": "deliver local", "z_stops": "collect local", "z": "exchange node"}
+
+
+@pytest.mark.parametrize(
+    ("grid", "movements"),
+    [
+        (Grid(world=4, ep=4), DIRECT),
+        (Grid(world=8, ep=2, etp=2, ranks_per_node=4), DIRECT),
+        (Grid(world=4, ep=4, ranks_per_node=1), DIRECT),
+        (Grid(world=8, ep=4, etp=2, ranks_per_node=2), BY_MATE),
+    ],
+    ids=["one node", "a node for each copy of the experts", "a rank a node", "an expert's shards on every node"],
+)
+def test_multicast_has_one_level_where_visits_and_stops_are_the_same(grid: Grid, movements: dict[str, str]) -> None:
+    program = multicast("s1", grid)
+    validate(program)
+    assert not [slot.name for slot in program.slots if slot.layout.flow == "visits"]
+    assert "visit_index" not in program.inputs
+    stops = [t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "stops"]
+    assert {name: how for name, how in moved(program).items() if name in stops} == movements
 
 
 @pytest.mark.parametrize("link", [link for link in LINKS if link not in ("linear", "multicast")])

@@ -46,7 +46,7 @@ def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, visits: bool = False)
     tokens = np.array([draw(count) for _ in range(grid.world)])
     table = None
     if visits:
-        table = rng.integers(0, 5, (grid.world, grid.nodes_per_replica, num_chunks))
+        table = rng.integers(0, 5, (grid.world, sum(grid.cast_levels), num_chunks))
     return Sizes(grid, copies, tokens, num_chunks, visits=table, units=draw(st.integers(1, 4)))
 
 
@@ -282,3 +282,31 @@ def test_nodes_hold_the_experts_of_their_ranks() -> None:
     visits = Layout(flow="visits", spread=("node",), experts="node")
     assert pieces(shapes, visits, 5) == [(1, 1, 0), (5, 1, 0)]
     assert pieces(shapes, Layout(flow="visits"), 5) == [(5, 0, 0), (5, 1, 0)]
+
+
+def test_stops_are_at_places_of_ep_on_every_shard() -> None:
+    grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
+    shapes = Shapes(grid, 12, 2)
+    assert pieces(shapes, Layout(flow="stops"), 5) == [(5, place, chunk) for place in range(4) for chunk in (0, 1)]
+    at_mate = Layout(flow="stops", spread=("node",), experts="node", chunk=1)
+    assert pieces(shapes, at_mate, 5) == [(1, 2, 1), (5, 2, 1), (1, 3, 1), (5, 3, 1)]
+    at_rank = Layout(flow="stops", spread=("ep", "etp"), experts="rank", chunk=0)
+    assert pieces(shapes, at_rank, 4) == pieces(shapes, at_rank, 5) == [(origin, 2, 0) for origin in range(8)]
+
+
+def test_copies_find_their_stops_and_stops_their_visits() -> None:
+    """Two ranks a node, two experts a rank, two chunks; how many there are differs everywhere."""
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    rng = np.random.default_rng(0)
+    copies, table = rng.integers(2, 9, (4, 8)), rng.integers(1, 9, (4, 2 + 4, 2))
+    sizes = Sizes(grid, copies, np.full(4, 9), 2, visits=table)
+    at_mate = {flow: Layout(flow=flow, spread=("node",), experts="node") for flow in ("visits", "stops")}  # type: ignore[arg-type]
+    at_rank = {flow: Layout(flow=flow, spread=("ep", "etp"), experts="rank") for flow in ("copies", "stops")}  # type: ignore[arg-type]
+    for tokens, rows, rank in ((at_mate["visits"], at_mate["stops"], 3), (at_rank["stops"], at_rank["copies"], 2)):
+        starts = dict(zip(pieces(sizes.shapes, tokens, rank), sizes.offsets(tokens, rank).tolist()))
+        per_piece = np.diff(sizes.offsets(rows, rank))
+        to = [(origin, expert // 2, chunk) for origin, expert, chunk in pieces(sizes.shapes, rows, rank)]
+        expected = np.repeat([starts[piece] for piece in to], per_piece)
+        assert sizes.token_bases(tokens, rows, rank).tolist() == expected.tolist()
+    assert sizes.num_rows(at_mate["visits"], 3) == table[[1, 3], 1].sum()
+    assert sizes.num_rows(at_rank["stops"], 2) == table[:, 2 + 2].sum()

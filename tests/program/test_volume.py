@@ -182,16 +182,31 @@ def test_an_all_reduce_in_halves_takes_two_n_minus_one_over_n(schedule: str) -> 
 def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int, g: int) -> None:
     grid = Grid(world=p * s, tp=1, ep=p, etp=s, ranks_per_node=g)
     compiled, sizes = bound_sizes(Plan(schedule=schedule, all_to_all="multicast"), grid)  # type: ignore[arg-type]
-    visits = int(even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
-    nodes = p * s // g
+    table = even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)
+    nodes, visits, stops = p * s // g, int(table[0, 0, 0]), int(table[0, -1, 0])
+    assert table.shape == (grid.world, p if nodes == p else nodes + p, 1)
     elsewhere = EXPERTS - EXPERTS // nodes
     assert visits == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
-    for backward, there, back in ((False, "visits_here", "z"), (True, "z'", "visits_here'")):
+    arrived = "stops_here" if nodes == p else "visits_here"
+    for backward, there, back in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
         found = crossing(compiled, sizes, backward)
         for name in (there, back):
             assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * visits * (nodes - 1))
-        inside = [t for name, t in found.items() if name.startswith(("h", "z_copies"))]
-        assert {t.across_rows for t in inside} == {0}
+        once_per_rank = grid.world * stops * (p * s - nodes)  # but for the mate's own, of each rank on each node
+        inside = [t for name, t in found.items() if name.startswith(("stops_in", "z_stops"))]
+        assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(nodes: int) -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=4 // nodes)
+    compiled, sizes = bound_sizes(Plan(all_to_all="multicast"), grid)
+    stops = int(even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
+    assert stops < COPIES // 4
+    for backward, names in ((False, ("stops_in", "z")), (True, ("z'", "stops_in'"))):
+        found = crossing(compiled, sizes, backward)
+        sent = [found[name].inside_rows + found[name].across_rows for name in names]
+        assert sent == [4 * 3 * stops] * 2
 
 
 LINKS_CASES = [(link, nodes, g) for link in LINKS for nodes, g in ((2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2))]
@@ -235,14 +250,14 @@ def test_messages_of_2dh_are_fewer_by_the_ranks_of_a_node() -> None:
 
 
 def test_bytes_of_each_kind() -> None:
-    """Rows dim elements, routing weights 4, indices 8, hidden units their columns, a bias dim elements."""
+    """Rows dim elements, routing weights 4, indices 4, hidden units their columns, a bias dim elements."""
     row = {"task": "t", "collective": "exchange", "codec": "", "inside_messages": 1, "across_messages": 1}
     counts = {"inside_rows": 3, "across_rows": 5}
     expected = {
         (Kind.ROWS, "copies"): 32,
         (Kind.TOKENS, "tokens"): 32,
         (Kind.LANE, "copies"): 4,
-        (Kind.INDEX, "copies"): 8,
+        (Kind.INDEX, "copies"): 4,
         (Kind.WEIGHT, "weights"): 2 * 48,
         (Kind.WEIGHT, "bias"): 32,
     }

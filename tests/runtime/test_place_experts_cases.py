@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from meshes import make_layer, on_mesh, tokens_of
 from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, imitation
 from torch import Tensor
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -22,44 +19,15 @@ from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.plan.placement import Given, Homes
 from moesaic.program.grid import Grid
-from moesaic.runtime import gradients
 from moesaic.runtime import on_mesh as on_mesh_module
-from moesaic.runtime.place_experts import ExpertPlacement
 from moesaic.runtime.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case
+from moesaic.testing.placed import expert_placement_of
 
 __all__ = ["imitation"]
 
 CASES = 60
-
-
-@contextmanager
-def placed_anew() -> Iterator[None]:
-    """Layers that are spread over ep have their experts in a random order until their gradients are averaged."""
-    parallelize, average = MoE.parallelize, gradients.average_gradients
-    placements: dict[int, ExpertPlacement] = {}
-
-    def spread(layer: MoE, mesh: AbstractMesh, *arguments: Any) -> None:
-        parallelize(layer, mesh, *arguments)
-        if mesh.grid.ep > 1:
-            placements[id(layer)] = placement_of(layer, mesh)
-            placements[id(layer)].place([np.random.default_rng(layer.num_experts).permutation(layer.num_experts)])
-
-    def averaged(layer: MoE, mesh: AbstractMesh) -> None:
-        average(layer, mesh)
-        if mesh.grid.ep > 1:
-            placements.pop(id(layer)).place([np.arange(layer.num_experts)])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoE, "parallelize", spread)
-        patch.setattr(gradients, "average_gradients", averaged)
-        yield
-
-
-def placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
-    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.1)
-    return ExpertPlacement([layer], mesh, optimizer, every=1)
 
 
 def test_random_cases_in_random_orders() -> None:
@@ -67,8 +35,8 @@ def test_random_cases_in_random_orders() -> None:
     assert len(seeds) == CASES
     wrong = {}
     for seed in seeds:
-        case = draw_case(seed)
-        found = failures(case, run_case(case, patch=placed_anew))
+        case = replace(draw_case(seed), experts_move=True)
+        found = failures(case, run_case(case))
         if found:
             wrong[seed] = (case, found)
     assert wrong == {}
@@ -85,7 +53,7 @@ def test_deepep_finds_experts_where_they_are(monkeypatch: pytest.MonkeyPatch) ->
         wires[wire.rank], found = wire, []
         for order in (np.arange(EXPERTS), np.random.default_rng(0).permutation(EXPERTS)):
             layer = on_mesh(whole, GRID, wire, Plan(all_to_all="deepep"))
-            placement_of(layer, Mesh(GRID, wire)).place([order])
+            expert_placement_of(layer, Mesh(GRID, wire)).place([order])
             with torch.autocast("cpu", torch.bfloat16):
                 found.append(layer(x[wire.rank]).detach())
         return found[0], found[1]
@@ -115,7 +83,7 @@ def test_samples_that_move_find_experts_that_moved() -> None:
     def rank(wire: AbstractWire) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
         layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
         found = [run(wire, layer)]
-        placement_of(layer, Mesh(grid, wire)).place([order])
+        expert_placement_of(layer, Mesh(grid, wire)).place([order])
         return [*found, run(wire, layer)]
 
     for (still, copies, following), (moved, by_slot, following_by_slot) in run_ranks(4, rank):

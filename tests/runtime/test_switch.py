@@ -181,7 +181,8 @@ def test_ranks_that_switch_to_different_plans_all_say_so(
             layer(tokens_of(0), capacity=capacity)
         return str(caught.value)
 
-    words = f"ranks {wrong} run another plan or mesh than rank 0: give every rank the same plan"
+    words = f"ranks {wrong} run another plan or mesh than rank 0: give every rank the same plan, "
+    words += "and the same settings to what lends"
     assert run_ranks(grid.world, rank) == [words] * grid.world
 
 

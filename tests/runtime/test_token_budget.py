@@ -105,7 +105,9 @@ PLANS = {
     "shadow": Plan(schedule="s2", lending="shadow", chunks=2),
 }
 EIGHT = Grid(world=8, ep=8, ranks_per_node=4)
-TOKENS, WIDTH = 128, 32
+TOKENS, WIDTH = 256, 32
+GRADIENTS = 3 * WIDTH * 2 * WIDTH * 4
+"""Bytes of the gradients of the one expert that a rank has."""
 
 
 def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, BudgetUse]:
@@ -134,11 +136,13 @@ def test_memory_under_skew_is_that_of_balance(plan: str) -> None:
     limited = replace(PLANS[plan], token_budget=TOKENS)
     if plan == "s1":
         assert peak_bytes(limited, [TOKENS // 8] * 8) == (balanced, BudgetUse(calls=1)), "a budget that is not needed"
-    maxvio_4 = [80, 7, 7, 7, 7, 7, 7, 6]
+    maxvio_4 = [160, 14, 14, 14, 14, 14, 13, 13]
     for shares in (maxvio_4, [TOKENS, *[0] * 7])[: 2 if plan in ("s1", "spill") else 1]:
         bounded, use = peak_bytes(limited, shares)
         assert use.slices > 1 or use.rows_spilled > 0
-        assert bounded <= 1.2 * balanced
+        assert bounded <= 1.2 * balanced + GRADIENTS * (2 if plan == "peers" else 1), (
+            "slices are summed in a copy per step"
+        )
     if plan in ("s1", "hier2d"):
         assert peak_bytes(PLANS[plan], maxvio_4)[0] > 2 * balanced, "without a budget it grows with the skew"
 
@@ -218,7 +222,7 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
 
     for number, (use, y, dx) in enumerate(run_ranks(4, rank)):
         assert (use.calls, use.rows_over, use.sliced_calls) == (1, 90, 0)
-        assert 90 < use.rows_spilled < 120
+        assert 90 < use.rows_spilled < 180
         x = tokens_of(number, 60).requires_grad_()
         expected = whole(x, token_ids=torch.full((60,), first))
         expected.sin().sum().backward()

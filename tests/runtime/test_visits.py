@@ -1,4 +1,4 @@
-"""Visits, against sets: each token once per node and chunk, and every copy finds its token's visit."""
+"""Visits and stops, against sets: each token once per node, place of ep and chunk, and every copy finds its token."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.runtime.peers import CHUNKS
 from moesaic.runtime.visits import find_visits
 
 GRIDS = [
@@ -24,10 +25,16 @@ GRIDS = [
 ]
 
 
+Cell = tuple[int, int]
+"""A node or a place of ep, and a chunk."""
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_visits_are_the_distinct_tokens_of_every_node_and_chunk(grid: Grid, chunks: int, seed: int) -> None:
+def test_stops_and_visits_are_the_distinct_tokens_of_every_place_node_and_chunk(
+    grid: Grid, chunks: int, seed: int
+) -> None:
     rng = random.Random(seed)
     num_experts, num_tokens = 2 * grid.ep, rng.choice([0, 1, 6, 20])
     copies = sorted(
@@ -39,30 +46,77 @@ def test_visits_are_the_distinct_tokens_of_every_node_and_chunk(grid: Grid, chun
     token = torch.tensor([t for _, t in copies], dtype=torch.int64)
     found = find_visits(token, expert, num_experts, num_tokens, chunks, grid)
 
-    nodes, per_node = grid.nodes_per_replica, num_experts // grid.nodes_per_replica
-    cells: dict[tuple[int, int], list[int]] = {(n, c): [] for n in range(nodes) for c in range(chunks)}
-    cell_of_copy = []
-    for place, (e, t) in enumerate(copies):
-        run = [i for i, (other, _) in enumerate(copies) if other == e]
-        at = run.index(place)
-        chunk = next(c for c in range(chunks) if len(run) * c // chunks <= at < len(run) * (c + 1) // chunks)
-        cells[e // per_node, chunk].append(t)
-        cell_of_copy.append((e // per_node, chunk))
-    distinct = {cell: sorted(set(tokens)) for cell, tokens in cells.items()}
-    assert found.counts.tolist() == [[len(distinct[n, c]) for c in range(chunks)] for n in range(nodes)]
-    assert found.visit_index.flatten().tolist() == [t for cell in sorted(distinct) for t in distinct[cell]]
-    expected = [distinct[cell].index(t) for cell, (_, t) in zip(cell_of_copy, copies)]
-    assert found.copy_index.flatten().tolist() == expected
-    assert found.visit_index.shape[1:] == found.copy_index.shape[1:] == (1,)
+    homes = [(e // 2, chunk_of(copies, place, chunks)) for place, (e, _) in enumerate(copies)]
+    stops = distinct_tokens(homes, copies, grid.ep, chunks)
+    assert found.counts[-grid.ep :].tolist() == lengths(stops, grid.ep, chunks)
+    assert found.copy_index.flatten().tolist() == [stops[cell].index(t) for cell, (_, t) in zip(homes, copies)]
+    assert all(index.shape[1:] == (1,) for index in found.indices.values())
+    nodes = grid.nodes_per_replica
+    if nodes in (1, grid.ep):
+        assert found.visit_index is None
+        assert len(found.counts) == grid.ep
+        assert found.stop_index.flatten().tolist() == in_turn(stops)
+        assert list(found.indices) == ["stop_index", "copy_index"]
+        return
+    on_nodes = [(home // (grid.ep // nodes), chunk) for home, chunk in homes]
+    visits = distinct_tokens(on_nodes, copies, nodes, chunks)
+    assert found.visit_index is not None
+    assert found.counts[:nodes].tolist() == lengths(visits, nodes, chunks)
+    assert found.visit_index.flatten().tolist() == in_turn(visits)
+    expected = [visits[p // (grid.ep // nodes), c].index(t) for p, c in sorted(stops) for t in stops[p, c]]
+    assert found.stop_index.flatten().tolist() == expected
+    assert list(found.indices) == ["visit_index", "stop_index", "copy_index"]
 
 
-def test_a_token_visits_a_node_once_for_all_its_experts_there() -> None:
+def chunk_of(copies: list[tuple[int, int]], place: int, chunks: int) -> int:
+    """Return the chunk of a copy, by its place in its expert's run."""
+    run = [number for number, (expert, _) in enumerate(copies) if expert == copies[place][0]]
+    at = run.index(place)
+    return next(c for c in range(chunks) if len(run) * c // chunks <= at < len(run) * (c + 1) // chunks)
+
+
+def distinct_tokens(
+    cells: list[Cell], copies: list[tuple[int, int]], places: int, chunks: int
+) -> dict[Cell, list[int]]:
+    """Return the tokens of each cell's copies, each once, ascending."""
+    found: dict[Cell, set[int]] = {(place, chunk): set() for place in range(places) for chunk in range(chunks)}
+    for cell, (_, token) in zip(cells, copies):
+        found[cell].add(token)
+    return {cell: sorted(tokens) for cell, tokens in found.items()}
+
+
+def lengths(cells: dict[Cell, list[int]], places: int, chunks: int) -> list[list[int]]:
+    return [[len(cells[place, chunk]) for chunk in range(chunks)] for place in range(places)]
+
+
+def in_turn(cells: dict[Cell, list[int]]) -> list[int]:
+    return [token for cell in sorted(cells) for token in cells[cell]]
+
+
+def test_a_token_visits_a_node_once_and_stops_once_at_each_rank_there() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=2)
-    expert, token = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([5, 5, 7, 5, 5])
-    found = find_visits(token, expert, 4, 8, 1, grid)
-    assert found.counts.tolist() == [[2], [1]], "tokens 5 and 7 on the first node, 5 on the second"
-    assert found.visit_index.flatten().tolist() == [5, 7, 5]
-    assert found.copy_index.flatten().tolist() == [0, 0, 1, 0, 0]
+    expert, token = torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([5, 5, 7, 5, 5, 7, 7])
+    found = find_visits(token, expert, 8, 8, 1, grid)
+    assert found.counts.tolist() == [[2], [1], [2], [1], [1], [0]], "5 and 7 on the first node, 7 on the second"
+    assert found.visit_index is not None
+    assert found.visit_index.flatten().tolist() == [5, 7, 7]
+    assert found.stop_index.flatten().tolist() == [0, 1, 0, 0], "5 and 7 at rank 0, 5 at rank 1, 7 at rank 2"
+    assert found.copy_index.flatten().tolist() == [0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(world=4, ep=4, ranks_per_node=2),
+        Grid(world=4, ep=4, ranks_per_node=1),
+        Grid(world=4, ep=4),
+        Grid(world=4, ep=2, etp=2, ranks_per_node=2),
+    ],
+    ids=["two levels", "a rank a node", "one node", "shards"],
+)
+@pytest.mark.parametrize("chunks", [1, CHUNKS])
+def test_counts_of_visits_ride_in_the_exchange_of_counts(grid: Grid, chunks: int) -> None:
+    assert exchanges_of(grid, Plan(all_to_all="multicast", chunks=chunks), Dropless()) == [2] * grid.world
 
 
 @pytest.mark.parametrize(
@@ -71,14 +125,19 @@ def test_a_token_visits_a_node_once_for_all_its_experts_there() -> None:
 def test_visits_are_told_with_the_counts_unless_copies_may_be_dropped(
     capacity: AbstractCapacity, exchanges: int
 ) -> None:
-    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    found = exchanges_of(Grid(world=4, ep=4, ranks_per_node=2), Plan(all_to_all="multicast"), capacity)
+    assert found == [exchanges] * 4
+
+
+def exchanges_of(grid: Grid, plan: Plan, capacity: AbstractCapacity) -> list[int]:
+    """Return the exchanges of a forward pass on each rank."""
     whole = make_layer("swiglu", capacity=capacity)
 
     def rank(wire: AbstractWire) -> int:
         recorder = Recorder(wire)
-        layer = on_mesh(whole, grid, recorder, Plan(all_to_all="multicast"))
+        layer = on_mesh(whole, grid, recorder, plan)
         recorder.ranges.clear()
         layer(tokens_of(wire.rank))
         return len(recorder.ranges)
 
-    assert run_ranks(4, rank) == [exchanges] * 4
+    return run_ranks(grid.world, rank)

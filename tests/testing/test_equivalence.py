@@ -6,17 +6,24 @@ import dataclasses
 
 import pytest
 
+from moesaic.plan import Plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
 from moesaic.routing.gates import ROUTERS
-from moesaic.testing.cases import draw_case
+from moesaic.runtime.arbiter import Chooser
+from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
-from moesaic.testing.suite import Summary, run_seeds
+from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
 
 NUM_CASES = 2000
 LEAST = 15
 """How many cases must have each feature."""
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Case]:
+    return [draw_case(seed) for seed in range(600)]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,7 @@ def test_cases_have_every_feature(summary):
     wanted += ["loss=importance", "overlap_gather", "padding", "recompute", "evaluate", "shared", "accumulation"]
     wanted += ["group without tokens", "uneven groups", "several nodes", "capacity per rank", "admission by score"]
     wanted += ["coded, exact", "padded capacity", "apply_weight=before"]
+    wanted += [f"balance={answer}" for answer in BALANCE if answer != "token budget"]  # no drawn plan has one yet
     assert {name: summary.features[name] for name in wanted if summary.features[name] < LEAST} == {}
 
 
@@ -85,3 +93,36 @@ def test_what_a_case_raises_is_reported_with_the_case(monkeypatch):
     found = suite.run_part([3])
     assert found.failures[0].reason == "RuntimeError: no such rank"
     assert "seed 3" in str(found.failures[0])
+
+
+def test_what_answers_skewed_routing_is_named():
+    plain = dataclasses.replace(draw_case(0), plan=Plan(), placement="none", experts_move=False, by_policy=False)
+    assert answers(plain) == []
+    plan = Plan(lending="shadow", token_budget=4, peer_groups=2)
+    loaded = dataclasses.replace(plain, plan=plan, experts_move=True)
+    found = ["lending at random", "experts in random orders", "token budget", "steps (peer groups)"]
+    assert answers(loaded) == found
+    assert answers(dataclasses.replace(loaded, by_policy=True)) == ["shadow", *found[1:]]
+    assert answers(dataclasses.replace(plain, plan=Plan(lending="spill"))) == ["spill"]
+    assert answers(dataclasses.replace(plain, plan=Plan(lending="arbiter"), placement="solved")) == [
+        "arbiter at random", "samples by policy",
+    ]  # fmt: skip
+    assert set(BALANCE) >= {*answers(loaded), "arbiter", "weights to tokens (r)"}
+    assert {f"balance={answer}" for answer in found} <= set(features(loaded))
+
+
+@pytest.mark.parametrize("lending", ["shadow", "published", "spill", "least_loaded", "arbiter"])
+def test_policies_lend_where_they_decide(lending, drawn, monkeypatch):
+    """Cases in which a policy would leave all copies at home check nothing."""
+    lent = []
+    plain = Chooser.choose
+
+    def choose(self, record, copies, units):
+        compiled, table = plain(self, record, copies, units)
+        lent.append(0 if table is None else int(table.sum()))
+        return compiled, table
+
+    monkeypatch.setattr(Chooser, "choose", choose)
+    for case in [case for case in drawn if lending in answers(case) and case.grid.ep > 1][:20]:
+        assert failures(case, run_case(case)) == {}
+    assert sum(copies > 0 for copies in lent) >= (1 if lending == "published" else 3)

@@ -105,7 +105,6 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
         ),
         ({"model": {"moe": {"capacity": "fixed"}}}, r"clashes with model\.moe\.capacity=fixed, which drops copies"),
         ({"plan": {"lending": "spill"}}, r"clashes with plan\.lending=spill, .*: choose none or arbiter"),
-        ({"record_routing": "counts"}, r"clashes with record_routing=counts: ranks route other samples"),
         ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
         ({"planner": {"auto": True, "cluster": "bed-2x2"}}, r"clashes with planner\.auto, whose plans are predicted"),
     ],

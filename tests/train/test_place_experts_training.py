@@ -13,8 +13,9 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.errors import InputError
 from moesaic.plan.expert_placement import AbstractExpertPlacer, ExpertLoad
+from moesaic.program.grid import Grid
 from moesaic.train import place_experts
-from moesaic.train.config import PlaceExpertsConfig, TrainConfig
+from moesaic.train.config import PlaceExpertsConfig, PlannerConfig, TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train import worlds
 from train.worlds import Outcome, assert_same_run
@@ -150,3 +151,17 @@ def test_one_process_is_told_what_to_start(tmp_path):
     with pytest.raises(InputError, match=r"mesh asks for 2 ranks, this is one process: start with torchrun"):
         run_quietly(tiny(tmp_path, mesh={"ep": 2}, place_experts={"every": 1}))
     assert not (tmp_path / "run").exists()
+
+
+def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
+    grid, placing = Grid(world=4, ep=4, ranks_per_node=2), {"every": 2, "machine": {"inter_gbps": 7.0}}
+    config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, place_experts=placing)
+    own = place_experts.rates_of(config, grid, 4)
+    assert (own.machine.inter_gbps, own.element_bytes) == (7.0, 4)
+    named = place_experts.rates_of(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
+    assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
+    assert named.element_bytes == 2
+    with pytest.raises(
+        InputError, match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node"
+    ):
+        place_experts.rates_of(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)

@@ -279,18 +279,6 @@ def test_a_resumed_run_keeps_to_the_kind_of_its_trace(tmp_path):
         run_quietly(tiny(tmp_path, record_routing="tokens", existing="resume", steps=6))
 
 
-def test_sample_placement_is_refused(tmp_path, monkeypatch):
-    plain = Trainer._accumulate
-
-    def accumulate(self: Trainer) -> Any:
-        self.model.relocator = object()  # type: ignore[assignment]
-        return plain(self)
-
-    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
-    with pytest.raises(InputError, match="record_routing and replay_routing clash with sample placement"):
-        run_quietly(tiny(tmp_path, record_routing="counts"))
-
-
 def test_ranks_parts_become_one_table():
     """Two groups of two ranks; columns tell whose row is where."""
     rank = [np.full((1, 1, 1, rows, 2), number) for number, rows in enumerate((2, 3, 2, 3))]

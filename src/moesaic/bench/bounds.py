@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moesaic.cost.coded import coded_bytes
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Kind, Op, Program, Slot
+from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot
 from moesaic.program.volume import messages_of
 from moesaic.testbed.bed import Bed
 
@@ -92,7 +92,7 @@ def program_messages(
         sizes: of the call.
         dim: columns of tokens and rows.
         element_bytes: of tokens, rows and weights.
-        lane_bytes: of a routing weight; an index takes 8.
+        lane_bytes: of a routing weight; an index takes `INDEX_BYTES`.
         unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
         coded: (codec, rows, dim, element bytes) to bytes. Parcels that share a message count as one: a codec that
             rounds rows up to blocks may send a few bytes more.
@@ -118,4 +118,4 @@ def program_messages(
 def _row_bytes(slot: Slot, dim: int, element_bytes: int, lane_bytes: int, unit_columns: int) -> int:
     if slot.layout.flow == "weights":
         return unit_columns * element_bytes
-    return {Kind.LANE: lane_bytes, Kind.INDEX: 8}.get(slot.kind, dim * element_bytes)
+    return {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(slot.kind, dim * element_bytes)

@@ -70,7 +70,7 @@ def dispatch(grid: Grid, copies: np.ndarray, tokens: int, visits: np.ndarray | N
         grid: from `all_ep`.
         copies: (world, num_experts) that each rank sends to each expert.
         tokens: per rank.
-        visits: (world, nodes, chunks) distinct tokens that each rank sends to each node, for multicast; None for linear.
+        visits: for multicast, as for `Sizes`; None for linear.
         chunks: parts that each run of copies is cut into; one fans out inside the nodes while the next one crosses.
     """
     whole = SCHEDULES["s1"](False) if visits is None else multicast("s1", grid)

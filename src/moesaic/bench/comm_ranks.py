@@ -101,7 +101,7 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> Found:
                 for origin in range(grid.world)
             ]
             table = torch.stack([of_rank.counts for of_rank in visits]).numpy()
-            indices = {"visit_index": visits[rank].visit_index, "copy_index": visits[rank].copy_index}
+            indices = dict(visits[rank].indices)
         expected: dict[str, Tensor] = {}
         for chunk in range(chunks):
             come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""

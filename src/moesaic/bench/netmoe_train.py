@@ -1,16 +1,11 @@
-"""A model trained with samples that move, and without: step by step in turn, or the same routing twice for the same losses.
-
-To replay routing where samples move, a rank needs the experts of the samples that are there: choices are looked up by sample.
-"""
+"""Steps of one model by every answer to skewed routing, in turn on the same batches: plans, samples and experts that move."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +19,11 @@ from moesaic.comm.recorder import Recorder
 from moesaic.cost.trace_load import locality
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
-from moesaic.plan.placement import AbstractPlacer, Homes
-from moesaic.routing.replay import encoded, replayed
-from moesaic.routing.routing import Choice, Scores
-from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.plan.expert_placement import EXPERT_PLACERS, ExpertRates
+from moesaic.plan.placement import AbstractPlacer
+from moesaic.runtime.place_experts import ExpertPlacement
 from moesaic.testbed.steady import hold_still
+from moesaic.train.balance import make_arbiter, place_samples
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer
@@ -38,14 +33,22 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Method:
+    """One answer to skewed routing."""
+
+    config: TrainConfig
+    """Its plan, what it places, its mesh and model."""
+    placer: AbstractPlacer | None = None
+    """Of samples, in place of the one that the configuration names; None for that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained."""
 
-    config: TrainConfig
-    """Its mesh, plan, model and optimizer."""
+    methods: Mapping[str, Method]
+    """By name; of one model on one mesh."""
     vocab: int
-    methods: Mapping[str, AbstractPlacer | None]
-    """Policies by name; None moves nobody and comes first."""
     batches: list[Batch]
     """One per step."""
     weights: str | None = None
@@ -59,9 +62,10 @@ class Found:
     seconds: tuple[float, ...]
     """Per step, over all ranks."""
     inter_bytes: int
-    """That the MoE layers sent between nodes in the first of them, forward and backward, all ranks."""
+    """That the MoE layers sent between nodes in the first of them, forward and backward, all ranks; weights that are lent too,
+    experts that change their place not."""
     decided_saved: float
-    """Share of the rows between nodes that the decisions saved, as predicted when they were made."""
+    """Share of the rows between nodes that moves of samples saved, as predicted when they were decided."""
     moved_nodes: float
     """Share of the samples that changed node after a layer that decides."""
     moved_ranks: float
@@ -70,38 +74,41 @@ class Found:
     """Share of the copies whose expert was predicted, as counts per sample tell."""
     locality: float
     """Of the routing, mean over the layers, as `cost.trace_load.locality`."""
-
-
-class Watched(Relocator):
-    """Keeps the trip of the forward pass that it began last."""
-
-    trip: SampleTrip | None = None
-
-    def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
-        """As `Relocator.start`."""
-        self.trip = super().start(followings, num_samples, length)
-        return self.trip
+    experts_moved: int
+    """In all steps."""
+    options: dict[str, int]
+    """What the arbiter chose, over all layers and steps."""
 
 
 class Training:
-    """A model on a mesh, with its optimizer.
+    """A model on a mesh under one method, with its optimizer; the optimizer takes steps that change no bit.
 
     Args:
         job: what is trained.
+        name: of the method.
         mesh: of all ranks.
-        lr: in place of the configuration's; 0 for steps that leave the model as it is.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, lr: float | None = None) -> None:
-        torch.manual_seed(job.config.seed)
-        self.mesh, self.model = mesh, GPT(job.config.model, job.vocab)
+    def __init__(self, job: Job, name: str, mesh: Mesh) -> None:
+        method = job.methods[name]
+        config, element_bytes = method.config, 4
+        torch.manual_seed(config.seed)
+        self.mesh, self.model = mesh, GPT(config.model, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
-        parallelize(self.model, mesh, job.config.plan)
+        parallelize(self.model, mesh, config.plan, lender_of=partial(make_arbiter, config))
+        place_samples(self.model, mesh, config)
+        if method.placer is not None and self.model.relocator is not None:
+            self.model.relocator.placer = method.placer
         tiny = 1e-30  # a rate of 0 is refused; this one changes no bit
-        config = job.config.optimizer if lr is None else replace(job.config.optimizer, lr=lr or tiny)
-        self._optimizer = make_optimizer(self.model, config, torch.device("cpu"))
+        self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=tiny), torch.device("cpu"))
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
+        self.experts_moved = 0
+        self._placement: ExpertPlacement | None = None
+        placing = config.place_experts
+        if placing.every:
+            placer = EXPERT_PLACERS[placing.policy](ExpertRates(machine=placing.machine, element_bytes=element_bytes))
+            self._placement = ExpertPlacement(self.layers, mesh, self._optimizer, every=placing.every, placer=placer)
 
     def step(self, batch: Batch) -> float:
         """Take a step; returns the loss of this rank's own samples."""
@@ -113,101 +120,32 @@ class Training:
         finish_step(self.model)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        moved = None if self._placement is None else self._placement.after_step()
+        self.experts_moved += 0 if moved is None else moved.experts
         return float(loss.detach())
 
-
-def curves(job: Job) -> dict[str, list[float]]:
-    """Return the loss of every step by method, the routing of the first method replayed in the others.
-
-    All ranks call it together and return the same.
-    """
-    mesh = mesh_of(job.config)
-    found: dict[str, list[float]] = {}
-    table: list[list[Tensor]] = []
-    for name, placer in job.methods.items():
-        training = Training(job, mesh)
-        relocator = training.model.relocator = None if placer is None else Watched(mesh, placer)
-        losses = []
-        for number, batch in enumerate(job.batches):
-            if not found:
-                with recorded(training.layers) as chosen:
-                    losses.append(training.step(batch))
-                table.append(_of_all_ranks(chosen, mesh.grid.world, len(batch[0])))
-                continue
-            with replayed([layer.router for layer in training.layers], _lookup(table[number], relocator, mesh)):
-                losses.append(training.step(batch))
-        mean = torch.tensor(losses, dtype=torch.float64)
-        dist.all_reduce(mean)
-        found[name] = (mean / mesh.grid.world).tolist()
-    return found
-
-
-def _lookup(table: list[Tensor], relocator: Watched | None, mesh: Mesh) -> Callable[[int], Tensor]:
-    """Return what tells each layer's experts of the samples that are here now, (tokens, top_k).
-
-    Args:
-        table: (sequences, length, top_k) int64 by layer.
-        relocator: None where nobody moves.
-        mesh: of all ranks.
-    """
-    ranks = mesh.grid.world
-
-    def experts(place: int) -> Tensor:
-        homes = Homes.start(ranks, len(table[place]) // ranks)
-        if relocator is not None:
-            assert relocator.trip is not None
-            homes = relocator.trip.moves[-1].before
-        return table[place][torch.from_numpy(homes.samples[mesh.rank].copy())].flatten(0, 1)
-
-    return experts
-
-
-@contextmanager
-def recorded(layers: list[MoE]) -> Iterator[list[Tensor]]:
-    """A stretch of one forward pass without moves; yields what is filled with every layer's choices, (tokens, top_k)."""
-    chosen: list[Tensor] = []
-    try:
-        for layer in layers:
-            setattr(layer.router, "choose", _recording(layer, chosen))  # noqa: B010  (a method, to the type checker)
-        yield chosen
-    finally:
-        for layer in layers:
-            layer.router.__dict__.pop("choose", None)
-
-
-def _recording(layer: MoE, chosen: list[Tensor]) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
-    original = layer.router.choose
-
-    def choose(scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        choice = original(scores, top_k, valid_T, noise)
-        chosen.append(encoded(choice, top_k).clone())
-        return choice
-
-    return choose
-
-
-def _of_all_ranks(chosen: list[Tensor], ranks: int, samples: int) -> list[Tensor]:
-    """Return every layer's choices for the samples of all ranks, (samples, length, top_k)."""
-    everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, chosen)
-    return [torch.stack(of_layer).flatten(0, 1).unflatten(0, (samples, -1)) for of_layer in zip(*everyone)]
+    def options(self) -> dict[str, int]:
+        """Return what the arbiters chose since the last call, by option."""
+        found: dict[str, int] = {}
+        for layer in self.layers:
+            for verdict in [] if layer.on_mesh is None else layer.on_mesh.chooser.take():
+                found[verdict.option] = found.get(verdict.option, 0) + 1
+        return found
 
 
 def step_times(job: Job) -> dict[str, Found]:
     """Time steps by all methods in turn, each on the same batches and weights; all ranks return the same."""
     hold_still(dist.get_rank())
-    plain = mesh_of(job.config)
+    plain = mesh_of(next(iter(job.methods.values())).config)
     recorder = Recorder(plain.wire)
     mesh = replace(plain, wire=recorder)
-    training = Training(job, mesh, lr=0.0)
-    relocators = {name: None if placer is None else Watched(mesh, placer) for name, placer in job.methods.items()}
+    trainings = {name: Training(job, name, mesh) for name in job.methods}
     taken = dict.fromkeys(job.methods, 0)
     carried: dict[str, int] = {}
 
     def step(name: str) -> None:
-        training.model.relocator = relocators[name]
         recorder.ranges.clear()
-        training.step(job.batches[taken[name]])
+        trainings[name].step(job.batches[taken[name]])
         taken[name] += 1
         if taken[name] == 1:
             carried[name] = _across(recorder, mesh)
@@ -217,18 +155,23 @@ def step_times(job: Job) -> dict[str, Found]:
     steps = {name: partial(step, name) for name in job.methods}
     seconds = gathered(in_turn(steps, len(job.batches) - 1, barrier=start_together(latest)))
     gc.unfreeze()
-    top_k = training.layers[0].top_k
     return {
-        name: Found(seconds=seconds[name], inter_bytes=carried[name], **_of_trip(relocators[name], mesh, top_k))
-        for name in job.methods
-    }
+        name: Found(
+            seconds=seconds[name], inter_bytes=carried[name], experts_moved=training.experts_moved,
+            options=training.options(), **_of_trip(training),
+        )
+        for name, training in trainings.items()
+    }  # fmt: skip
 
 
-def _of_trip(relocator: Watched | None, mesh: Mesh, top_k: int) -> dict[str, float]:
-    """Return what the last forward pass of a policy decided."""
-    if relocator is None or relocator.trip is None:
+def _of_trip(training: Training) -> dict[str, float]:
+    """Return what the last forward pass decided about samples."""
+    relocator = training.model.relocator
+    trip = None if relocator is None else relocator.trip
+    counted = [] if trip is None else [move.copies is not None for move in trip.moves]
+    if trip is None or not all(counted):  # where a policy rests, or an arbiter left samples in place
         return dict.fromkeys(("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0)
-    moves = relocator.trip.moves
+    moves, mesh, top_k = trip.moves, training.mesh, training.layers[0].top_k
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
     decided, samples = moves[:-1], moves[0].before.samples.size
     before, after = (sum(move.volumes()[part].inter for move in decided) for part in (0, 1))

@@ -104,6 +104,8 @@ def _gather(options: CheckOptions) -> Evidence:
 
 
 def _measurement(evidence: Evidence) -> Measurement:
+    from moesaic.testing.suite import BALANCE
+
     summary, worlds = evidence.summary, evidence.worlds
     caught = len(evidence.verdicts) - len(evidence.escaped)
     reason = "" if worlds else "run without processes (--no-gloo)"
@@ -115,6 +117,7 @@ def _measurement(evidence: Evidence) -> Measurement:
         rows=[{"quantity": quantity, "worst_error": error} for quantity, error in sorted(summary.worst.items())]
         + [{"mutant": v.mutant.name, "source": v.mutant.source, "caught_by": v.caught_by} for v in evidence.verdicts]
         + [{"world": world, "cases": cases} for world, cases in worlds.items()]
+        + [{"balance": answer, "cases": summary.features[f"balance={answer}"]} for answer in BALANCE]
         + [{"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures],
         claims=[
             claim("cases", summary.cases, LEAST_CASES, ">="),
@@ -129,6 +132,8 @@ def _measurement(evidence: Evidence) -> Measurement:
 
 
 def _print(evidence: Evidence) -> None:
+    from moesaic.testing.suite import BALANCE
+
     summary = evidence.summary
     console = Console()
     table = Table("what", "found", title="moesaic check")
@@ -137,6 +142,9 @@ def _print(evidence: Evidence) -> None:
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
     table.add_row("planted bugs", f"{len(evidence.verdicts)}, {len(evidence.verdicts) - len(evidence.escaped)} caught")
+    table.add_section()
+    for answer in BALANCE:
+        table.add_row(f"cases with {answer}", f"{summary.features[f'balance={answer}']:,}")
     table.add_section()
     for quantity, error in sorted(summary.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")

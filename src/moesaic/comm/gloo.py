@@ -6,9 +6,14 @@ collectives of one group issued in different orders swap data silently. Tagged m
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+
+_TAKEN = (torch.uint8, torch.int64, torch.float32, torch.float64)
+"""Types that Gloo sends as they are; a view as bytes costs two operations more for each message."""
 
 
 class Gloo(AbstractWire):
@@ -27,10 +32,10 @@ class Gloo(AbstractWire):
         ticket = Ticket(transfer)
         for peer, buffer in transfer.receives.items():
             if buffer.numel():
-                ticket.works.append(dist.irecv(as_bytes(buffer), group=self._group, group_src=peer, tag=transfer.tag))
+                ticket.works.append(dist.irecv(_plain(buffer), group=self._group, group_src=peer, tag=transfer.tag))
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
-                ticket.works.append(dist.isend(as_bytes(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
+                ticket.works.append(dist.isend(_plain(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
@@ -38,3 +43,8 @@ class Gloo(AbstractWire):
         for work in ticket.works:
             work.wait()
         ticket.works.clear()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor in a form that Gloo takes: its bytes, except for types of which it is known."""
+    return tensor if tensor.dtype in _TAKEN and tensor.is_contiguous() else as_bytes(tensor)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Kind, Op, Program, Slot, Task
+from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot, Task
 from moesaic.program.volume import messages_of
 
 
@@ -102,7 +102,7 @@ def row_bytes(slot: Slot, codec: str, rows: float, shape: LayerShape) -> float:
     if slot.kind is Kind.LANE:
         return rows * 4
     if slot.kind is Kind.INDEX:
-        return rows * 8
+        return rows * INDEX_BYTES
     if slot.kind is Kind.WEIGHT:
         return rows * shape.element_bytes * shape.dim * (shape.matrices if slot.layout.flow == "weights" else 1)
     return coded_bytes(codec, rows, shape.dim, shape.element_bytes)

@@ -9,7 +9,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Shapes
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Op, Program
+from moesaic.program.task import ONCE, Op, Program
 
 
 def chunks_of(program: Program) -> int:
@@ -34,7 +34,7 @@ def sizes_of(
     """Return the sizes of a call.
 
     Ranks of a tensor group share each run of copies evenly, in contiguous parts. The distinct tokens among the copies for
-    a node, which multicast sends, are estimated: a token's experts are taken as drawn one after the other.
+    a node or a rank, which multicast sends, are estimated: a token's experts are taken as drawn one after the other.
 
     Args:
         program: forward or backward.
@@ -66,8 +66,9 @@ def sizes_of(
         copies = counts[group] * high // grid.tp - counts[group] * low // grid.tp
         tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
     visits = None
-    if any(slot.layout.flow == "visits" for slot in program.slots):
-        visits = _visits(copies, workload, share, grid, chunks_of(program))
+    if any(slot.layout.flow in ONCE for slot in program.slots):
+        of_places = [_visits(copies, workload, share, n, chunks_of(program)) for n in grid.cast_levels]
+        visits = np.concatenate(of_places, axis=1)
     if lent is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
         lent = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
     units = max(1, workload.hidden // grid.etp)
@@ -77,7 +78,8 @@ def sizes_of(
 def visits_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
 
-    A token with k of E experts has one on a node of E / nodes experts with probability 1 - C(E - E / nodes, k) / C(E, k).
+    With the places of ep in place of nodes, how many have one there. A token with k of E experts has one among E / n of
+    them with probability 1 - C(E - E / n, k) / C(E, k).
     """
     experts = workload.num_experts
     elsewhere, nowhere = experts - experts // nodes, 1.0
@@ -87,9 +89,8 @@ def visits_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     return each * chunks
 
 
-def _visits(copies: np.ndarray, workload: Workload, share: int, grid: Grid, chunks: int) -> np.ndarray:
-    """Return the expected visits, (world, nodes, chunks) int64."""
-    nodes = grid.nodes_per_replica
+def _visits(copies: np.ndarray, workload: Workload, share: int, nodes: int, chunks: int) -> np.ndarray:
+    """Return the expected visits, (world, nodes, chunks) int64; with the places of ep in place of nodes, the stops."""
     there = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     even = workload.copies / share / nodes
     per_copy = visits_per_node(workload, nodes, chunks) / chunks / share

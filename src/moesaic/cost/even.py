@@ -34,6 +34,7 @@ class PieceRows:
     copies: float
     tokens: float
     visits: float
+    stops: float
     units: float
     """Hidden units of one shard of an expert."""
     chunks: int
@@ -43,7 +44,8 @@ class PieceRows:
         if isinstance(layout.chunk, str):
             return 0.0  # nothing is lent where all experts have equally much to do
         rows: dict[Flow, float] = {
-            "copies": self.copies, "tokens": self.tokens, "visits": self.visits, "weights": self.units, "bias": 1.0,
+            "copies": self.copies, "tokens": self.tokens, "visits": self.visits, "stops": self.stops, "weights": self.units,
+            "bias": 1.0,
         }  # fmt: skip
         return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
 
@@ -226,4 +228,4 @@ def _any_chunk(move: Move) -> Move:
     source, target = (
         replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
     )
-    return move._replace(source=source, target=target)
+    return Move(source, target, move.group, move.reduce)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from moesaic.cost.alpha_beta import row_bytes
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.movement import AbstractVolumes
@@ -52,23 +54,35 @@ class Memory:
             )
 
 
-def layer_memory(forward: Program, backward: Program, volumes: AbstractVolumes) -> tuple[float, float]:
+def layer_memory(
+    forward: Program, backward: Program, volumes: AbstractVolumes, token_budget: int | None = None
+) -> tuple[float, float]:
     """Return the bytes that an MoE layer keeps for backward, and the most that it needs besides while it runs.
 
     Args:
         forward: the lowered program.
         backward: the lowered program of its gradients.
         volumes: the rows; of several actors the one with the most counts.
+        token_budget: rows that a rank's experts hold at most: above it a slice of the copies is there at once.
     """
-    forward_bytes, backward_bytes = _slot_bytes(forward, volumes), _slot_bytes(backward, volumes)
+    part = _part_at_once(forward, volumes, token_budget)
+    forward_bytes, backward_bytes = (_slot_bytes(program, volumes, part) for program in (forward, backward))
     kept = {name for name in backward.inputs if name in forward_bytes}
-    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
+    saved = sum(forward_bytes[name] for name in kept) + part * _hidden(forward, volumes)
     during_forward = peak_bytes(forward, forward_bytes, {*kept, *forward.outputs}) - sum(
         forward_bytes[name] for name in kept
     )
     during_backward = peak_bytes(backward, backward_bytes, {*kept, *backward.outputs})
     during_backward -= sum(backward_bytes[name] for name in kept)
     return saved, max(during_forward, during_backward, 0.0)
+
+
+def _part_at_once(program: Program, volumes: AbstractVolumes, token_budget: int | None) -> float:
+    """Return which part of the copies is on its way at once under a budget, 1 where all are."""
+    slots = {slot.name: slot for slot in program.slots}
+    layouts = [slots[task.reads[0]].layout for task in program.tasks if task.op is Op.EXPERT]
+    most = float(np.sum([volumes.rows(layout) for layout in layouts], axis=0).max()) if layouts else 0.0
+    return 1.0 if token_budget is None or most <= token_budget else token_budget / most
 
 
 def _hidden(program: Program, volumes: AbstractVolumes) -> float:
@@ -84,15 +98,23 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
     return total
 
 
-def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
-    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere."""
+def _slot_bytes(program: Program, volumes: AbstractVolumes, part: float) -> dict[str, float]:
+    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere.
+
+    Args:
+        program: whose slots.
+        volumes: the rows.
+        part: of the copies that is there at once.
+    """
     slots = {slot.name: slot for slot in program.slots}
     carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
     found = {}
     for slot in program.slots:
         source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PARCELS else (slot, "")
-        rows = float(volumes.rows(slot.layout).max())
+        rows = float(volumes.rows(slot.layout).max()) * (
+            part if slot.layout.flow in ("copies", "visits", "stops") else 1.0
+        )
         found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
     return found
 

@@ -204,11 +204,11 @@ def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> 
     """Return the rows of a piece under even routing."""
     share = 1 if redundant else grid.tp
     nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
-    visits = visits_per_node(workload, nodes, chunks)
     return PieceRows(
         copies=workload.copies / workload.num_experts / share,
         tokens=workload.tokens / share,
-        visits=visits / share,
+        visits=visits_per_node(workload, nodes, chunks) / share,
+        stops=visits_per_node(workload, grid.ep, chunks) / share,
         units=workload.hidden / grid.etp,
         chunks=chunks,
     )

@@ -103,8 +103,9 @@ class Block(nn.Module):
             y, routing = self.ffn(
                 self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True, move=move, residual=residual
             )
-            # A record without a graph: FSDP would start its backward at every output that has one.
-            return x + y if move is None else y, replace(routing, weight=routing.weight.detach())
+            # A tensor of its own, for FSDP's hooks are lost where somebody changes a view in place. And a record without a
+            # graph: FSDP would start its backward at every output that has one.
+            return x + y if move is None else y.clone(), replace(routing, weight=routing.weight.detach())
         return x + self.ffn(self.ffn_norm(x)), None
 
 

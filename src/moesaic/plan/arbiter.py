@@ -1,34 +1,36 @@
-"""The arbiter: for each call of a layer, from its counts, whether tokens, weights or nothing special moves.
+"""The arbiter: for each call of a layer, whether tokens, weights or nothing special moves; it learns from what calls took.
 
-Every rank has the counts of all ranks after the one exchange of a call, so all of them come to the same option without
-asking each other. The decision is a pure function of these counts and of earlier decisions. Where all ranks have alike to
-do, a call is left alone: what is best then the plan says already. Else the option with the least modelled time runs, unless
-the last one is about as good; and as soon as nothing gains, the call is left alone again.
+Every rank has the counts of all ranks after the one exchange of a call, and by the same message what earlier calls took on
+every rank. So all of them come to the same option without asking each other. The option with the least seconds runs, by the
+model corrected with what was measured, unless the last one is about as good; and as soon as nothing gains, the call is left
+alone again. Options that may well be faster are tried, now and then, until that is known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.plan.arbiter_cost import Cost, gathered_cost, is_even, lent_cost, start_up, worst
-from moesaic.plan.arbiter_options import ALONE, name_of
-from moesaic.plan.arbiter_tables import NOTHING, Lendings, shadows, spills, spread
-from moesaic.plan.lending.cost import Board, LendingCosts, boards
+from moesaic.plan.arbiter_cost import is_even
+from moesaic.plan.arbiter_options import ALONE
+from moesaic.plan.arbiter_recipes import NO_CHANGE, THRIFTS, Choice, Option, Weigher
+from moesaic.plan.arbiter_times import Times
+from moesaic.plan.lending.cost import Board, LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.lending.tables import NOTHING, Lendings, spread
 from moesaic.plan.plan import Plan
-from moesaic.program.grid import Grid
-
-LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Copies per place, over the mean, that are tried as what a place may compute where it spills."""
 
 JUMP = 0.15
 """Change of the seconds per copy, as a share, from which all limits are tried again, not only neighbours of the last best."""
+TRIALS = 12
+"""So many trials make the pause between them one call longer."""
+UNANSWERED = 64
+"""Calls that may be under way without anybody having told yet what they took."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Verdict:
     lent: np.ndarray | None
     """(world, num_experts, ep) int64: copies that other ranks than their experts' homes compute; None for none."""
     seconds: Mapping[str, float]
-    """Of every option that was weighed, forward and backward, by the model."""
+    """Of every option that was weighed, forward and backward: the model's, corrected by what was measured."""
     rows: tuple[tuple[int, ...], tuple[int, ...]]
     """Copies that each place of ep computes, replica after replica: if the call is left alone, and as it was decided."""
     token_bytes: tuple[int, int]
@@ -50,7 +52,11 @@ class Verdict:
     weight_bytes: int
     """Of weights and their gradients that cross links."""
     decision_seconds: float
-    """What deciding took on this rank."""
+    """What deciding kept this rank from going on."""
+    weighing_seconds: float = 0.0
+    """What weighing for the next call took beside this one: processor time of a thread of its own."""
+    is_trial: bool = False
+    """Whether the option ran to learn what it takes."""
 
     @property
     def copies_lent(self) -> int:
@@ -65,23 +71,30 @@ class Arbiter(AbstractLender):
     costs: LendingCosts = field(default_factory=LendingCosts)
     """Rates of the machine; `cost.Machine`'s unless a cluster or a profile gave others."""
     margin: float = 0.05
-    """Leave an option only for one that is faster by this share."""
+    """Leave an option only for one that is faster by this share; by more where few calls of either were measured, down to half
+    of it where many were."""
     memory: float = 0.25
     """How much earlier calls count, 0 to below 1: each call's weight is this share of the next one's."""
     part_us: float = 100.0
     """Microseconds that each further part of a pass costs, for launching it, where a call goes step by step."""
-    weigh_every: int = 16
+    weigh_every: int = 17
     """Calls of about the same load until all options are weighed again; between, only the last one's table is made anew."""
     at_most: int = 8
     """Experts that one place may be lent for its own copies; they need memory for weights and gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """By option: what its modelled seconds are multiplied by, where a simulation says that the model is off."""
+    learn: bool = True
+    """Correct the model by what calls of the layer take, and try options that may be faster."""
+    doubt: float = 0.3
+    """By how much an option that never ran may be faster than it is thought to be: one within that of the best is tried."""
+    trial_every: int = 1
+    """Calls from one of the first trials to the next, at least; it grows with each dozen of them."""
 
     def __post_init__(self) -> None:
-        for name in ("margin", "memory"):
+        for name in ("margin", "memory", "doubt"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"arbiter.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
-        for name in ("at_most", "weigh_every"):
+        for name in ("at_most", "weigh_every", "trial_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"arbiter.{name}={getattr(self, name)}: must be at least 1")
 
@@ -102,56 +115,35 @@ class Arbiter(AbstractLender):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a table is made: what of a decision stays as it is while loads change little."""
+class Pick:
+    """What a call runs, decided before its counts were known, and the tables made from them."""
 
-    shadows: bool = False
-    """Let places compute their own copies of hot experts."""
-    whole: bool = False
-    """Lend such an expert to all places or to none."""
-    limit: float | None = None
-    """Then spill what places have above so many times the mean; None for no spilling."""
-    near_first: bool = False
-    """Spill inside nodes first."""
+    choice: Choice
+    found: tuple[Board, ...]
+    lent: tuple[Lendings, ...]
+    """By replica of the experts."""
+    is_trial: bool
 
-    @property
-    def policy(self) -> str:
-        """Its name; "" for one that lends nothing."""
-        return "+".join(
-            ["whole shadow" if self.whole else "shadow"] * self.shadows + ["spill"] * (self.limit is not None)
-        )
-
-    def table(self, board: Board, at_most: int) -> Lendings:
-        """Return what it lends between the places of a replica."""
-        found = shadows(board, at_most=at_most, whole=self.whole) if self.shadows else NOTHING
-        if self.limit is None:
-            return found
-        return found.joined(spills(board, found, self.limit, near_first=self.near_first))
-
-
-class Choice(NamedTuple):
-    """What a layer ran last."""
-
-    name: str
-    program: int
-    recipe: Recipe
+    @cached_property
+    def table(self) -> np.ndarray | None:
+        """What is lent, (world, num_experts, ep) int64; None for nothing."""
+        return spread(self.found, self.lent)
 
 
 @dataclass(frozen=True)
-class Option:
-    """One way of running a call."""
+class _Asked:
+    """A call of which nobody told yet what it took."""
 
-    name: str
-    program: int
-    recipe: Recipe
-    lent: tuple[Lendings, ...]
-    """By replica of the experts."""
-    cost: Cost
-    seconds: float
+    choice: Choice
+    load: float
+    modelled: float
 
 
 class Arbitration:
     """The arbiter of one layer: what it decided last, and how options fared of late.
+
+    A call is decided in one of two ways. `choose` decides it at once, by the model. Else `pick` says what was decided for it
+    already and makes the tables; then `weigh` decides the next call, from this one's counts, while this one runs.
 
     Args:
         settings: how it weighs.
@@ -161,159 +153,197 @@ class Arbitration:
 
     def __init__(self, settings: Arbiter, plan: Plan, plans: Sequence[Plan]) -> None:
         self.settings, self.plan, self.plans = settings, plan, tuple(plans)
-        self.last = Choice(ALONE, 0, Recipe())
-        """Of the last call."""
+        self.last = NO_CHANGE
+        """What was thought best last."""
+        self.times = Times(settings.doubt)
+        """What was measured."""
+        self.weigher = Weigher(
+            plan, plans, settings.costs, at_most=settings.at_most, part_us=settings.part_us, factors=settings.factors,
+            thrifts=THRIFTS if settings.learn else THRIFTS[:1],
+        )  # fmt: skip
+        self._trial: Choice | None = None
+        self._since_trial = self._trials = 0
         self._shares: dict[str, float] = {}
-        self._limits: dict[bool, int] = {}
-        """Which of `LIMITS` was best last, without shadows and with them."""
-        self._weighed_at = 0.0
+        self._choices: dict[str, Choice] = {}
+        self._contents: dict[str, bytes] = {}
+        self._weighed_at, self._change = 0.0, np.inf
         self._calls_until = 0
-        self._geometry: tuple[Grid, list[np.ndarray], list[np.ndarray]] | None = None
+        self._asked: dict[int, _Asked] = {}
+        self._ran: set[int] = set()
 
     def choose(self, load: Load) -> Verdict:
-        """Return the decision for a call; the same on all ranks.
+        """Return the decision for a call, from its own counts and the model; the same on all ranks.
+
+        Where all ranks have alike to do, the call is left alone: what is best then the plan says already. The last option's
+        table is made anew as long as the load is about the one for which all options were weighed.
 
         Args:
             load: of the call.
         """
-        started = time.perf_counter()
-        found, messages = self._boards(load)
-        options = {each.name: each for each in self.weigh(found, messages)}
-        chosen = options[self._settle({name: each.seconds for name, each in options.items()})]
-        self.last = Choice(chosen.name, chosen.program, chosen.recipe)
-        return Verdict(
-            option=chosen.name,
-            program=chosen.program,
-            lent=spread(found, chosen.lent),
-            seconds={name: each.seconds for name, each in options.items()},
-            rows=(options[ALONE].cost.rows, chosen.cost.rows),
-            token_bytes=(options[ALONE].cost.token_bytes, chosen.cost.token_bytes),
-            weight_bytes=chosen.cost.weight_bytes,
-            decision_seconds=time.perf_counter() - started,
-        )
+        started, found = time.perf_counter(), self.weigher.boards(load)
+        options = [self.weigher.alone(found)]
+        if all(is_even(board, self.settings.margin) for board in found):
+            self._calls_until = 0
+        elif not self._is_due(_load_of(found, options[0])):
+            again = self._again(found, options[0])
+            gains = again is None or again.seconds < options[0].seconds
+            options = [*options, *([again] if again else [])] if gains else self._all(found, options[0])
+        else:
+            options = self._all(found, options[0])
+        by_name = {each.name: each for each in options}
+        seconds = {name: each.seconds for name, each in by_name.items()}
+        self._settle(seconds, 0.0, among=by_name)
+        chosen = by_name[self.last.name]
+        pick = Pick(chosen.choice, tuple(found), chosen.lent, False)
+        return _verdict(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: Load) -> list[tuple[Option, np.ndarray | None]]:
         """Return the options for a call, with the table that each lends, (world, num_experts, ep) int64; decides nothing."""
-        found, messages = self._boards(load)
-        return [(option, spread(found, option.lent)) for option in self.weigh(found, messages)]
+        found = self.weigher.boards(load)
+        options = self.weigher.all(found, self.weigher.alone(found), anew=True)
+        return [(option, spread(found, option.lent)) for option in options]
 
-    def weigh(self, found: Sequence[Board], messages: Sequence[np.ndarray]) -> list[Option]:
-        """Return the options for a call, leaving it alone first.
-
-        Nothing else if all places have alike to do; the last call's option only, its table made anew, as long as the load is
-        about the one for which all options were weighed, or until `weigh_every` calls have gone by.
+    def pick(self, load: Load) -> Pick:
+        """Return what a call runs: what was decided during the one before it; the first one is decided here.
 
         Args:
-            found: the call's boards.
-            messages: what `start_up` returns for each.
+            load: of the call.
         """
-        nothing = (NOTHING,) * len(found)
-        alone = self._option(0, Recipe(), nothing, self._cost(found, nothing, messages), found[0])
-        if all(is_even(board, self.settings.margin) for board in found):
-            self._calls_until = 0
-            return [alone]
-        each_copy = alone.seconds / max(1, sum(int(board.copies.sum()) for board in found))
+        found = self.weigher.boards(load)
+        if not self._choices:
+            options = self._all(found, self.weigher.alone(found))
+            self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
+        choice = self._trial or self.last
+        lent = self.weigher.tables(choice.recipe, found)
+        if lent is None:
+            return Pick(NO_CHANGE, tuple(found), (NOTHING,) * len(found), False)
+        return Pick(choice, tuple(found), lent, self._trial is not None)
+
+    def weigh(self, pick: Pick, *, call: int | None, told: Mapping[int, float], may_try: bool) -> Verdict:
+        """Decide what the next call runs; all ranks with the same numbers.
+
+        Args:
+            pick: of this call.
+            call: its number; None if it ran something else after all.
+            told: by number of an earlier call, the seconds that it took, forward and backward, on the slowest rank.
+            may_try: this call's time will be known, and so the next one's, it seems.
+
+        Returns:
+            what was decided for this call.
+        """
+        started, found = time.thread_time(), pick.found
+        for number, seconds in told.items():
+            asked = self._asked.pop(number, None)
+            if asked is not None:
+                self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
+        alone = self.weigher.alone(found)
+        load = _load_of(found, alone)
+        ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.lent, found, alone)
+        self._ask(call, pick.choice, load, ran.seconds)
+        options = self._all(found, alone) if self._is_due(load) else [alone, ran]
+        thought = self._settle({each.name: each.seconds for each in options}, load)
+        self._try(thought, load, may_try)
+        machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
+        corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
+        corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
+        verdict = _verdict(pick, alone, ran, corrected)
+        return replace(verdict, weighing_seconds=time.thread_time() - started)
+
+    def _ask(self, call: int | None, choice: Choice, load: float, modelled: float) -> None:
+        """Wait for what a call takes, unless it is the first one of its program, which makes what later ones find."""
+        if call is None:
+            return
+        if choice.program in self._ran:
+            self._asked[call] = _Asked(choice, load, modelled)
+        self._ran.add(choice.program)
+        while len(self._asked) > UNANSWERED:
+            del self._asked[next(iter(self._asked))]
+
+    def _is_due(self, load: float) -> bool:
+        """Whether all options are to be weighed: for another load than last time, or after so many calls."""
         self._calls_until -= 1
-        if self._calls_until > 0 and abs(each_copy - self._weighed_at) <= 2 * self.settings.margin * self._weighed_at:
-            last = self._again(found, messages, alone)
-            if last is None or last.seconds < alone.seconds:
-                return [alone] if last is None else [alone, last]
-        if abs(each_copy - self._weighed_at) > JUMP * self._weighed_at:
-            self._limits = {}
-        self._weighed_at, self._calls_until = each_copy, self.settings.weigh_every
-        lendings = None
-        options = [alone]
-        for number, plan in list(enumerate(self.plans))[1:]:
-            if plan.lending == "none":
-                cost = self._program_cost(plan, alone.cost, found, messages)
-                options.append(self._option(number, Recipe(), nothing, cost, found[0]))
-                continue
-            lendings = self._lendings(found, messages) if lendings is None else lendings
-            options += [self._option(number, recipe, lent, cost, found[0]) for recipe, lent, cost in lendings]
+        self._change = abs(load - self._weighed_at) / self._weighed_at if self._weighed_at else np.inf
+        return self._calls_until <= 0 or self._change > 2 * self.settings.margin
+
+    def _all(self, found: Sequence[Board], alone: Option) -> list[Option]:
+        """Return all options for a call, leaving it alone first."""
+        options = self.weigher.all(found, alone, anew=self._change > JUMP)
+        self._weighed_at, self._calls_until, self._change = _load_of(found, alone), self.settings.weigh_every, 0.0
+        self._choices = {each.name: each.choice for each in options}
+        self._contents = {each.name: each.content for each in options}
         return options
 
-    def _boards(self, load: Load) -> tuple[list[Board], list[np.ndarray]]:
-        """Return the boards of a call, and the start-up of messages between their places."""
-        if self._geometry is None or self._geometry[0] != load.grid:
-            found = boards(load, self.settings.costs)
-            self._geometry = (load.grid, [board.origins for board in found], [start_up(board) for board in found])
-        _, origins, messages = self._geometry
-        return [Board(load, each, self.settings.costs) for each in origins], messages
-
-    def _again(self, found: Sequence[Board], messages: Sequence[np.ndarray], alone: Option) -> Option | None:
-        """Return the last call's option for this call; None if it was leaving alone, or has nothing left to lend."""
-        if self.last.name == ALONE:
+    def _again(self, found: Sequence[Board], alone: Option) -> Option | None:
+        """Return the last choice's option for this call; None if it was leaving alone, or has nothing left to lend."""
+        lent = self.weigher.tables(self.last.recipe, found)
+        if self.last.name == ALONE or lent is None:
             return None
-        plan, recipe = self.plans[self.last.program], self.last.recipe
-        lent = tuple(recipe.table(board, self.settings.at_most) for board in found)
-        if recipe.policy and all(each.is_empty for each in lent):
-            return None  # a program that lends wants a table
-        cost = self._cost(found, lent, messages) if recipe.policy else alone.cost
-        cost = self._program_cost(plan, cost, found, messages)
-        return self._option(self.last.program, recipe, lent, cost, found[0])
+        return self.weigher.priced(self.last, lent, found, alone)
 
-    def _option(self, number: int, recipe: Recipe, lent: tuple[Lendings, ...], cost: Cost, board: Board) -> Option:
-        plan = self.plans[number]
-        steps, name = plan.peer_groups, name_of(plan, self.plan, recipe.policy)
-        seconds = cost.seconds(plan.chunks * steps)
-        seconds += (steps - self.plan.peer_groups) * board.passes / 2 * self.settings.part_us * 1e-6
-        return Option(name, number, recipe, lent, cost, seconds * self.settings.factors.get(name, 1.0))
+    def _settle(
+        self, seconds: Mapping[str, float], load: float, among: Collection[str] | None = None
+    ) -> dict[str, float]:
+        """Decide what seems best: the last option unless another is faster by the margin, or it gains nothing any more.
 
-    def _cost(self, found: Sequence[Board], lent: Sequence[Lendings], messages: Sequence[np.ndarray]) -> Cost:
-        chunks = self.plan.chunks
-        return worst([lent_cost(*each, chunks) for each in zip(found, lent, messages)])
+        Args:
+            seconds: modelled, of the options that were weighed for this call.
+            load: of the call, as `Times` wants it.
+            among: options that may be chosen; None for all that were weighed when all were.
 
-    def _program_cost(self, plan: Plan, cost: Cost, found: Sequence[Board], messages: Sequence[np.ndarray]) -> Cost:
-        """Return the cost under another r, if the plan has one."""
-        r = plan.gather_weights
-        if r is None or r == self.plan.gather_weights:
-            return cost
-        return worst([gathered_cost(board, cost, r, starts) for board, starts in zip(found, messages)])
-
-    def _lendings(
-        self, found: Sequence[Board], messages: Sequence[np.ndarray]
-    ) -> list[tuple[Recipe, tuple[Lendings, ...], Cost]]:
-        """Return the best table of each policy that lends anything."""
-        at_most, tried = self.settings.at_most, {}
-        shadowed = tuple(shadows(board, at_most=at_most) for board in found)
-        bases = {False: (NOTHING,) * len(found), True: shadowed}
-        if all(each.is_empty for each in shadowed):
-            del bases[True]
-
-        def table(recipe: Recipe) -> tuple[Recipe, tuple[Lendings, ...], Cost]:
-            if recipe not in tried:
-                lent = bases[recipe.shadows]
-                if recipe.limit is not None:
-                    near = recipe.near_first
-                    more = (spills(board, base, recipe.limit, near_first=near) for board, base in zip(found, lent))
-                    lent = tuple(base.joined(each) for base, each in zip(lent, more))
-                tried[recipe] = (recipe, lent, self._cost(found, lent, messages))
-            return tried[recipe]
-
-        def seconds(recipe: Recipe) -> float:
-            return table(recipe)[2].seconds(self.plan.chunks)
-
-        kept = [table(Recipe(shadows=True))] if True in bases else []
-        everywhere = tuple(shadows(board, at_most=at_most, whole=True) for board in found)
-        whole = Recipe(shadows=True, whole=True)
-        kept.append((whole, everywhere, self._cost(found, everywhere, messages)))
-        for base in bases:
-            at = self._limits.get(base)
-            places = range(len(LIMITS)) if at is None else range(max(at - 1, 0), min(at + 2, len(LIMITS)))
-            at = self._limits[base] = min(places, key=lambda place: seconds(Recipe(base, limit=LIMITS[place])))
-            recipes = [Recipe(base, limit=LIMITS[at]), Recipe(base, limit=LIMITS[at], near_first=True)]
-            kept.append(table(min(recipes, key=seconds)))
-        return [each for each in kept if not all(lent.is_empty for lent in each[1])]
-
-    def _settle(self, seconds: Mapping[str, float]) -> str:
-        """Return the option that runs: the last one unless another is faster by the margin, or it gains nothing any more."""
+        Returns:
+            what each of them is thought to take, in units of leaving alone by the model.
+        """
         memory, margin = self.settings.memory, self.settings.margin
         now = {name: each / seconds[ALONE] if seconds[ALONE] else 1.0 for name, each in seconds.items()}
         for name, share in now.items():
             self._shares[name] = (1 - memory) * share + memory * self._shares.get(name, share)
-        shares = {name: self._shares[name] for name in now}
-        best = min(shares, key=lambda name: (shares[name], name != ALONE))
-        last = self.last.name if self.last.name in shares else ALONE
-        if shares[best] < (1 - margin) * shares[last]:
+        thought = {
+            name: self._shares[name] * self.times.factor(name, self._choices.get(name, NO_CHANGE).program, load)
+            for name in (self._choices if among is None else among)
+        }  # fmt: skip
+        best = min(thought, key=lambda name: (thought[name], name != ALONE))
+        last = self.last.name if self.last.name in thought else ALONE
+        if thought[best] < (1 - self.times.margin(margin, best, last, load)) * thought[last]:
             last = best
-        return last if now[last] < 1 else ALONE
+        if last in now and now[last] * thought[last] >= self._shares[last] * thought[ALONE]:
+            last = ALONE
+        self.last = NO_CHANGE if last == ALONE else self._choices[last]
+        return thought
+
+    def _try(self, thought: Mapping[str, float], load: float, may_try: bool) -> None:
+        """Decide whether the next call is a trial."""
+        self._trial, self._since_trial = None, self._since_trial + 1
+        pause = (
+            self.settings.trial_every + self._trials % 2 + self._trials // TRIALS
+        )  # odd and even: loads may take turns
+        if not may_try or self._since_trial < pause:
+            return
+        different = {self._contents[name]: name for name in (*reversed(list(thought)), self.last.name)}
+        unsure = {each: thought[each] for each in different.values()}
+        name = self.times.worth_trying(unsure, self.last.name, load) if self.times.ran(ALONE) else ALONE
+        if name is None:
+            return
+        self._trial, self._since_trial, self._trials = self._choices[name], 0, self._trials + 1
+        if self._trial.program in self._ran:
+            self.times.try_out(name, self._trial.program, load)
+
+
+def _load_of(found: Sequence[Board], alone: Option) -> float:
+    """Return what tells loads apart: the seconds of a copy, which grow with skew, left alone."""
+    return alone.seconds / max(1, sum(int(board.copies.sum()) for board in found))
+
+
+def _verdict(
+    pick: Pick, alone: Option, ran: Option, seconds: Mapping[str, float], started: float | None = None
+) -> Verdict:
+    return Verdict(
+        option=pick.choice.name,
+        program=pick.choice.program,
+        lent=pick.table,
+        seconds=seconds,
+        rows=(alone.cost.rows, ran.cost.rows),
+        token_bytes=(alone.cost.token_bytes, ran.cost.token_bytes),
+        weight_bytes=ran.cost.weight_bytes,
+        decision_seconds=0.0 if started is None else time.perf_counter() - started,
+        is_trial=pick.is_trial,
+    )

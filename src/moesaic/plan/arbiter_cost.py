@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.plan.arbiter_tables import NOTHING, Lendings, rows_of
 from moesaic.plan.lending.cost import Board
+from moesaic.plan.lending.tables import NOTHING, Lendings, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +52,16 @@ def worst(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def start_up(board: Board) -> np.ndarray:
-    """Return the seconds that a message from place to place needs whatever its size, (ep, ep); none within a place."""
-    machine, grid = board.costs.machine, board.load.grid
-    node = np.array([grid.node_of(int(ranks[0])) for ranks in board.origins])
-    inside = node[:, None] == node[None, :]
-    micro = np.where(inside, machine.intra_latency_us, machine.inter_latency_us)
-    seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
-    return seconds
-
-
-def lent_cost(board: Board, lent: Lendings, messages: np.ndarray, chunks: int = 1) -> Cost:
+def lent_cost(board: Board, lent: Lendings, chunks: int = 1) -> Cost:
     """Return the cost under a table of lent copies.
 
     Args:
         board: of a replica.
         lent: between its places.
-        messages: what `start_up` returned.
         chunks: parts that the copies which stay at home travel in.
     """
     rows, shards, passes = rows_of(board, lent), board.origins.shape[1], board.passes
+    messages = board.ground.start_up
     moved = rows.home + rows.lent
     starts = messages * (chunks * (rows.home > 0) + (rows.lent > 0))
     across = int(moved.sum() - np.trace(moved))
@@ -88,14 +78,13 @@ def lent_cost(board: Board, lent: Lendings, messages: np.ndarray, chunks: int = 
     )
 
 
-def gathered_cost(board: Board, alone: Cost, r: int, messages: np.ndarray) -> Cost:
+def gathered_cost(board: Board, alone: Cost, r: int) -> Cost:
     """Return the cost with `gather_weights` r below etp.
 
     Args:
         board: of a replica.
         alone: its cost with r = etp.
         r: shards that a token visits; 0: weights come to the tokens.
-        messages: what `start_up` returned.
     """
     shards, each = board.origins.shape[1], board.load.num_experts // len(board.origins)
     within = _within_place(board)
@@ -114,7 +103,7 @@ def gathered_cost(board: Board, alone: Cost, r: int, messages: np.ndarray) -> Co
     # Every rank fetches all shards of all experts of the replica and computes what is its own.
     own = board.load.copies[board.origins].sum(2)
     sent = shards * each * (1 - np.eye(len(board.origins)))
-    fetched = board.weight_bytes * board.fullest(sent, 1) + _fullest(shards * messages)
+    fetched = board.weight_bytes * board.fullest(sent, 1) + _fullest(shards * board.ground.start_up)
     fetched += (shards - 1) * each * board.weight_bytes * within
     got = (board.origins.size - 1) * each
     return Cost(

@@ -130,10 +130,12 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
     if not is_redundant(compiled.forward):
         copies = copies * (place + 1) // grid.tp - copies * place // grid.tp
     load = Load(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
-    arbitration = Arbiter(costs=costs, part_us=0.0).start(compiled.plan, [each.plan for each in compiled.options])
+    arbitration = Arbiter(costs=costs, part_us=0.0, learn=False).start(
+        compiled.plan, [each.plan for each in compiled.options]
+    )
     factors = {}
     for option, lent in arbitration.offers(load):
-        program = compiled.options[option.program]
+        program = compiled.options[option.choice.program]
         shapes, seconds = program.shapes(layer.num_experts), 0.0
         for each in (program.forward, program.backward):
             sizes = sizes_of(each, layer, program.grid, counts, lent=lent, shapes=shapes)

@@ -34,8 +34,8 @@ class Plan:
     """Gather over tp phase by phase behind the all-to-all (Parm's SAA; s2 and s3)."""
     all_to_all: AllToAll = "linear"
     """How rows cross ep. linear; hier1d through one rank per node; hier2d inside nodes, then between; pipelined both at
-    once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node; deepep, DeepEP's
-    kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
+    once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node and once per rank there;
+    deepep, DeepEP's kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
     codec: Codec = "none"
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
     backward_codec: Codec = "none"

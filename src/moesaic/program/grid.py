@@ -94,6 +94,14 @@ class Grid:
         return next(iter(shapes))[0] if regular else 0
 
     @property
+    def cast_levels(self) -> tuple[int, ...]:
+        """How many places multicast may send a token to, once each: nodes, then places of ep.
+
+        Only places of ep where a copy of the experts is on one node, or has one place of ep on each: these are the same then.
+        """
+        return (self.nodes_per_replica, self.ep) if 1 < self.nodes_per_replica < self.ep else (self.ep,)
+
+    @property
     def has_shards_inside_nodes(self) -> bool:
         """Whether all shards of an expert share a node."""
         return all(len({self.node_of(peer) for peer in self.group(rank, ("etp",))}) == 1 for rank in range(self.world))

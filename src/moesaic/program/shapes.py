@@ -6,17 +6,18 @@ list of whole pieces, so a movement is a matching of pieces between two layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Layout
+from moesaic.program.task import ONCE, Layout
 
 
-class Move(NamedTuple):
+@dataclass(frozen=True)
+class Move:
     """A movement."""
 
     source: Layout
@@ -28,6 +29,14 @@ class Move(NamedTuple):
     reduce: bool
     """Every rank that holds a piece sends it and the target sums; else the target's own piece serves, or that of the
     lowest rank which holds it."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.source, self.target, self.group, self.reduce))
+
+    def __hash__(self) -> int:
+        """Worked out once: a movement is looked up several times in every call of a layer."""
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,11 @@ class Matched:
     places: np.ndarray
     """Places of the pieces in this rank's slot."""
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether these are the slot's first pieces in its order."""
+        return np.array_equal(self.places, np.arange(len(self.places)))
+
 
 class Shapes:
     """The pieces of every slot and movement on a mesh.
@@ -79,6 +93,7 @@ class Shapes:
         self._pieces: dict[tuple[Layout, int], Pieces] = {}
         self._sent: dict[tuple[Move, int], Matched] = {}
         self._received: dict[tuple[Move, int], Matched] = {}
+        self._stays: dict[tuple[Move, int], bool] = {}
 
     def local_experts(self, rank: int) -> range:
         """Return the experts that live on a rank."""
@@ -94,14 +109,18 @@ class Shapes:
         return range(min(experts.start for experts in held), max(experts.stop for experts in held))
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the experts of a layout; for visits, the nodes; for tokens, one."""
+        """Return the experts of a layout; for visits, the nodes; for stops, the places of ep; for tokens, one."""
         if layout.flow == "visits" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
+        if layout.flow == "stops" and layout.experts != "all":
+            held = self.experts(replace(layout, flow="copies"), rank)
+            return np.unique(held // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
             mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
             return np.unique([self.local_experts(mate) for mate in mates])
         if layout.experts == "all":
-            return np.arange({"tokens": 1, "visits": self.grid.nodes_per_replica}.get(layout.flow, self.num_experts))
+            sizes = {"tokens": 1, "visits": self.grid.nodes_per_replica, "stops": self.grid.ep}
+            return np.arange(sizes.get(layout.flow, self.num_experts))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
     def pieces(self, layout: Layout, rank: int) -> Pieces:
@@ -141,6 +160,17 @@ class Shapes:
             self._match(move, rank)
         return self._received[(move, rank)]
 
+    def stays(self, move: Move, rank: int) -> bool:
+        """Return whether a movement leaves all rows of a rank where they are, whatever the counts."""
+        key = (move, rank)
+        if key not in self._stays:
+            out, back = self.sent(move, rank), self.received(move, rank)
+            held = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
+            all_here = out.peers == back.peers == (rank,) and held == [len(out.places), len(back.places)]
+            depends = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
+            self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
+        return self._stays[key]
+
     def _match(self, move: Move, rank: int) -> None:
         """Match the pieces of all ranks that exchange with `rank`."""
         members = self.grid.group(rank, move.group)
@@ -162,7 +192,7 @@ class Shapes:
             self._sent[(move, source)] = _matched(lots)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
-        if layout.flow not in ("copies", "visits"):
+        if layout.flow not in ("copies", *ONCE):
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)

@@ -7,13 +7,14 @@ other rank's sizes and nobody waits for anybody's decision. Executor, loopback a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Matched, Move, Shapes, find
-from moesaic.program.task import Flow, Layout
+from moesaic.program.task import ONCE, Flow, Layout
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Lots:
     """Rows per peer."""
     rows: np.ndarray
     """(sum of counts,) int64: rows of the rank's slot, in the order in which they travel."""
+    is_whole: bool
+    """These are all rows of the slot, in its order."""
 
 
 class Sizes:
@@ -36,8 +39,8 @@ class Sizes:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens of which each origin is responsible.
         num_chunks: parts that each run of copies is cut into.
-        visits: (world, nodes, num_chunks) int64: distinct tokens among the copies that each origin sends to each node;
-            for programs that send a token to a node once.
+        visits: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin sends
+            to each node (visits), then to each place of ep (stops); for programs that send a token there once.
         units: rows into which one shard of an expert is packed when weights travel.
         lent: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that lend. The first ones of a run stay with its home. None: all.
@@ -71,7 +74,9 @@ class Sizes:
             lent = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
         staying = copies if lent is None else copies - lent.sum(2)
         assert (staying >= 0).all(), "more copies are lent than there are"
-        cuts = np.diff(staying[:, :, None] * np.arange(num_chunks + 1) // num_chunks, axis=2)
+        cuts = staying[:, :, None]
+        if num_chunks > 1:
+            cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
         self._lent = lent
         self._rows: dict[Flow, np.ndarray] = {
             "copies": cuts if lent is None else np.concatenate([cuts, lent], axis=2),
@@ -80,7 +85,8 @@ class Sizes:
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
         }
         if visits is not None:
-            self._rows["visits"] = visits
+            nodes = sum(grid.cast_levels) - grid.ep
+            self._rows["visits"], self._rows["stops"] = visits[:, :nodes], visits[:, nodes:]
         self._offsets: dict[tuple[Layout, int], np.ndarray] = {}
         self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
@@ -139,15 +145,17 @@ class Sizes:
 
     def rows_per_expert(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the rows of each expert in a slot of copies, (experts of the layout,) int64."""
-        rows = np.zeros(self.num_experts, dtype=np.int64)
-        np.add.at(rows, self.shapes.pieces(layout, rank).expert, np.diff(self.offsets(layout, rank)))
-        return rows[self.held(layout, rank)]
+        rows = np.diff(self.offsets(layout, rank))
+        expert = self.shapes.pieces(layout, rank).expert
+        # Sums in float64, exact below 2^53, take a fifth of the time of np.add.at.
+        per_expert = np.bincount(expert, weights=rows, minlength=self.num_experts).astype(np.int64)
+        return per_expert[self.held(layout, rank)]
 
     def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return where the tokens of each copy's origin start in a slot of tokens or visits, (copies,) int64.
+        """Return where the tokens of each copy's origin start in a slot of tokens, visits or stops, (copies,) int64.
 
-        A tensor group that routes as one numbers its tokens together, so its copies start at 0; the visits of a node are
-        numbered per origin and chunk.
+        A tensor group that routes as one numbers its tokens together, so its copies start at 0; the visits of a node, and
+        the stops at a place of ep, are numbered per origin and chunk.
         """
         key = (tokens, copies, rank)
         if key not in self._bases:
@@ -190,17 +198,24 @@ class Sizes:
             experts = self.shapes.pieces(mine, rank).expert[matched.places]
             cuts = zip(matched.peers, matched.starts[:-1], matched.starts[1:])
             sizes = sizes * np.concatenate([self._wanted(theirs, peer)[experts[a:b]] for peer, a, b in cuts])
-        ends = np.concatenate([[0], sizes.cumsum()])[matched.starts]
-        return Lots(matched.peers, tuple(np.diff(ends).tolist()), _expand(offsets[:-1][matched.places], sizes))
+        ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
+        counts = tuple(end - start for start, end in pairwise(ends))
+        is_whole = matched.in_order and ends[-1] == offsets[-1]
+        rows = np.arange(ends[-1]) if is_whole else _expand(offsets[matched.places], sizes)
+        return Lots(matched.peers, counts, rows, is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
         if copies.whole_tp or tokens.whole_tp:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
         held, of_copies = self.shapes.pieces(tokens, rank), self.shapes.pieces(copies, rank)
-        if tokens.flow == "visits" and copies.flow == "copies":
-            node = np.full(len(of_copies.number), self.grid.coordinate(rank, "node"))
-            place = find(held, self.shapes.number(of_copies.origin, node, of_copies.chunk))
+        if len(held.number) == 1:
+            return np.zeros(int(offsets[-1]), dtype=np.int64)
+        if tokens.flow in ONCE:
+            grid = self.grid
+            stop = of_copies.expert if copies.flow == "stops" else of_copies.expert // (self.num_experts // grid.ep)
+            to = stop if tokens.flow == "stops" else stop // (grid.ep // grid.nodes_per_replica)
+            place = find(held, self.shapes.number(of_copies.origin, to, of_copies.chunk))
         else:
             place = np.searchsorted(held.origin, of_copies.origin)
         return np.repeat(self.offsets(tokens, rank)[:-1][place], np.diff(offsets))

@@ -12,11 +12,16 @@ from typing import Literal
 
 from moesaic.program.grid import Axis
 
-Flow = Literal["copies", "tokens", "visits", "weights", "bias"]
-FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "weights", "bias")
+Flow = Literal["copies", "tokens", "visits", "stops", "weights", "bias"]
+FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "stops", "weights", "bias")
+ONCE: tuple[Flow, ...] = ("visits", "stops")
+"""Flows in which a token goes to a place once, whatever the number of its copies there."""
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
 Chunk = int | Literal["lent", "here", "near"]
+
+INDEX_BYTES = 4
+"""Of an index on its way: an int32."""
 
 
 class State(str, Enum):
@@ -47,7 +52,8 @@ class Kind(str, Enum):
     LANE = "lane"
     """(rows, 1): a scalar that travels with each row in float32 or more, the routing weight."""
     INDEX = "index"
-    """(rows, 1) int64: the place of each copy's token among its origin's tokens. It has no cotangent."""
+    """(rows, 1) integers: the place of each copy's token among its origin's tokens. It has no cotangent, and travels in
+    `INDEX_BYTES` a row."""
     WEIGHT = "weight"
     """The experts' parameters, as their module stores them; a movement packs them into rows."""
     PARCELS = "parcels"
@@ -58,7 +64,7 @@ class Op(str, Enum):
     """What a task does. Movements differ in states and layouts only; the executor has one implementation for all."""
 
     PERMUTE = "permute"
-    """tokens or visits, index -> rows: copy each token to its rows."""
+    """tokens, visits or stops, index -> rows: copy each token to its rows."""
     COMBINE = "combine"
     """rows, index -> tokens: sum each token's rows. The transpose of permute."""
     MOVE = "move"
@@ -111,7 +117,8 @@ class Layout:
 
     flow: Flow = "copies"
     """copies: token copies bound for experts. tokens: the tokens themselves (then there is one "expert"). visits: a
-    token once per node on which it has a copy (the "expert" is the node). weights: hidden units of experts (the origin
+    token once per node on which it has a copy (the "expert" is the node). stops: a token once per place of ep at which it
+    has a copy (the "expert" is the place). weights: hidden units of experts (the origin
     is the shard). bias: what the shards of an expert hold in common, a row an expert."""
     spread: tuple[Axis, ...] = ()
     """Origins: all ranks of the group over these sparse axes; () for the rank itself."""
@@ -177,6 +184,10 @@ class Program:
     tasks: tuple[Task, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    def __hash__(self) -> int:
+        """A cheap one: programs are looked up in every call of a layer, and few of one name are alive."""
+        return hash((self.name, len(self.tasks)))
 
     def slot(self, name: str) -> Slot:
         """Return a slot by name."""

@@ -14,7 +14,7 @@ from moesaic.program.links import LINKS
 from moesaic.program.links.link import Places
 from moesaic.program.shapes import Move, Shapes
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Flow, Kind, Op, Program, Slot, Task
+from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
 
@@ -44,10 +44,10 @@ class Traffic:
         Args:
             dim: columns of tokens and rows.
             element_bytes: of tokens, rows and weights.
-            lane_bytes: of a routing weight; an index takes 8.
+            lane_bytes: of a routing weight; an index takes `INDEX_BYTES`.
             unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
         """
-        row = {Kind.LANE: lane_bytes, Kind.INDEX: 8}.get(self.kind, dim * element_bytes)
+        row = {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(self.kind, dim * element_bytes)
         if self.flow == "weights":
             row = unit_columns * element_bytes
         return self.inside_rows * row, self.across_rows * row
@@ -167,9 +167,9 @@ def even_sizes(
 
 
 def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
-    """Return the expected visits under uniform routing, (world, nodes, num_chunks) int64, for `Sizes`.
+    """Return the expected visits and stops under uniform routing, int64, as `Sizes` takes them.
 
-    A token with k of E experts has one on a node of E / nodes experts with probability 1 - C(E - E / nodes, k) / C(E, k).
+    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k).
 
     Args:
         grid: the mesh, every copy of the experts on whole nodes.
@@ -182,12 +182,14 @@ def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_ch
         InputError: if a token has more copies than there are experts.
     """
     _check_top_k(top_k, num_experts)
-    nodes = grid.nodes_per_replica
-    elsewhere = num_experts - num_experts // nodes
-    share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
-    most = tokens * top_k / num_chunks / nodes
-    per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
-    return np.full((grid.world, nodes, num_chunks), round(per_chunk / grid.tp))
+    parts = []
+    for places in grid.cast_levels:
+        elsewhere = num_experts - num_experts // places
+        share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+        most = tokens * top_k / num_chunks / places
+        per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
+        parts.append(np.full((grid.world, places, num_chunks), round(per_chunk / grid.tp)))
+    return np.concatenate(parts, axis=1)
 
 
 def _check_top_k(top_k: int, num_experts: int) -> None:

@@ -92,7 +92,7 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> Placed:
             for at in range(2)
         )
         load = SampleLoad(grid, Homes.start(devices, SAMPLES), here, following)
-        homes = TwoStage().decide(load)
+        homes = TwoStage(least_gain=0.0).decide(load)
         old, new = load.volume(load.homes), load.volume(homes)
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES

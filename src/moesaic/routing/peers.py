@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ class Gathered:
         cls,
         peers: AbstractPeers,
         counts_KE: Tensor,
-        num_valid: Tensor,
+        num_valid: Tensor | None,
         num_tokens: int,
         local: RouterStatistics | None,
         more: Tensor | None = None,
@@ -76,16 +78,18 @@ class Gathered:
         Args:
             peers: the ranks.
             counts_KE: (K, E) int64 copies before capacity, by choice and expert.
-            num_valid: () tokens that are not padding.
+            num_valid: () tokens that are not padding; None for all.
             num_tokens: padding included.
             local: sums of this rank's tokens, if a loss reads them.
             more: what `peers.also` returned.
         """
-        sums = num_valid.new_zeros(0).double() if local is None else local.packed().detach().double()
-        sizes = torch.stack([num_valid.double(), torch.full_like(num_valid, num_tokens, dtype=torch.float64)])
+        sizes = torch.full((2,), num_tokens, dtype=torch.float64, device=counts_KE.device)
+        if num_valid is not None:
+            sizes[0] = num_valid
         digest = peers.digest.to(sizes.device)
+        sums = [] if local is None else [local.packed().detach().double()]
         last = [digest] if more is None else [more.to(digest), digest]
-        message = torch.cat([sizes, counts_KE.reshape(-1).double(), sums, *last])
+        message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, *last])
         return cls(
             peers.gather(message),
             num_slots=counts_KE.shape[0],
@@ -93,31 +97,46 @@ class Gathered:
             num_more=0 if more is None else len(more),
         )
 
-    @property
+    @cached_property
     def valid(self) -> Tensor:
         """(P,) int64 tokens that are not padding."""
         return self.values[:, 0].long()
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """(P,) int64 tokens."""
         return self.values[:, 1].long()
 
-    @property
+    @cached_property
     def counts(self) -> Tensor:
         """(P, K, E) int64 copies before capacity."""
         width = self.num_slots * self.num_experts
         return self.values[:, 2 : 2 + width].long().view(-1, self.num_slots, self.num_experts)
 
-    @property
+    @cached_property
     def digests(self) -> Tensor:
         """(P, 4) float64: every rank's `AbstractPeers.digest`."""
         return self.values[:, -_DIGEST:]
 
-    @property
+    @cached_property
     def more(self) -> Tensor:
         """(P, m) float64: what every rank's `AbstractPeers.also` returned."""
         return self.values[:, -_DIGEST - self.num_more : -_DIGEST]
+
+    @cached_property
+    def on_host(self) -> np.ndarray:
+        """(P, n) float64: the values, brought to the host once."""
+        return self.values.cpu().numpy()
+
+    @property
+    def digests_on_host(self) -> np.ndarray:
+        """(P, 4) float64: `digests`, on the host."""
+        return self.on_host[:, -_DIGEST:]
+
+    @property
+    def more_on_host(self) -> np.ndarray:
+        """(P, m) float64: `more`, on the host."""
+        return self.on_host[:, -_DIGEST - self.num_more : -_DIGEST]
 
     def statistics(
         self, local: RouterStatistics, peers: AbstractPeers, earlier_counts_E: Tensor | None
@@ -168,7 +187,7 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
         rows: () rows that an expert takes from all ranks together, or (P,) from each rank; None for no limit.
     """
     if rows is None:
-        return counts_PKE.sum(1)
+        return counts_PKE.sum(1) if counts_PKE.shape[1] > 1 else counts_PKE.squeeze(1)
     if rows.dim():
         return torch.minimum(counts_PKE.sum(1), rows.unsqueeze(1))
     room = (rows - places_before(counts_PKE)).clamp_min(0)

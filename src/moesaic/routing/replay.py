@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,6 +58,18 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
     finally:
         for router in routers:
             router.__dict__.pop("choose", None)
+
+
+def own_choice(router: AbstractRouter) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
+    """Return how a router chooses by itself, within `replayed` too: what a prediction of its choices asks.
+
+    A prediction that read the recorded choices would be right more often than that of the run that was recorded, and
+    what is decided from it would be something else.
+
+    Args:
+        router: any.
+    """
+    return partial(type(router).choose, router)
 
 
 def _chooser(

@@ -142,27 +142,25 @@ def _decide(
 ) -> RoutingRecord:
     """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
     valid = batch.valid_T
-    num_valid = torch.full((), num_tokens, device=weight_N.device) if valid is None else valid.sum()
-    gathered = before_KE = None
+    gathered = before_KE = rows = None
     if peers is None:
+        num_valid = torch.full((), num_tokens, device=weight_N.device) if valid is None else valid.sum()
         requested = count(choice.expert, alive_N, num_experts)
         rows = capacity.rows(requested, num_valid, top_k)
     else:
         choices = top_k if capacity.spans_mesh else 1
-        slot = choice.slot if choices > 1 else torch.zeros_like(choice.slot)
-        counts_KE = count(slot * num_experts + choice.expert, alive_N, choices * num_experts).view(choices, -1)
+        cell = choice.slot * num_experts + choice.expert if choices > 1 else choice.expert
+        counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
         told = choice if capacity.never_drops else None
-        gathered = Gathered.exchange(
-            peers, counts_KE, num_valid, num_tokens, sums, peers.also(told, alive_N, num_tokens)
-        )
-        requested = gathered.counts.sum((0, 1))
+        more = peers.also(told, alive_N, num_tokens)
+        gathered = Gathered.exchange(peers, counts_KE, None if valid is None else valid.sum(), num_tokens, sums, more)
+        requested, num_valid = gathered.counts.sum((0, 1)), gathered.valid.sum()
         if capacity.spans_mesh:
-            rows = capacity.rows(requested, gathered.valid.sum(), top_k)
+            rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[peers.place]
-        else:
-            limited = torch.full_like(num_valid, num_tokens) if capacity.is_padded else num_valid
-            rows = capacity.rows(counts_KE.sum(0), limited, top_k)
-        num_valid = gathered.valid.sum()
+        elif not capacity.never_drops:
+            limited = gathered.tokens if capacity.is_padded else gathered.valid
+            rows = capacity.rows(counts_KE.sum(0), limited[peers.place], top_k)
     best_T = None
     if capacity.admits_by_score and rows is not None:
         best_T = _best_weight(weight_N, choice, num_tokens)
@@ -177,6 +175,8 @@ def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) 
     if gathered is None:
         return None
     counts_PKE = gathered.counts
+    if capacity.never_drops:
+        return kept_copies(counts_PKE, None)
     if capacity.spans_mesh:
         rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
         return kept_copies(counts_PKE, rows)
@@ -192,10 +192,10 @@ def _routing(
     """Return the rows that this rank sends."""
     choice, kept = record.choice, record.kept
     expert = choice.expert if kept is None else choice.expert[kept]
-    if record.by_rank is not None:
-        counts = record.by_rank.sum(0)
+    if record.capacity is None and (kept is None or record.by_rank is not None):
+        counts = record.requested  # nothing is dropped
     else:
-        counts = record.requested if kept is None else count(expert, None, num_experts)
+        counts = count(expert, None, num_experts) if record.by_rank is None else record.by_rank.sum(0)
     return Routing(
         token=choice.token if kept is None else choice.token[kept],
         expert=expert,

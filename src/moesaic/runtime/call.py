@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -42,6 +43,9 @@ class Call:
     """Some rows have no token: their index is negative."""
     codecs: Codecs = known_codec
     """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
+    call that is made from another one by `replace` starts without."""
 
 
 def kept(task_name: str) -> str:

@@ -13,6 +13,7 @@ from moesaic.comm.wire import Lane as WireLane
 from moesaic.experts.experts import Weights
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.runtime.call import Call, Environment, Value, kept, rows
+from moesaic.runtime.indexed import Indexed
 
 Slots = Mapping[str, Slot]
 
@@ -54,6 +55,10 @@ def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: boo
     """
     if in_order(places, num_rows):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if not sums and len(parts) == 1:  # to gather takes a quarter of the time of putting row after row in its place
+        inverse = np.empty_like(places)
+        inverse[places] = np.arange(len(places))
+        return parts[0].index_select(0, index_like(inverse, parts[0]))
     cuts = index_like(places, parts[0]).split([len(part) for part in parts])
     dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
     make = torch.zeros if sums else torch.empty
@@ -78,17 +83,14 @@ def index_like(places: np.ndarray, like: Tensor) -> Tensor:
 
 def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
     target = slots[task.writes[0]]
-    num_rows = call.sizes.num_rows(target.layout, call.rank)
     if task.op is Op.PERMUTE:
-        places, is_full = _places(task.reads[0], task.reads[1], slots, reads[1], call)
-        taken = reads[0].index_select(0, places)
-        return [taken if is_full is None else taken.masked_fill(~is_full, 0)]  # 0 * nan is nan
+        at = _indexed(task.reads[0], task.reads[1], slots, reads[1], call)
+        taken = reads[0].index_select(0, at.places)
+        return [taken if at.is_full is None else taken.masked_fill(~at.is_full, 0)]  # 0 * nan is nan
     if task.op is Op.COMBINE:
-        accumulate = torch.promote_types(reads[0].dtype, torch.float32)
-        out = torch.zeros(num_rows, reads[0].shape[1], dtype=accumulate, device=reads[0].device)
-        places, is_full = _places(target.name, task.reads[1], slots, reads[1], call)
-        values = reads[0] if is_full is None else reads[0].masked_fill(~is_full, 0)
-        return [out.index_add_(0, places, values.to(accumulate)).to(reads[0].dtype)]
+        at = _indexed(target.name, task.reads[1], slots, reads[1], call)
+        values = reads[0] if at.is_full is None else reads[0].masked_fill(~at.is_full, 0)
+        return [at.sum(values)]
     if task.op is Op.SCALE:
         size = len(call.sizes.grid.group(call.rank, task.group))
         return [reads[0] * float(size) ** task.power if task.power else reads[0]]
@@ -96,7 +98,7 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
         whole = slots[task.reads[0]].layout
         return [take(reads[0], call.sizes.part_rows(slots[name].layout, whole, call.rank)) for name in task.writes]
     assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
-    joined = reads[0].new_empty(num_rows, reads[0].shape[1])
+    joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         joined[index_like(call.sizes.part_rows(slots[name].layout, target.layout, call.rank), part)] = part
     return [joined]
@@ -120,12 +122,16 @@ def _added(values: list[Tensor]) -> Tensor:
     return out
 
 
-def _places(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return each copy's token as a row of the tokens' slot, and (rows, 1) bool which rows have one; None for all."""
-    bases = index_like(call.sizes.token_bases(slots[tokens].layout, slots[index].layout, call.rank), value)
-    if not call.has_empty_rows:
-        return value.squeeze(1) + bases, None
-    return value.squeeze(1).clamp_min(0) + bases, value >= 0
+def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
+    """Return each copy's token as a row of the tokens' slot; worked out once for dispatch, combine and backward."""
+    layout = slots[tokens].layout
+    key = (layout, slots[index].layout, value.data_ptr(), len(value))
+    found: Indexed | None = call.known.get(key)
+    if found is None:
+        bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
+        num_tokens = call.sizes.num_rows(layout, call.rank)
+        found = call.known[key] = Indexed.of(value, bases, num_tokens, has_empty=call.has_empty_rows)
+    return found
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
@@ -173,8 +179,12 @@ def _parameters(value: Value) -> Weights:
 
 
 def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
-    counts = call.sizes.rows_per_expert(slot.layout, call.rank)
-    return torch.from_numpy(counts.cumsum()).to(device=tokens.device, dtype=torch.int32)
+    key = ("ends", slot.layout)
+    if key not in call.known:
+        counts = call.sizes.rows_per_expert(slot.layout, call.rank)
+        call.known[key] = torch.from_numpy(counts.cumsum()).to(device=tokens.device, dtype=torch.int32)
+    ends: Tensor = call.known[key]
+    return ends
 
 
 def _shards(slot: Slot, call: Call) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moesaic.plan import Compiled
@@ -21,8 +20,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tup
     grid = compiled.grid
     assert record.by_rank is not None
     assert record.gathered is not None
-    told = torch.cat([record.by_rank, record.gathered.tokens.unsqueeze(1)], dim=1).cpu().numpy()
-    copies, tokens = told[:, :-1], told[:, -1]
+    copies, tokens = record.by_rank.cpu().numpy(), record.gathered.on_host[:, 1].astype(np.int64)
     if slices:
         return copies, tokens
     copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)

@@ -16,8 +16,5 @@ def drive(steps: Steps, wire: AbstractWire) -> Environment:
         except StopIteration as end:
             result: Environment = end.value
             return result
-        if isinstance(request, Transfer):
-            answer = wire.issue(request)
-        else:
-            wire.wait(request)
-            answer = None
+        answer = wire.issue(request) if isinstance(request, Transfer) else wire.wait(request)
+        del request  # its messages need not live until the next one

@@ -6,8 +6,9 @@ recomputation do not meet. Parameters are inputs, so hooks and FSDP see them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from torch.autograd.function import once_differentiable
 from moesaic.comm.wire import AbstractWire
 from moesaic.experts.experts import Weights
 from moesaic.plan.compile import Compiled
-from moesaic.program.task import Op
+from moesaic.program.task import Op, Program
 from moesaic.program.transpose import cotangent, saved
-from moesaic.runtime.call import Call, Environment, Value, kept
+from moesaic.runtime.call import Call, Environment, kept
 from moesaic.runtime.drive import drive
 from moesaic.runtime.interpret import interpret
+
+Layout = list[tuple[str, int | None]]
+"""Slots in the order of their tensors; None for one tensor, else how many."""
 
 
 @dataclass(frozen=True)
@@ -63,49 +67,106 @@ class RunProgram(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
         """Run the forward program; keep what the backward one reads."""
-        values: Environment = {"x": x, "gates": gates, **run.indices, "w": weights[:num_sharded]}
-        if len(weights) > num_sharded:
-            values["b"] = weights[num_sharded:]
-        environment = drive(interpret(run.compiled.forward, values, run.call), run.wire)
-        names = [*saved(run.compiled.logical), *_activations(run.compiled)]
-        flat: list[Tensor] = []
-        ctx.layout = []
-        for name in names:
-            value = environment[name]
-            parts = (value,) if isinstance(value, Tensor) else value
-            ctx.layout.append((name, None if isinstance(value, Tensor) else len(parts)))
-            flat += parts
+        names = kept_names(run.compiled) if any(ctx.needs_input_grad) else []
+        inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
+        environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
+        flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
-        ctx.run, ctx.num_sharded, ctx.num_common = run, num_sharded, len(weights) - num_sharded
-        ctx.was_run = False
+        ctx.run, ctx.was_run = run, False
         y = environment["y"]
         assert isinstance(y, Tensor)
-        return y
+        return y.data  # no view: FSDP2's hooks are lost where somebody changes one in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward program."""
         run: Run = ctx.run
-        parts = iter(ctx.saved_tensors)
-        values: dict[str, Value] = {}
-        for name, length in ctx.layout:
-            values[name] = next(parts) if length is None else tuple(next(parts) for _ in range(length))
-        values[cotangent("y")] = dy.contiguous()
-        again = len(run.compiled.backward.tasks)  # a peer may still receive what the backward pass before this one sent
-        call = replace(run.call, first_tag=run.wire.take_tags(again) if ctx.was_run else run.backward_tag)
+        if ctx.was_run:  # a peer may still receive what the backward pass before this one sent
+            run = replace(run, backward_tag=run.wire.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
-        found = drive(interpret(run.compiled.backward, values, call), run.wire)
-        d_common: Weights = ()
-        if ctx.num_common:
-            value = found[cotangent("b")]
-            d_common = (value,) if isinstance(value, Tensor) else value
-        d_x, d_gates, d_sharded = (found[cotangent(name)] for name in ("x", "gates", "w"))
-        assert isinstance(d_x, Tensor)
-        assert isinstance(d_gates, Tensor)
-        return None, None, d_x, d_gates, *d_sharded, *d_common
+        return None, None, *run_backward(run, _take_kept(ctx), dy)
 
 
-def _activations(compiled: Compiled) -> list[str]:
-    """Return where the expert tasks' activations stand."""
-    return [kept(task.name) for task in compiled.logical.tasks if task.op is Op.EXPERT]
+def inputs_of(run: Run, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:
+    """Return the forward program's inputs by name."""
+    values: Environment = {"x": x, "gates": gates, **run.indices, "w": sharded}
+    if common:
+        values["b"] = common
+    return values
+
+
+def kept_names(compiled: Compiled) -> list[str]:
+    """Return what the backward program reads of the forward one: slots, and the expert tasks' activations."""
+    return list(_kept_names(compiled.logical))
+
+
+@lru_cache(maxsize=256)
+def _kept_names(logical: Program) -> tuple[str, ...]:
+    experts = [task.name for task in logical.tasks if task.op is Op.EXPERT]
+    return *saved(logical), *map(kept, experts)
+
+
+def run_forward(run: Run, program: Program, inputs: Environment, wanted: Collection[str]) -> Environment:
+    """Run the forward program of a call, or a part of it; returns what is wanted of its values.
+
+    Args:
+        run: the call.
+        program: what to run.
+        inputs: by name.
+        wanted: slots, and places of activations.
+    """
+    return drive(interpret(program, inputs, run.call, wanted), run.wire)
+
+
+def run_backward(run: Run, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
+    """Run the backward program; returns the gradients of x, gates, and all parameters.
+
+    Args:
+        run: the call.
+        values: what was kept; freed on the way where the caller does not hold it.
+        dy: (tokens, dim), gradient of the result.
+    """
+    program, has_common = run.compiled.backward, "b" in run.compiled.logical.inputs
+    values[cotangent("y")] = dy.contiguous()
+    call = replace(run.call, first_tag=run.backward_tag)
+    call.known.update(run.call.known)
+    run.call.known.clear()  # unless the graph is retained nothing needs it any more
+    steps = interpret(program, values, call, program.outputs)
+    del values
+    found = drive(steps, run.wire)
+    d_common: Weights = ()
+    if has_common:
+        value = found[cotangent("b")]
+        d_common = (value,) if isinstance(value, Tensor) else value
+    d_x, d_gates, d_sharded = (found[cotangent(name)] for name in ("x", "gates", "w"))
+    assert isinstance(d_x, Tensor)
+    assert isinstance(d_gates, Tensor)
+    return d_x, d_gates, *d_sharded, *d_common
+
+
+def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], Layout]:
+    """Return the tensors of some slots in one list, and how it is cut."""
+    flat: list[Tensor] = []
+    layout: Layout = []
+    for name in names:
+        value = values[name]
+        parts = (value,) if isinstance(value, Tensor) else value
+        layout.append((name, None if isinstance(value, Tensor) else len(parts)))
+        flat += parts
+    return flat, layout
+
+
+def by_name(flat: Sequence[Tensor], layout: Layout) -> Environment:
+    """Return slots by name; the inverse of `flattened`."""
+    parts = iter(flat)
+    return {
+        name: next(parts) if length is None else tuple(next(parts) for _ in range(length)) for name, length in layout
+    }
+
+
+def _take_kept(ctx: Any) -> Environment:
+    """Return what the forward pass kept. Unless the graph is retained nothing else holds it any more."""
+    values = by_name(ctx.saved_tensors, ctx.layout)
+    ctx.maybe_clear_saved_tensors()
+    return values

@@ -2,20 +2,23 @@
 
 It yields a `Transfer` to issue, and a `Ticket` to wait for, only when the data is read: whatever the program's order
 puts in between overlaps. The same generator runs on loopback, on Gloo and on NCCL; only the driver differs.
+
+A slot is freed once nothing is left to read it, so that a rank holds what is under way and not all that it ever had. No
+variable of the generator may hold a value meanwhile: it would live until the loop comes round again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.comm.wire import Ticket, Transfer
-from moesaic.program.bundles import bundles
-from moesaic.program.task import Op, Program
+from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.runtime.call import Call, Environment, Value, rows
 from moesaic.runtime.compute import compute
 from moesaic.runtime.movements import prepare, start
 from moesaic.runtime.parcels import Parcels, pack, start_hop, unpack
+from moesaic.runtime.script import Step, script_of
 
 Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
 
@@ -24,8 +27,8 @@ Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
 class _Flight:
     """A transfer under way."""
 
-    ticket: Ticket
-    has_landed: bool = False
+    ticket: Ticket | None
+    """None once it has landed: its messages need not stay."""
 
 
 @dataclass
@@ -37,62 +40,89 @@ class _Arriving:
     """Makes the slot's value of what arrived."""
 
 
-def interpret(program: Program, values: Mapping[str, Value], call: Call) -> Steps:
+def interpret(
+    program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
+) -> Steps:
     """Run a program for one rank.
 
     Args:
         program: what to run.
-        values: its inputs by name.
+        values: its inputs by name; each is freed like any slot, where nobody else holds it.
         call: rank, sizes and experts.
+        wanted: slots that are returned; every other one is freed after its last reading. None: all, and nothing is freed.
 
     Yields:
         a `Transfer`, answered by its `Ticket`; a `Ticket` to wait for.
 
     Returns:
-        every slot's value.
+        the values of the slots that are wanted.
     """
-    slots = {slot.name: slot for slot in program.slots}
+    script = script_of(program, None if wanted is None else frozenset(wanted))
     environment: Environment = dict(values)
+    del values
     parcels: dict[str, Parcels] = {}
     arriving: dict[str, _Arriving] = {}
 
     def settle(name: str) -> Generator[Transfer | Ticket, Ticket | None, None]:
         arrived = arriving.pop(name)
-        if not arrived.flight.has_landed:
+        if arrived.flight.ticket is not None:
             yield arrived.flight.ticket
-            arrived.flight.has_landed = True
+            arrived.flight.ticket = None
         value = arrived.settle()
         if isinstance(value, Parcels):
             parcels[name] = value
         else:
             environment[name] = value
 
-    for bundle in bundles(program):
-        tasks = [program.tasks[number] for number in bundle]
-        for name in (name for task in tasks for name in task.reads):
+    for step in script.steps:
+        for name in step.reads:
             if name in arriving:
                 yield from settle(name)
-        task, tag = tasks[0], call.first_tag + bundle[0]
-        settles: Sequence[Callable[[], Value | Parcels]]
-        if task.op in (Op.MOVE, Op.HOP):
-            if task.op is Op.MOVE:
-                movements = [prepare(each, slots, environment, call) for each in tasks]
-                transfer, settles = start(movements, task, call.rank, tag)
-            else:
-                hopping = start_hop(task, slots, [parcels[name] for name in task.reads], call, tag)
-                transfer, settles = hopping.transfer, [hopping.settle]
-            has_messages = bool(transfer.sends or transfer.receives)
-            ticket = (yield transfer) if has_messages else Ticket(transfer)
-            assert ticket is not None
-            flight = _Flight(ticket, has_landed=not has_messages)
-            arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(tasks, settles)})
-        elif task.op is Op.PACK:
-            parcels[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
-        elif task.op is Op.UNPACK:
-            held = [parcels[name] for name in task.reads]
-            environment[task.writes[0]] = unpack(task, slots, held, call)
+        if step.tasks[0].op in (Op.MOVE, Op.HOP):
+            yield from _depart(step, script.slots, environment, parcels, arriving, call)
         else:
-            environment.update(compute(task, slots, environment, call))
+            _compute(step.tasks[0], script.slots, environment, parcels, call)
+        for name in step.unread:
+            environment.pop(name, None)
+            parcels.pop(name, None)
     for name in list(arriving):
         yield from settle(name)
-    return environment
+    return environment if wanted is None else {name: environment[name] for name in wanted}
+
+
+def _depart(
+    step: Step,
+    slots: Mapping[str, Slot],
+    environment: Environment,
+    parcels: Mapping[str, Parcels],
+    arriving: dict[str, _Arriving],
+    call: Call,
+) -> Generator[Transfer | Ticket, Ticket | None, None]:
+    """Issue a transfer; what it brings is added to what is under way, or to the environment where nothing has to move."""
+    task, tag = step.tasks[0], call.first_tag + step.number
+    settles: Sequence[Callable[[], Value | Parcels]]
+    if task.op is Op.MOVE:
+        if len(step.moves) == 1 and call.sizes.shapes.stays(step.moves[0], call.rank):
+            environment[task.writes[0]] = environment[task.reads[0]]
+            return
+        movements = [prepare(*each, slots, environment, call) for each in zip(step.tasks, step.moves)]
+        transfer, settles = start(movements, task, call.rank, tag)
+    else:
+        hopping = start_hop(task, slots, [parcels[name] for name in task.reads], call, tag)
+        transfer, settles = hopping.transfer, [hopping.settle]
+    has_messages = bool(transfer.sends or transfer.receives)
+    flight = _Flight((yield transfer) if has_messages else None)
+    arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(step.tasks, settles)})
+
+
+def _compute(
+    task: Task, slots: Mapping[str, Slot], environment: Environment, parcels: dict[str, Parcels], call: Call
+) -> None:
+    """Run a task that needs no other rank."""
+    if task.op is Op.PACK:
+        parcels[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
+    elif task.op is Op.UNPACK:
+        held = [parcels[name] for name in task.reads]
+        environment[task.writes[0]] = unpack(task, slots, held, call)
+    else:
+        environment.update(compute(task, slots, environment, call))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moesaic.comm.wire import Transfer, as_bytes
+from moesaic.comm.wire import Transfer
 from moesaic.program.shapes import Move
 from moesaic.program.sizes import Lots
 from moesaic.program.task import Kind, Slot, Task
-from moesaic.program.validate import reduces
+from moesaic.runtime.bundled import Bundle
 from moesaic.runtime.call import Call, Environment, Value, rows
-from moesaic.runtime.compute import in_order, index_like, placed, take, wire_lane
+from moesaic.runtime.compute import placed, take, wire_lane
 
 
 @dataclass(frozen=True)
@@ -29,134 +30,116 @@ class Movement:
     """(rows, width): the slot that is read."""
     outgoing: Lots
     incoming: Lots
+    sums: bool
+    """Several peers send what is added up."""
     finish: Callable[[list[Tensor]], Value]
-    """From the rows of each peer, in the order of `incoming`, to the slot that is written."""
-
-    def row_bytes(self) -> int:
-        """Return the bytes of a row."""
-        return self.value.shape[1] * self.value.element_size()
+    """From the rows of each peer in the order of `incoming`, or all of them as one part, to the slot that is written."""
 
 
-def prepare(task: Task, slots: Mapping[str, Slot], environment: Environment, call: Call) -> Movement:
+def prepare(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> Movement:
     """Return the movement of a task."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
-    move = Move(source.layout, target.layout, task.group, reduces(source, target))
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-    held = environment[source.name]
     value = _as_rows(source, environment, call, travels=bool(len(outgoing.rows)))
-    experts = sizes.num_held(target.layout, rank) if target.layout.flow == "weights" else None
+    # States tell of sums over axes of size 1 too. Rows of tokens all arrive, so as many as there are arrive once each.
+    sums = move.reduce and not incoming.is_whole
+    if sums and target.layout.flow not in ("weights", "bias"):
+        sums = len(incoming.rows) != sizes.num_rows(target.layout, rank)
+    if target.layout.flow != "weights":
+        return Movement(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
+    held, experts = environment[source.name], sizes.num_held(target.layout, rank)
+    none_held = call.experts.first(held, 0) if experts == 0 and not isinstance(held, Tensor) else None
 
     def finish(parts: list[Tensor]) -> Value:
-        if experts is not None and move.reduce and not len(incoming.rows):
+        if move.reduce and not len(incoming.rows):
             return ()  # nobody has computed anything for this rank's experts: no gradient, rather than one of zeros
-        if experts == 0:
-            assert not isinstance(held, Tensor)
-            return call.experts.first(held, 0)
-        parts = parts or [value.new_empty(0, value.shape[1])]
-        out = placed(parts, incoming.rows, sizes.num_rows(target.layout, rank), move.reduce)
-        return out if experts is None else call.experts.unpack(out, experts)
+        if none_held is not None:
+            return none_held
+        return call.experts.unpack(_put(move, incoming, call, sums, parts), experts)
 
-    return Movement(value, outgoing, incoming, finish)
+    return Movement(value, outgoing, incoming, sums, finish)
 
 
 def start(movements: Sequence[Movement], task: Task, rank: int, tag: int) -> tuple[Transfer, list[Callable[[], Value]]]:
     """Return the transfer that carries movements, and for each what makes its slot once the transfer has landed.
 
     Args:
-        movements: of a bundle; their rows for a peer stand one behind the other in its message, wide numbers first, so that
-            all are aligned.
+        movements: of a bundle; see `bundled.py` for how their rows stand in a message.
         task: the first of the bundle.
         rank: this rank.
         tag: of the transfer.
     """
-    sends, kept = _leaving(movements, rank) if len(movements) > 1 else _leaving_alone(movements[0], rank)
-    receives, views = _coming(movements, rank)
-
-    def settle(number: int) -> Callable[[], Value]:
-        movement = movements[number]
-        parts = {**views[number], **({rank: kept[number]} if rank in movement.incoming.peers else {})}
-        return lambda: movement.finish([parts[peer] for peer in movement.incoming.peers])
-
-    transfer = Transfer(rank, tag, sends, receives, wire_lane(task))
-    return transfer, [settle(number) for number in range(len(movements))]
-
-
-def _leaving_alone(movement: Movement, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """Return messages by peer, and what stays, of a movement by itself: all are cut from one gathered tensor."""
-    parts = dict(
-        zip(movement.outgoing.peers, take(movement.value, movement.outgoing.rows).split(movement.outgoing.counts))
-    )
-    kept = parts.pop(rank, movement.value[:0])
-    return {peer: as_bytes(part) for peer, part in parts.items() if part.numel()}, [kept]
+    if len(movements) == 1:
+        sends, receives, settle = _alone(movements[0], rank)
+        return Transfer(rank, tag, sends, receives, wire_lane(task)), [settle]
+    values = [movement.value for movement in movements]
+    leaving = Bundle([movement.outgoing for movement in movements], values)
+    arriving = Bundle([movement.incoming for movement in movements], values)
+    (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
+    leaving.write(memory, values)
+    if rank in sends and rank in receives:
+        receives[rank].copy_(sends[rank])
+    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), wire_lane(task))
+    read = partial(_read, arriving, filled)
+    return transfer, [partial(read, n, m.value.dtype, m.sums, m.finish) for n, m in enumerate(movements)]
 
 
-def _leaving(movements: Sequence[Movement], rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """Return messages by peer, and what stays of each movement; rows are gathered straight into their message."""
-    num_bytes = [{p: n * m.row_bytes() for p, n in zip(m.outgoing.peers, m.outgoing.counts)} for m in movements]
-    device = movements[0].value.device
-    peers = sorted({peer for each in num_bytes for peer, size in each.items() if size and peer != rank})
-    sends = {p: torch.empty(sum(e.get(p, 0) for e in num_bytes), dtype=torch.uint8, device=device) for p in peers}
-    filled = dict.fromkeys(peers, 0)
-    kept = [movement.value[:0] for movement in movements]
-    for number in _wide_first(movements):
-        movement, begin = movements[number], 0
-        straight = in_order(movement.outgoing.rows, len(movement.value))
-        places = index_like(movement.outgoing.rows, movement.value)
-        for peer, count in zip(movement.outgoing.peers, movement.outgoing.counts):
-            cut = slice(begin, begin + count)
-            begin += count
-            if peer == rank:
-                kept[number] = movement.value[cut] if straight else movement.value.index_select(0, places[cut])
-            elif num_bytes[number][peer]:
-                size = num_bytes[number][peer]
-                into = _view(sends[peer], filled[peer], size, movement.value)
-                filled[peer] += size
-                if straight:
-                    into.copy_(movement.value[cut])
-                else:
-                    torch.index_select(movement.value, 0, places[cut], out=into)
-    return sends, kept
+def _read(
+    arriving: Bundle,
+    filled: Tensor,
+    number: int,
+    dtype: torch.dtype,
+    sums: bool,
+    finish: Callable[[list[Tensor]], Value],
+) -> Value:
+    """Return the slot that a movement of a bundle writes. (No closure: it would keep what was sent until then.)"""
+    if not sums:
+        return arriving.read(filled, number, dtype, in_place=True)
+    rows = arriving.read(filled, number, dtype, in_place=False)
+    return finish(list(rows.split(arriving.lots[number].counts)))
 
 
-def _coming(movements: Sequence[Movement], rank: int) -> tuple[dict[int, Tensor], list[dict[int, Tensor]]]:
-    """Return buffers by peer, and where in them each movement's rows will stand, by peer."""
-    sizes: dict[int, int] = {}
-    for movement in movements:
-        for peer, count in zip(movement.incoming.peers, movement.incoming.counts):
-            if peer != rank and count:
-                sizes[peer] = sizes.get(peer, 0) + count * movement.row_bytes()
-    device = movements[0].value.device
-    receives = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sorted(sizes.items())}
-    views: list[dict[int, Tensor]] = [{} for _ in movements]
-    filled = dict.fromkeys(receives, 0)
-    for number in _wide_first(movements):
-        movement = movements[number]
-        for peer, count in zip(movement.incoming.peers, movement.incoming.counts):
-            size = count * movement.row_bytes()
-            if peer == rank:
-                continue
-            if not size:
-                views[number][peer] = movement.value.new_empty(count, movement.value.shape[1])
-                continue
-            views[number][peer] = _view(receives[peer], filled[peer], size, movement.value)
-            filled[peer] += size
-    return receives, views
+def _put(move: Move, incoming: Lots, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
+    """Return the slot that is written, of what came and what stayed; no copy where that is the slot already."""
+    if incoming.is_whole and len(parts) == 1:
+        return parts[0]
+    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), sums)
 
 
-def _wide_first(movements: Sequence[Movement]) -> list[int]:
-    """Return the places of movements in the order in which their rows stand in a message."""
-    return sorted(range(len(movements)), key=lambda number: -movements[number].value.element_size())
+def _alone(movement: Movement, rank: int) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
+    """Return messages by peer, buffers by peer, and what makes the slot, of a movement by itself.
+
+    All messages are cut from one tensor, which is the value itself where its rows leave in order. All buffers are cut from
+    one too, with the rows that stay copied to their place in it: it is the slot where rows arrive in order.
+    """
+    value, outgoing, incoming = movement.value, movement.outgoing, movement.incoming
+    leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.rows)
+    sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
+    counts = [0 if movement.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
+    joined = value.new_empty(sum(counts), value.shape[1])
+    parts = dict(zip(incoming.peers, joined.split(counts)))
+    receives = _to_others(parts, rank)
+    kept = sends.pop(rank, None)
+    if rank in parts and kept is not None:
+        if movement.sums:  # added up peer after peer, so that 16-bit rows are widened part by part
+            parts[rank] = kept
+        else:
+            parts[rank].copy_(kept)
+    arrived = list(parts.values()) if movement.sums and parts else [joined]
+    return _to_others(sends, rank), receives, partial(movement.finish, arrived)
 
 
-def _view(message: Tensor, begin: int, size: int, like: Tensor) -> Tensor:
-    """Return bytes of a message as rows like those of a tensor."""
-    return message[begin : begin + size].view(like.dtype).view(-1, like.shape[1])
+def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
+    """Return the messages that have bytes and go to, or come from, other ranks."""
+    return {peer: message for peer, message in messages.items() if peer != rank and message.numel()}
 
 
 def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor:
     """Return a slot's value as rows to be sent. Of weights that do not travel, only what tells the width of a row."""
     value = environment[slot.name]
+    if slot.kind is Kind.INDEX:
+        return rows(value).int()  # `INDEX_BYTES` wide
     if slot.kind is not Kind.WEIGHT:
         return rows(value)
     if slot.layout.flow == "bias":
@@ -164,4 +147,4 @@ def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool)
     if not travels:
         value = environment["w"]
     assert not isinstance(value, Tensor)
-    return call.experts.pack(value if travels else call.experts.first(value, 1))
+    return call.experts.pack(value) if travels else call.experts.pack(call.experts.first(value, 1))[:0]

@@ -25,7 +25,8 @@ from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.arbiter import Chooser
-from moesaic.runtime.budget import Slice, SlicedRun, TokenBudget, run_slices, slices_of
+from moesaic.runtime.arbiter_clock import TellingPeers
+from moesaic.runtime.budget import TokenBudget
 from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
 from moesaic.runtime.counts import counts_of, even_counts, share_of_each
@@ -35,6 +36,7 @@ from moesaic.runtime.padding import pad_copies
 from moesaic.runtime.peers import Peers, check_digests
 from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
+from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.visits import Visits, find_visits
 
 
@@ -122,10 +124,11 @@ class OnMesh:
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
-        peers = Peers(self.wire, compiled.grid, slices, compiled.digest, find, self.order)
         of_layer = self.num_experts, self._dim
         chooser = Chooser(compiled, self._given_lender, *of_layer)
-        return _Way(compiled, slices, peers, deepep, chooser, TokenBudget(compiled, *of_layer))
+        budget = TokenBudget(compiled, *of_layer, getattr(self._given_lender, "costs", None))
+        peers = TellingPeers(self.wire, compiled.grid, slices, chooser.digest, find, self.order, tell=chooser.tell)
+        return _Way(compiled, slices, peers, deepep, chooser, budget)
 
     def _enter(self, way: _Way) -> None:
         self.compiled, self.grid = way.compiled, way.compiled.grid
@@ -197,15 +200,14 @@ class OnMesh:
         if self._deepep is not None:
             return run_by_deepep(self._deepep, experts, x_TD, self.order.routed(routed))
         routing = self.order.in_slots(routed.routing)
-        order = routing.expert.argsort(stable=True)
-        token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]
-        indices, visits = {"index": token.unsqueeze(1)}, None
+        order = self.peers.order(routing.expert)
+        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        visits = None
         if padded_rows is not None:
             gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
-            indices = {"index": token.unsqueeze(1)}
         elif self.compiled.is_multicast:
             visits = self.peers.visits(routed.record) or self._visits(token, expert, routing.num_tokens)
-            indices = {"visit_index": visits.visit_index, "copy_index": visits.copy_index}
+        indices = {"index": token.unsqueeze(1)} if visits is None else dict(visits.indices)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed)
         if padded_rows is None:
@@ -229,7 +231,8 @@ class OnMesh:
                 return run_slices(SlicedRun(work, slices), x.to(dtype), gate, *cast)
             forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
             call.first_tag = self.wire.take_tags(forward + backward)
-            return run_program(replace(work, backward_tag=call.first_tag + forward), x.to(dtype), gate, *cast)
+            work = replace(work, backward_tag=call.first_tag + forward)
+            return self.chooser.timed(routed.record, compiled, lambda: run_program(work, x.to(dtype), gate, *cast))
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)
@@ -282,9 +285,9 @@ class OnMesh:
             InputError: on every rank, if they do not.
         """
         assert routed.record.gathered is not None
-        digests = routed.record.gathered.digests.cpu()
-        check_digests(digests, self.peers.ranks)
-        if bool((digests[self.peers.place] != self.peers.digest).any()):
+        digests = routed.record.gathered.digests_on_host
+        if not (digests == self.peers.digest.numpy()).all():
+            check_digests(torch.from_numpy(digests), self.peers.ranks)
             raise InputError(
                 "the layer's plan was changed between a forward pass and its recomputation: call MoE.use_plan between steps"
             )

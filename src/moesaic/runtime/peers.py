@@ -17,11 +17,12 @@ from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import RoutingRecord
 from moesaic.routing.routing import Choice
+from moesaic.runtime.indexed import stable_order
 from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.visits import Visits
 
-ROOM = 32
-"""Numbers in the message of counts for the visits of a rank: nodes times chunks; where they do not fit they go apart."""
+CHUNKS = 4
+"""For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
 
 
 class Peers(AbstractPeers):
@@ -54,8 +55,10 @@ class Peers(AbstractPeers):
         self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
         self._find = find if self.number == wire.world else None
         self._order = order
-        self._room = ROOM if grid.ranks_per_node not in (None, grid.world) else 0
+        casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
+        self._room = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._found: tuple[Choice, Visits] | None = None
+        self._sorted: tuple[Tensor, Tensor] | None = None
         self.all_agree = True
         """Whether it is known that all ranks of the world run the same; not so after a switch."""
 
@@ -68,13 +71,19 @@ class Peers(AbstractPeers):
             token, expert = choice.token, choice.expert if self._order is None else self._order.slots(choice.expert)
             if alive_N is not None:
                 token, expert = token[alive_N], expert[alive_N]
-            order = expert.argsort(stable=True)
-            visits = self._find(token[order], expert[order], num_tokens)
+            order = stable_order(expert)
+            self._sorted = (expert, order)
+            visits = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
             empty = self._room - visits.counts.numel()
             if empty >= 0:
                 self._found = (choice, visits)
                 return F.pad(visits.counts.flatten().double(), (0, empty))
         return torch.zeros(self._room, dtype=torch.float64)
+
+    def order(self, expert: Tensor) -> Tensor:
+        """Return the stable order of rows by expert, (rows,) int64; where `also` has sorted the same ones, without work."""
+        known, self._sorted = self._sorted, None
+        return known[1] if known is not None and known[0] is expert else stable_order(expert)
 
     def visits(self, record: RoutingRecord) -> Visits | None:
         """Return the visits that were told with a call's counts, with those of all ranks; None if they were not.
@@ -85,7 +94,7 @@ class Peers(AbstractPeers):
         if found is None or found[0] is not record.choice or record.gathered is None:
             return None
         mine = found[1]
-        of_all = record.gathered.more[:, : mine.counts.numel()].long().cpu().numpy()
+        of_all = record.gathered.more_on_host[:, : mine.counts.numel()].astype(np.int64)
         return replace(mine, of_all=of_all.reshape(-1, *mine.counts.shape))
 
     def gather(self, message: Tensor) -> Tensor:
@@ -111,4 +120,7 @@ def check_digests(digests: Tensor, ranks: Sequence[int]) -> None:
     """Raise InputError if `ranks` have different digests, (ranks, 4)."""
     if bool((digests != digests[0]).any()):
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
-        raise InputError(f"ranks {wrong} run another plan or mesh than rank {ranks[0]}: give every rank the same plan")
+        raise InputError(
+            f"ranks {wrong} run another plan or mesh than rank {ranks[0]}: give every rank the same plan, and the same "
+            "settings to what lends"
+        )

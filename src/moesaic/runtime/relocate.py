@@ -37,8 +37,10 @@ from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import SampleShapes
 from moesaic.routing.capacity import AbstractCapacity, Dropless
 from moesaic.routing.gates import BalancedAssignment, ExpertChoice, TopologyGate
+from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.place_experts_order import ExpertOrder
+from moesaic.runtime.relocate_rest import Rest
 from moesaic.runtime.relocate_rows import carry
 
 ACROSS_TOKENS = (ExpertChoice, BalancedAssignment, TopologyGate)
@@ -73,9 +75,12 @@ class Relocator:
                 f"sample placement needs mesh.tp=1, got {mesh.grid.tp}: tensor parallelism splits a sample over ranks"
             )
         self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
+        self.trip: SampleTrip | None = None
+        """The forward pass that was begun last; None before the first."""
         self._compiled: dict[tuple[bytes, bool], Compiled] = {}
         self._shapes: dict[tuple[bytes, int, int], SampleShapes] = {}
         self._solver = ThreadPoolExecutor(1, "placement")
+        self._rest = Rest()
 
     def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
         """Begin a forward pass; all ranks call it.
@@ -89,6 +94,8 @@ class Relocator:
             InputError: on every rank: if ranks have different numbers of samples or tokens, or a router looks across tokens
                 or draws random numbers by rank.
         """
+        before = [] if self.trip is None else self.trip.moves
+        rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
         for following in followings:
             _check_router(following.router, self.mesh.wire.device)
         mine = torch.tensor([num_samples, length], device=self.mesh.wire.device)
@@ -100,7 +107,8 @@ class Relocator:
                 f"sample placement needs samples that split evenly: rank 0 has {a} of {b} tokens, rank {different[0]} has {c} "
                 f"of {d}: give every rank equally many of one length"
             )
-        return SampleTrip(self, followings, num_samples, length)
+        self.trip = SampleTrip(self, followings, num_samples, length, rests=rests)
+        return self.trip
 
     def compiled(self, plain: Compiled, *, bias: bool) -> Compiled:
         """Return the programs that deliver to new homes, made once per plan.
@@ -146,8 +154,10 @@ class Relocator:
 class SampleTrip:
     """One forward pass: where the samples are as it goes on. Made by `Relocator.start`."""
 
-    def __init__(self, relocator: Relocator, followings: Sequence[Following], slots: int, length: int) -> None:
-        self.relocator, self.length = relocator, length
+    def __init__(
+        self, relocator: Relocator, followings: Sequence[Following], slots: int, length: int, *, rests: bool = False
+    ) -> None:
+        self.relocator, self.length, self._rests = relocator, length, rests
         self.home = Homes.start(relocator.mesh.grid.world, slots)
         self.moves: list[SampleMove] = []
         """One per MoE layer that was reached."""
@@ -169,8 +179,8 @@ class SampleTrip:
         assert number <= len(self._followings), "more MoE layers than the trip was started for"
         is_last = number == len(self._followings)
         following = None if is_last else self._followings[number]
-        goal = self.home if is_last and self.relocator.ends_home else None
-        self.moves.append(SampleMove(self.relocator, self.homes, following, self.length, goal))
+        goal = self.home if self._rests or (is_last and self.relocator.ends_home) else None
+        self.moves.append(SampleMove(self.relocator, self.homes, following, self.length, goal, rests=self._rests))
         return self.moves[-1]
 
     def bring(self, x: Tensor) -> Tensor:
@@ -191,14 +201,22 @@ class SampleMove:
         following: the next MoE layer; None after the last.
         length: tokens of a sample.
         goal: where samples go, whatever it costs; None to decide.
+        rests: nobody is asked in this pass and nobody moves: the layer runs like any other.
     """
 
     def __init__(
-        self, relocator: Relocator, before: Homes, following: Following | None, length: int, goal: Homes | None
+        self,
+        relocator: Relocator,
+        before: Homes,
+        following: Following | None,
+        length: int,
+        goal: Homes | None,
+        *,
+        rests: bool = False,
     ) -> None:
-        self.relocator, self.before, self.length, self.goal = relocator, before, length, goal
+        self.relocator, self.before, self.length, self.goal, self.rests = relocator, before, length, goal, rests
         self.load: SampleLoad | None = None
-        """What was decided from; None before the layer's call."""
+        """What was decided from; None before the layer's call; empty where nobody is asked."""
         self.copies: np.ndarray | None = None
         """(ranks, slots, num_experts) int64: the layer's copies of each sample, by where the samples are; None before."""
         self.rides = False
@@ -207,6 +225,9 @@ class SampleMove:
         """Whether the layer runs like any other and samples stay, for those that choose; None before it is decided."""
         self._following = following
         self._future: Future[Homes] | None = None
+        if rests:
+            nothing = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
+            self.load = SampleLoad(relocator.mesh.grid, before, nothing, None)
 
     @property
     def after(self) -> Homes:
@@ -218,6 +239,11 @@ class SampleMove:
                 "sample placement: where samples go is decided in the MoE layer's call: call the layer with this move first"
             )
         return self._future.result()
+
+    @property
+    def moves_anybody(self) -> bool | None:
+        """Whether a policy that was asked moved samples; None where none was."""
+        return None if self._future is None else not self.before.same_as(self.after)
 
     def targets(self) -> tuple[np.ndarray, np.ndarray]:
         """Return where the sample in each slot goes, (ranks, slots) int64 each: its rank and its slot there."""
@@ -282,7 +308,7 @@ class SampleMove:
         router, top_k = self._following.router, self._following.top_k
         with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), _whole_parameters(router):
             scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
-            choice = router.choose(scores, top_k, valid_T, None)
+            choice = own_choice(router)(scores, top_k, valid_T, None)
         alive = slice(None) if valid_T is None else valid_T[choice.token]
         order = self._following.order
         expert = choice.expert if order is None else order.slots(choice.expert)

@@ -62,7 +62,7 @@ def run_relocated(
             f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {move.before.slots} samples of "
             f"{move.length}: give start() the batch that the layers see"
         )
-    if on_mesh.chooser.stays(move):
+    if move.rests or on_mesh.chooser.stays(move):
         return on_mesh.run_experts(experts, x_TD, routed, None)
     routing = on_mesh.order.in_slots(routed.routing)
     order = (routing.expert * max(len(x_TD), 1) + routing.token).argsort(stable=True)

@@ -9,9 +9,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Lent
+from moesaic.plan.lending.published import Published
+from moesaic.plan.lending.shadow import Shadow
+from moesaic.plan.lending.spill import Spill
 from moesaic.plan.plan import AllToAll, Lending, Order
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
@@ -75,13 +81,18 @@ class Case:
     precision: Precision
     placement: Literal["none", "random", "solved"] = "none"
     """Samples change home in every call: to anywhere, or to where a policy finds it cheapest; results are brought back."""
+    by_policy: bool = False
+    """Under plans that lend, the plan's own policy decides, on a machine so slow that lending pays for these few rows; else
+    copies are lent at random under "shadow", and the arbiter chooses at random."""
+    experts_move: bool = False
+    """The experts are in a random order while the step runs, and at home again when its gradients are compared."""
 
     @property
     def is_exact(self) -> bool:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
         plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
-        plain = plain and not self.capacity.is_padded and self.plan.lending == "none"
+        plain = plain and not self.capacity.is_padded and self.plan.lending == "none" and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
 
@@ -101,8 +112,9 @@ class Case:
 
     @property
     def lender(self) -> AbstractLender | None:
-        """Lends copies at random, every kind of lending among them, under the plan "shadow"; chooses at random under the plan
-        "arbiter"; None for the plan's policy."""
+        """Decides which copies are lent; None where nothing is, or the plan's policy asks for no costs."""
+        if self.by_policy:
+            return slow_policy(self.plan.lending)
         if self.plan.lending == "arbiter":
             return AnyOption(seed=self.seed)
         if self.plan.lending != "shadow":
@@ -116,6 +128,15 @@ class Case:
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's batch without dim: (sequences, length)."""
         return self.sequences, self.lengths[micro][group]
+
+
+def slow_policy(lending: str) -> AbstractLender | None:
+    """Return a policy with the costs of a machine that computes so slowly that every copy is worth its expert's weights."""
+    costs = LendingCosts(machine=Machine(tflops=1e-9))
+    if lending == "arbiter":
+        return Arbiter(costs=costs)
+    policies = {"shadow": Shadow, "published": Published, "spill": Spill}
+    return policies[lending](costs) if lending in policies else None
 
 
 @dataclass
@@ -138,13 +159,22 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
     size = size if world is None else world
     while True:
         grid, plan = _draw_grid(rng, size), draw_plan(rng)
+        grid = _with_levels(random.Random(f"levels {seed}"), grid, plan)
         try:
             compile_plan(plan, grid)
         except InputError:
             if refusals is not None:
                 refusals.count += 1
             continue
-        return _with_placement(random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan))
+        case = _with_placement(random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan))
+        return _with_budget(random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case))
+
+
+def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
+    """Return a grid on which multicast mostly has two levels, for plans with multicast."""
+    if plan.all_to_all != "multicast" or grid.world < 4:
+        return grid
+    return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -260,6 +290,20 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     except InputError:
         return case
     return placed
+
+
+def _with_budget(rng: random.Random, case: Case) -> Case:
+    """Let some of the cases hold a budget of rows, so small that most of them run in slices, spill, or do both."""
+    if case.capacity.is_padded or case.placement != "none" or rng.random() > 0.2:
+        return case
+    return replace(case, plan=replace(case.plan, token_budget=rng.choice([1, 2, 3, 5, 8, 12])))
+
+
+def _with_moves(rng: random.Random, case: Case) -> Case:
+    """Let policies decide in some of the cases that lend, and experts change places in some of those that split them."""
+    share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.lending, 1.0)
+    splits = case.grid.ep > 1
+    return replace(case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25)
 
 
 def _draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:

@@ -28,7 +28,7 @@ from moesaic.runtime.relocate import Relocator
 from moesaic.runtime.tape import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
-from moesaic.testing.placed import call_placed, relocator_of
+from moesaic.testing.placed import call_placed, place_anew, relocator_of
 from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
@@ -99,7 +99,7 @@ def run_rank(
     """
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled, case.lender)
-    relocator = relocator_of(case, mesh)
+    relocator, take_home = relocator_of(case, mesh), place_anew(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
@@ -107,6 +107,7 @@ def run_rank(
         if case.evaluate and micro == 0:
             result.evaluated = _evaluate(case, layer, work.batches[micro][group])
     gradients.average_gradients(layer, mesh)
+    take_home()
     result.step_counts = layer.step_counts.tolist()
     layer.finish_step()
     result.gradients = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}

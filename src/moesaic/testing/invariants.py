@@ -7,7 +7,7 @@ sizes of the axes on which the slot is identical.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -47,9 +47,9 @@ def observed() -> Iterator[list[Observed]]:
     runs: list[Observed] = []
 
     def watching(
-        program: Program, values: Mapping[str, Value], call: Call
+        program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
     ) -> Generator[Transfer | Ticket, Ticket | None, Environment]:
-        environment = yield from interpret(program, values, call)
+        environment = yield from interpret(program, values, call)  # all of it, not only what is wanted
         runs.append(Observed(program, call, environment))
         return environment
 

@@ -89,6 +89,18 @@ CASES: dict[str, Case] = {
         padding=False,
         seed=21,
     ),
+    "experts": replace(
+        BASE,
+        grid=Grid(world=4, ep=4, etp=1, ranks_per_node=2),
+        plan=Plan(schedule="s1", lending="shadow"),
+        num_experts=8,
+        lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
+        by_policy=True,
+        experts_move=True,
+        skew=4.0,
+        evaluate=False,
+        seed=22,
+    ),
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
 }
 """The few cases that mutants are run on."""
@@ -181,6 +193,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants_balance.decides_again),
     Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants_balance.labels_stay),
     Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants_balance.slots_reversed),
+    Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants_balance.counts_by_number),
+    Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants_balance.gradients_stay),
     Mutant("a dependency removed", "own", "step", "validator", change=plants.edge_removed),
     Mutant("partial sums not declared", "own", "step", "validator", change=plants.partial_forgotten),
 )

@@ -1,16 +1,19 @@
-"""Cases in which samples change home: which cases can, where samples go, and a call that brings its results back."""
+"""Cases in which samples change home, or experts their place: where they go, and how they come back to be compared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.layer import MoE
 from moesaic.plan.placement import AbstractPlacer, Given, Homes, TwoStage, Weighed
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Routing
+from moesaic.runtime.place_experts import ExpertPlacement
 from moesaic.runtime.relocate import Following, Relocator
 from moesaic.testing.cases import Case
 
@@ -40,6 +43,35 @@ def call_placed(relocator: Relocator | None, layer: MoE, run: Any, x: Any, **opt
     return trip.take_home(y), routing
 
 
+def expert_placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
+    """Return what moves a layer's experts between steps; their weights and gradients are all that there is to move.
+
+    Args:
+        layer: on the mesh.
+        mesh: with ep above 1.
+    """
+    return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
+
+
+def place_anew(case: Case, layer: MoE, mesh: AbstractMesh) -> Callable[[], None]:
+    """Put a case's experts into a random order, if they move in it; returns what takes them home, gradients with them.
+
+    Args:
+        case: the case.
+        layer: its layer, on the mesh, before its first call.
+        mesh: all ranks enter and leave together.
+    """
+    if not case.experts_move:
+        return lambda: None
+    placement, home = expert_placement_of(layer, mesh), np.arange(layer.num_experts)
+    placement.place([np.random.default_rng(case.seed).permutation(layer.num_experts)])
+
+    def take_home() -> None:
+        placement.place([home])
+
+    return take_home
+
+
 def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
     """Return a placement in which samples are anywhere within their copy of the experts."""
     rank = np.repeat(np.arange(grid.world), slots)
@@ -51,6 +83,6 @@ def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
 
 def _placer(case: Case) -> AbstractPlacer:
     if case.placement == "solved":
-        return Weighed() if case.seed % 2 else TwoStage()
+        return Weighed(least_gain=0.0) if case.seed % 2 else TwoStage(least_gain=0.0)
     rng = np.random.default_rng(case.seed)
     return Given([random_homes(case.grid, case.sequences, rng) for _ in case.lengths])

@@ -1,4 +1,4 @@
-"""Bugs to plant in what balances skewed routing: the arbiter's memory, and where samples go and come back to."""
+"""Bugs to plant in what balances skewed routing: the arbiter's memory, where samples go and come back to, experts that move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from moesaic.runtime import arbiter
+from moesaic.runtime import arbiter, place_experts_move
+from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.relocate import SampleMove, SampleTrip
 
 
@@ -49,4 +50,27 @@ def slots_reversed() -> Iterator[None]:
         return rank, self.before.slots - 1 - slot
 
     with mock.patch.object(SampleMove, "targets", wrong):
+        yield
+
+
+@contextmanager
+def counts_by_number() -> Iterator[None]:
+    """Experts are in other slots, and sizes and lending are told counts by their numbers."""
+
+    def by_number(self: ExpertOrder, counts: np.ndarray) -> np.ndarray:
+        return counts
+
+    with mock.patch.object(ExpertOrder, "columns", by_number):
+        yield
+
+
+@contextmanager
+def gradients_stay() -> Iterator[None]:
+    """Weights go to another rank, and what belongs to them besides does not."""
+    belongings = place_experts_move._belongings
+
+    def weights_only(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
+        return (found for found in belongings(*arguments) if found[0] == "weight")
+
+    with mock.patch.object(place_experts_move, "_belongings", weights_only):
         yield

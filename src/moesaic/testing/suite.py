@@ -108,12 +108,34 @@ def check_case(case: Case) -> tuple[Errors, str]:
     return errors, ", ".join([*wrong, *apart[:3]])
 
 
+def answers(case: Case) -> list[str]:
+    """Return how a case answers skewed routing, in the words of `BALANCE`."""
+    at_random = {} if case.by_policy else {"shadow": "lending at random", "arbiter": "arbiter at random"}
+    lending = case.plan.lending
+    found = [] if lending == "none" else [at_random.get(lending, lending)]
+    found += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
+    holds = {
+        "experts in random orders": case.experts_move,
+        "token budget": case.plan.token_budget is not None,
+        "weights to tokens (r)": case.plan.gather_weights is not None,
+        "steps (peer groups)": case.plan.peer_groups > 1,
+    }
+    return found + [name for name, is_so in holds.items() if is_so]
+
+
+BALANCE = (
+    "shadow", "published", "spill", "least_loaded", "lending at random", "arbiter", "arbiter at random", "samples anywhere",
+    "samples by policy", "experts in random orders", "token budget", "weights to tokens (r)", "steps (peer groups)",
+)  # fmt: skip
+"""Answers to skewed routing that cases give; docs/balance.md."""
+
+
 def features(case: Case) -> list[str]:
     """Return what a case is made of, as `field=value`."""
     plan = case.plan
     found = [
         f"{name}={getattr(case, name)}"
-        for name in ("router", "experts", "precision", "apply_weight", "sequences", "placement")
+        for name in ("router", "experts", "precision", "apply_weight", "sequences", "placement", "experts_move")
     ]
     names = (
         "schedule",
@@ -129,6 +151,7 @@ def features(case: Case) -> list[str]:
     found += [f"{name}={getattr(plan, name)}" for name in names]
     found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
     found += [f"loss={loss.name}" for loss in case.losses]
+    found += [f"balance={answer}" for answer in answers(case)]
     switches = {
         "overlap_gather": plan.overlap_gather,
         "fuse": plan.fuse,

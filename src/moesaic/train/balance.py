@@ -172,9 +172,11 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "token_bytes": [verdict.token_bytes[1] for verdict in verdicts],
         "weight_bytes": [verdict.weight_bytes for verdict in verdicts],
         "decision_seconds": [verdict.decision_seconds for verdict in verdicts],
+        "weighing_seconds": [verdict.weighing_seconds for verdict in verdicts],
     }
     return {
         "options": dict(Counter(verdict.option for verdict in verdicts)),
+        "trials": sum(verdict.is_trial for verdict in verdicts),
         "predicted_seconds": dict(verdicts[-1].seconds),
         "rows_alone": alone,
         "rows": decided,

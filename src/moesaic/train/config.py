@@ -151,7 +151,8 @@ class PlaceExpertsConfig:
     policy: Literal["balanced", "smartmoe"] = "balanced"
     """balanced: moves where the gain until the next decision pays for it. smartmoe: as published, whatever a move costs."""
     machine: Machine = field(default_factory=Machine)
-    """Rates of one rank, by which balanced weighs computing, travelling and moving."""
+    """Rates of one rank, by which balanced weighs computing, travelling and moving; those of planner.cluster or
+    planner.profile take their place where one is named."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -164,8 +165,8 @@ class BalanceConfig:
 
     placement: Literal["none", "stay", "two_stage", "weighed"] = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
-    them; weighed: the slower kind of link first; stay: nobody moves, by the same programs. With plan.lending=arbiter, samples
-    move in the calls in which that gains most."""
+    them; weighed: the slower kind of link first; both move nobody for less than a tenth. stay: nobody moves, by the same
+    programs. With plan.lending=arbiter, samples move in the calls in which that gains most."""
     margin: float = 0.05
     """For plan.lending=arbiter: leave an option only for one that is faster by this share."""
     memory: float = 0.25
@@ -283,11 +284,6 @@ class TrainConfig:
         reasons = (
             (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
             (self.mesh.tp > 1, f"mesh.tp={self.mesh.tp}, which splits a sample over ranks"),
-            (
-                self.record_routing != "none",
-                f"record_routing={self.record_routing}: ranks route other samples than they got",
-            ),
-            (bool(self.replay_routing), "replay_routing: ranks route other samples than they got"),
             (
                 moe.capacity != "dropless",
                 f"model.moe.capacity={moe.capacity}, which drops copies by where their samples are",

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from moesaic.layer import MoE
+from moesaic.plan.arbiter_rates import machine_of, simulator_of
 from moesaic.plan.expert_placement import EXPERT_PLACERS, ExpertRates
+from moesaic.plan.model import job_of
+from moesaic.program.grid import Grid
 from moesaic.runtime.place_experts import ExpertPlacement, Moved
+from moesaic.train.config import TrainConfig
 from moesaic.train.state import RunState
 
 
@@ -22,7 +27,7 @@ class ExpertMover:
         run: a run.
 
     Raises:
-        InputError: on every rank, for a model or mesh whose experts cannot move.
+        InputError: on every rank, for a model or mesh whose experts cannot move, or a cluster that is not the run's.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -32,8 +37,7 @@ class ExpertMover:
         if not config.every:
             return
         assert mesh is not None, "experts are split over ranks"
-        element_bytes = min(run.dtype.itemsize, 4)
-        placer = EXPERT_PLACERS[config.policy](ExpertRates(machine=config.machine, element_bytes=element_bytes))
+        placer = EXPERT_PLACERS[config.policy](rates_of(run.config, mesh.grid, min(run.dtype.itemsize, 4)))
         layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         self.placement = ExpertPlacement(layers, mesh, run.optimizer, every=config.every, placer=placer)
 
@@ -67,3 +71,22 @@ class ExpertMover:
             return
         with self.placement.at_home():
             yield
+
+
+def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
+    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by `place_experts.machine`.
+
+    Args:
+        config: of the run.
+        grid: its mesh.
+        element_bytes: of activations.
+
+    Raises:
+        InputError: if the cluster does not fit the run.
+    """
+    planner = config.planner
+    if not planner.cluster and not planner.profile:
+        return ExpertRates(machine=config.place_experts.machine, element_bytes=element_bytes)
+    simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
+    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
+    return ExpertRates(machine=machine_of(simulator.cluster, grid, layer), element_bytes=element_bytes)

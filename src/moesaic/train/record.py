@@ -4,12 +4,13 @@
     train --replay-routing FILE      experts come from a trace, weights from the router's scores
 
 Recording reads the tape that also serves activation checkpointing (`runtime/tape.py`), so nothing is recorded twice where
-blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a time.
+blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a time. Where samples move between
+ranks, a trace has them where they are at home: whatever moved, it is the trace of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
+from moesaic.runtime.relocate import SampleTrip
 from moesaic.runtime.tape import RoutingTape, TapedModule
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import flush
@@ -76,10 +78,9 @@ class RoutingObserver:
             step: optimizer steps taken before.
             micro: micro-batch of the step.
         """
-        self._check_placement()
         if self._recorder is not None and micro == 0 and self._recorder.is_full:
             self._recorder.flush()
-        recording = nullcontext() if self._recorder is None else self._recorder.recording(step, micro)
+        recording = nullcontext() if self._recorder is None else self._recorder.recording(step, micro, self._trip)
         replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
         with recording, replaying:
             yield
@@ -93,20 +94,23 @@ class RoutingObserver:
         if self._recorder is not None:
             self._recorder.flush()
 
-    def _check_placement(self) -> None:
-        is_idle = self._recorder is None and self._replay is None
-        if not is_idle and getattr(self._model, "relocator", None) is not None:
-            raise InputError(
-                "record_routing and replay_routing clash with sample placement, under which ranks route other samples than "
-                "they were given: set model.relocator = None"
-            )
+    def _trip(self) -> SampleTrip | None:
+        """Return the forward pass that runs or ran last, where samples move in it."""
+        relocator = self._model.relocator
+        return None if relocator is None else relocator.trip
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
         part = [_part(layer, trace.shape.tokens, self._ranks) for layer in self._layers]
 
         def experts(place: int) -> Tensor:
-            return torch.from_numpy(trace.experts(place, step, micro)[part[place]].astype(np.int64))
+            table, trip = trace.experts(place, step, micro), self._trip()
+            if trip is None:
+                here = table[part[place]]
+            else:
+                samples = trip.moves[place].before.samples[self._ranks.rank]
+                here = table.reshape(trace.shape.sequences, -1, trace.shape.top_k)[samples]
+            return torch.from_numpy(here.reshape(-1, trace.shape.top_k).astype(np.int64))
 
         with replayed([layer.router for layer in self._layers], experts):
             yield
@@ -132,6 +136,8 @@ class _Recorder:
         }
         self._steps: list[int] = []
         self._tables: list[np.ndarray] = []
+        self._places: list[np.ndarray] = []
+        """Per micro-batch (layers, sequences): where each sequence was; none where they stay."""
         self._was_sliced = False
 
     @property
@@ -141,8 +147,8 @@ class _Recorder:
         return len(self._steps) >= at_most or (bool(self._steps) and self._was_sliced != self._is_sliced)
 
     @contextmanager
-    def recording(self, step: int, micro: int) -> Iterator[None]:
-        """Record the layers' next calls, one each."""
+    def recording(self, step: int, micro: int, trip: Callable[[], SampleTrip | None]) -> Iterator[None]:
+        """Record the layers' next calls, one each; `trip` then returns the forward pass, if samples moved in it."""
         tape = _RecordingTape()
         before = [layer.tape for layer in self._layers]
         try:
@@ -157,6 +163,9 @@ class _Recorder:
         if micro == 0:
             self._steps.append(step)
         self._tables.append(tables.astype(self._shape.dtype(self._holds)))
+        passed = trip()
+        if passed is not None:
+            self._places.append(np.stack([move.before.place for move in passed.moves]))
 
     def flush(self) -> None:
         """Collect the ranks' parts and write them as a segment."""
@@ -164,11 +173,13 @@ class _Recorder:
         if not steps:
             return
         mine = np.stack(self._tables).reshape(len(steps), shape.accumulation, *self._tables[0].shape)
-        self._steps, self._tables = [], []
+        places = np.stack(self._places).reshape(*mine.shape[:3], -1) if self._places else None
+        self._steps, self._tables, self._places = [], [], []
         parts = self._collect(mine)
         with self._ranks.together():
             if parts is not None:
                 table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
+                table = table if places is None else taken_home(table, places)
                 segment = Segment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
@@ -246,6 +257,17 @@ def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) ->
     if by_token:
         return np.concatenate([part for group in groups for part in group], axis=3)
     return np.concatenate([np.sum(group, axis=0, dtype=group[0].dtype) for group in groups], axis=3)
+
+
+def taken_home(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return a table of sequences where they were as one of sequences in their order.
+
+    Args:
+        table: (steps, accumulation, layers, tokens or sequences, columns), rank after rank as they were called.
+        places: (steps, accumulation, layers, sequences) int64: the place of each sequence among them.
+    """
+    split = table.reshape(*places.shape, -1, table.shape[-1])
+    return np.take_along_axis(split, places[..., None, None], axis=3).reshape(table.shape)
 
 
 def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:

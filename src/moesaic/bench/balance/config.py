@@ -42,8 +42,6 @@ class Place:
     """Rate of `lo` inside each node."""
     message_us: float = 500.0
     """What a message costs the ranks that share a core, microseconds: policies that ask for it are told."""
-    expert_us: float = 2000.0
-    """What each expert that a rank is lent costs it so, forward and backward, microseconds."""
     gflops: float = 0.12
     """Of each rank's virtual accelerator, in units of 1e9 per second."""
     dim: int = 256
@@ -61,6 +59,8 @@ class Place:
     """How often each method is timed, all in turn."""
     pairs: int = 30
     """How often ours and the methods that are near it are."""
+    learning_calls: int = 64
+    """Steps before anything is timed of a method that learns: training runs thousands of them."""
 
     def __post_init__(self) -> None:
         for each in fields(Place):
@@ -107,7 +107,6 @@ class Place:
             cluster=cluster,
             element_bytes=ELEMENT_BYTES,
             matrices=MATRICES,
-            expert_us=self.expert_us,
         )
 
 

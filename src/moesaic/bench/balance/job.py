@@ -41,13 +41,17 @@ class Decided:
     """What the policy of a method decided on one rank, call by call."""
 
     seconds: tuple[float, ...]
-    """Of every decision of the timed calls."""
+    """What every decision of the timed calls kept the rank from going on; of policies that are no arbiter processor time."""
     options: tuple[str, ...]
     """What runs, by call of the case: of the arbiter what it chose, else the policy's name."""
     lent_experts: tuple[int, ...]
     """Experts that some other rank computed, by call of the case."""
     lent_copies: tuple[int, ...]
     """Copies that it computed."""
+    weighing_seconds: tuple[float, ...] = ()
+    """Processor time of a thread that decided beside each of the timed calls, of an arbiter."""
+    trials: tuple[int, int] = (0, 0)
+    """Calls that ran an option to learn what it takes: before the timed calls, and among them."""
 
 
 @dataclass(frozen=True, kw_only=True)

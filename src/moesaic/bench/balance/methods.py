@@ -36,6 +36,8 @@ class Method:
     """Experts are where a placement put them that knows the history."""
     moves_samples: bool = False
     """Results go to new homes of their samples."""
+    learns: bool = False
+    """Corrects itself by what its calls take."""
 
 
 def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
@@ -58,7 +60,7 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
         "smart + shadow": Method(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
         NETMOE: Method(plan=Plan(), moves_samples=True),
         PLACED: Method(plan=Plan(), places_experts=True),
-        OURS: Method(plan=Plan(lending="arbiter"), is_single=False),
+        OURS: Method(plan=Plan(lending="arbiter"), is_single=False, learns=True),
         **bounded,
     }
 
@@ -66,7 +68,8 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
 def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender | None:
     """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
     if method.plan.lending == "arbiter":
-        return Arbiter(costs=costs, part_us=max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us))
+        parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)
+        return Arbiter(costs=costs, part_us=parts, learn=method.learns)
     if method.plan.lending == "none":
         return None
     with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}

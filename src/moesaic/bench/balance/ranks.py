@@ -89,7 +89,9 @@ class Subject:
         self.watched = None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.lending)
         mesh = Mesh(grid, wire)
         self.layer.parallelize(mesh, compiled, self.watched or policy)
-        self.relocator = Relocator(mesh, TwoStage(), ends_home=False) if method.moves_samples else None
+        self.relocator = (
+            Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
+        )
         mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, wire.rank]
         self._told = [torch.from_numpy(self.experts_at[call]) for call in mine]
         self._samples, self._length = place.samples_per_rank, place.sample_tokens
@@ -98,6 +100,7 @@ class Subject:
         self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
         self.steps = 0
         """That were run."""
+        self._trials = 0
 
     def forward(self, call: int) -> tuple[Tensor, SampleTrip | None]:
         """Return the results of a call, (tokens, dim), and where samples went."""
@@ -120,7 +123,7 @@ class Subject:
         """Begin with the first call again, and count steps, computing and decisions from here on."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self.layer.on_mesh.chooser.take()
+        self._trials += sum(each.is_trial for each in self.layer.on_mesh.chooser.take())
         if isinstance(self.layer.experts, VirtualExperts):
             self.layer.experts.accelerator.charged = 0.0
         if self.watched is not None:
@@ -135,17 +138,21 @@ class Subject:
         """
         assert self.layer.on_mesh is not None
         if self.watched is not None:
-            seconds, lent = self.watched.seconds, self.watched.lent[:calls]
-            options = [self.watched.name] * calls
-        else:
-            verdicts = self.layer.on_mesh.chooser.take()
-            seconds, lent = (
-                [each.decision_seconds for each in verdicts],
-                [_lent(each.lent) for each in verdicts[:calls]],
+            experts, copies = zip(*self.watched.lent[:calls])
+            options = (self.watched.name,) * calls
+            return Decided(
+                seconds=tuple(self.watched.seconds), options=options, lent_experts=experts, lent_copies=copies
             )
-            options = [each.option for each in verdicts[:calls]]
-        experts, copies = zip(*lent)
-        return Decided(seconds=tuple(seconds), options=tuple(options), lent_experts=experts, lent_copies=copies)
+        verdicts = self.layer.on_mesh.chooser.take()
+        experts, copies = zip(*(_lent(each.lent) for each in verdicts[:calls]))
+        return Decided(
+            seconds=tuple(each.decision_seconds for each in verdicts),
+            options=tuple(each.option for each in verdicts[:calls]),
+            lent_experts=experts,
+            lent_copies=copies,
+            weighing_seconds=tuple(each.weighing_seconds for each in verdicts),
+            trials=(self._trials, sum(each.is_trial for each in verdicts)),
+        )
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -179,13 +186,15 @@ def measure_case(job: Job, plans: Mapping[str, Compiled], wire: AbstractWire) ->
         name: Subject(job, name, plans[name], wire, partial(VirtualExperts, accelerator=accelerators[name]))
         for name in job.methods
     }
-    calls = len(job.case.routes.experts)
-    for subject in subjects.values():  # the plans are known by now, each layer's first call is not
+    calls, barrier = len(job.case.routes.experts), start_together(latest)
+    steps = {name: each.step for name, each in subjects.items()}
+    for name, subject in subjects.items():  # the plans are known by now, each layer's first call is not
         subject.step()
+        if job.methods[name].learns:
+            in_turn({name: subject.step}, place.learning_calls, barrier=barrier, warmup=0)
         subject.start_over()
     gc.collect()
     gc.freeze()
-    barrier, steps = start_together(latest), {name: each.step for name, each in subjects.items()}
     spans = in_turn(steps, place.repeats, barrier=barrier, warmup=0)
     near = near_ours(gathered(spans), job.methods, balanced=job.case.max_vio == 0)
     more = max(place.pairs - place.repeats, 0)

@@ -21,7 +21,9 @@ NOTES = (
     "plain layer's with real experts, and its bytes and its peak of memory counted (all tensors alive in one step beyond "
     "those before it, of the rank that has most). MaxVio is of ranks: the busiest rank's copies over the mean, minus 1. Each "
     "case has several calls whose hot experts differ in part, taken in turn. Expert placement knows an earlier call and "
-    "moves no weights in the timed steps; NetMoE's residual is not moved, and its samples do not go home. "
+    "moves no weights in the timed steps; NetMoE's residual is not moved, and its samples do not go home. Ours learns from "
+    "what its calls take: it runs `learning_calls` steps before anything is timed, as training runs thousands of "
+    "them; `trials` are the calls that ran an option to learn what it takes, before the timed steps and among them. "
     "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows are the cost "
     "simulator's, not measured."
 )
@@ -71,6 +73,10 @@ def _figures(cell: Cell, name: str) -> dict[str, Any]:
         "lent_copies": statistics.mean(decided.lent_copies) if decided else 0.0,
         "options": ", ".join(sorted(set(decided.options))) if decided else "",
         "decision_seconds": statistics.median(decided.seconds) if decided else 0.0,
+        "weighing_seconds": statistics.median(decided.weighing_seconds)
+        if decided and decided.weighing_seconds
+        else 0.0,
+        "trials": list(decided.trials) if decided else [0, 0],
     }
 
 
@@ -110,6 +116,7 @@ COLUMNS = (
     Column(key="peak_bytes", title="peak", show=byte_size),
     Column(key="lent_experts", title="lent experts", show=lambda value: f"{value:.1f}" if value else ""),
     Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
+    Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
 )
 """Of the table on the terminal."""
 FORECAST_COLUMNS = (

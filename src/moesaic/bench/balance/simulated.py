@@ -162,7 +162,7 @@ class Larger:
             self._slots = SampleShapes(self.grid, self.layer.num_experts, slots, 1)
         samples = routes.samples(call, self.layer.num_experts)
         before = Homes.start(self.grid.world, slots)
-        after = TwoStage().decide(SampleLoad(self.grid, before, samples, None))
+        after = TwoStage(least_gain=0.0).decide(SampleLoad(self.grid, before, samples, None))
         shapes = PlacedShapes(self._slots, lambda: before.targets(after))
         copies = samples.reshape(self.grid.world, slots, -1)
         return PlacedSizes(self.grid, copies, length, shapes, self.layer.hidden)

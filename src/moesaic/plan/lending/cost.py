@@ -16,6 +16,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.plan.lending.lender import Load
 from moesaic.plan.lending.links import links_of_places, relays_of
+from moesaic.program.grid import Grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,83 @@ class LendingCosts:
 
 
 @dataclass(frozen=True)
+class Ground:
+    """What of a board stays the same from call to call: a replica's places, and what bytes between them cost."""
+
+    grid: Grid
+    origins: np.ndarray
+    """(ep, origins): ranks by place."""
+    costs: LendingCosts
+
+    @cached_property
+    def nodes(self) -> np.ndarray:
+        """Node of each place, (ep,) int64."""
+        return np.array([self.grid.node_of(int(ranks[0])) for ranks in self.origins])
+
+    @cached_property
+    def seconds_per_byte(self) -> np.ndarray:
+        """From place to place, (ep, ep); nothing within one. On a cluster, of a message alone on its slowest link."""
+        if self.costs.cluster is not None:
+            alone: np.ndarray = self.row_links.max(2, initial=0.0)
+            return alone
+        machine, node = self.costs.machine, self.nodes
+        gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
+        seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
+        return seconds
+
+    @cached_property
+    def start_up(self) -> np.ndarray:
+        """Seconds that a message from place to place needs whatever its size, (ep, ep); none within a place."""
+        machine, node = self.costs.machine, self.nodes
+        micro = np.where(node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us)
+        seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
+        return seconds
+
+    @cached_property
+    def row_links(self) -> np.ndarray:
+        """Seconds that a byte of rows from place to place takes of each link, (ep, ep, links)."""
+        return self._links(weights=False)
+
+    @cached_property
+    def weight_links(self) -> np.ndarray:
+        """The same of a byte of weights."""
+        return self._links(weights=True)
+
+    def _links(self, *, weights: bool) -> np.ndarray:
+        """Without a cluster every place has a port out and one in."""
+        if self.costs.cluster is not None:
+            return links_of_places(self.costs.cluster, self.grid, self.places, weights=weights)
+        ep, rate = len(self.origins), self.seconds_per_byte
+        own = np.eye(ep)
+        return np.concatenate([rate[:, :, None] * own[:, None], rate[:, :, None] * own[None]], axis=2)
+
+    @cached_property
+    def via(self) -> np.ndarray | None:
+        """The place on a helper's node that gets the weights of each home for it, (home, helper); None where none does."""
+        return relays_of(self.grid, self.places) if self.costs.relays else None
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by place, plain."""
+        return tuple(map(tuple, self.origins.tolist()))
+
+
+@dataclass(frozen=True)
 class Board:
     """One replica's load by place in ep, and what moving a copy costs: where policies play their moves."""
 
     load: Load
-    origins: np.ndarray
-    """(ep, origins): ranks by place."""
-    costs: LendingCosts
+    ground: Ground
+
+    @property
+    def origins(self) -> np.ndarray:
+        """(ep, origins): ranks by place."""
+        return self.ground.origins
+
+    @property
+    def costs(self) -> LendingCosts:
+        """Rates."""
+        return self.ground.costs
 
     @cached_property
     def copies(self) -> np.ndarray:
@@ -88,27 +159,10 @@ class Board:
         """Of one shard of an expert, one way."""
         return self.load.units * self.load.dim * self.costs.matrices * self.costs.element_bytes
 
-    @cached_property
+    @property
     def seconds_per_byte(self) -> np.ndarray:
-        """From place to place, (ep, ep); nothing within one. On a cluster, of a message alone on its slowest link."""
-        grid, machine = self.load.grid, self.costs.machine
-        if self._links is not None:
-            alone: np.ndarray = self._links[0].max(2, initial=0.0)
-            return alone
-        node = np.array([grid.node_of(int(ranks[0])) for ranks in self.origins])
-        gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
-        seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
-        return seconds
-
-    @cached_property
-    def _links(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Seconds per byte of each link of the cluster, of rows and of weights, (ep, ep, links) each."""
-        cluster, grid = self.costs.cluster, self.load.grid
-        if cluster is None:
-            return None
-        places = tuple(tuple(ranks) for ranks in self.origins.tolist())
-        rows, weights = (links_of_places(cluster, grid, places, weights=kind) for kind in (False, True))
-        return rows, weights
+        """See `Ground`."""
+        return self.ground.seconds_per_byte
 
     @property
     def passes(self) -> int:
@@ -136,7 +190,7 @@ class Board:
         ep = len(self.origins)
         by_home = helped.reshape(ep, -1, ep)
         straight: np.ndarray = by_home.sum(1)
-        via = self._via
+        via = self.ground.via
         if via is None:
             return straight
         comes_by = via[:, :, None] == np.arange(ep)
@@ -145,11 +199,6 @@ class Board:
         weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
         np.fill_diagonal(weights, 0)
         return weights
-
-    @cached_property
-    def _via(self) -> np.ndarray | None:
-        """The place on a helper's node that gets the weights of each home for it, (home, helper); None where none does."""
-        return relays_of(self.load.grid, tuple(map(tuple, self.origins.tolist()))) if self.costs.relays else None
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
         """Return the modelled time.
@@ -169,10 +218,11 @@ class Board:
             moved: what place i sends to place j.
             kind: 0 for rows, 1 for weights.
         """
-        if self._links is not None:
-            return float(np.tensordot(moved, self._links[kind], axes=2).max(initial=0.0))
-        spent = moved * self.seconds_per_byte
-        return float(max(spent.sum(0).max(), spent.sum(1).max()))
+        if self.costs.cluster is None:
+            spent = moved * self.seconds_per_byte
+            return float(max(spent.sum(0).max(), spent.sum(1).max()))
+        links = self.ground.weight_links if kind else self.ground.row_links
+        return float((moved.reshape(-1) @ links.reshape(moved.size, -1)).max(initial=0.0))
 
     def spread(self, lent: np.ndarray) -> np.ndarray:
         """Share what a place lends out among its ranks, first come first: (ep, num_experts, ep) to (world, num_experts, ep).
@@ -188,6 +238,11 @@ class Board:
         return found
 
 
+def grounds(load: Load, costs: LendingCosts) -> list[Ground]:
+    """Return the ground of every replica, for all calls on the mesh of this one."""
+    return [Ground(load.grid, origins, costs) for origins in load.replicas]
+
+
 def boards(load: Load, costs: LendingCosts) -> list[Board]:
     """Return the board of every replica."""
-    return [Board(load, origins, costs) for origins in load.replicas]
+    return [Board(load, ground) for ground in grounds(load, costs)]

@@ -6,7 +6,7 @@ A policy decides and never acts; every rank calls it with the same counts and ge
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 
 import numpy as np
@@ -57,6 +57,18 @@ class AbstractLender(ABC):
         Args:
             load: the same on all ranks.
         """
+
+    def settings_text(self) -> str:
+        """Return its settings as text: what has to be the same on all ranks, so that they decide alike.
+
+        Numbers, words and records of them count; what a policy holds besides does not.
+        """
+        plain = {
+            name: value
+            for name, value in sorted(vars(self).items())
+            if value is None or isinstance(value, (bool, int, float, str, tuple, dict)) or is_dataclass(value)
+        }
+        return f"{type(self).__name__} {plain}"
 
 
 class Lent(AbstractLender):

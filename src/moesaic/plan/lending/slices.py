@@ -1,8 +1,8 @@
 """Slices of a call: where ranks would have more rows at their experts than a budget, the call runs in several parts.
 
 Which rows a part holds follows from the counts that all ranks have, so all cut alike and nobody waits. The rows that arrive
-at a rank, expert after expert, are cut every `budget` rows: no part has more, whatever the skew, and the number of parts is
-the smallest possible.
+at a rank, expert after expert, are cut at every so many rows as it may have: no part has more, whatever the skew, and the
+number of parts is the smallest possible. A rank that is not overloaded has all its rows in the first part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Cut:
     """(world, num_experts, 1 or 1 + ep) int64: copies of each origin for each expert that stay, then by helper."""
     holders: np.ndarray
     """As `cells`: the first of the ranks at whose experts a cell's rows are."""
-    budget: int
-    """Rows at one rank's experts."""
+    limits: np.ndarray
+    """(world,) int64: rows at the experts of each rank in one slice."""
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -37,13 +37,13 @@ class Cut:
 
     @property
     def rows_over(self) -> int:
-        """Rows beyond the budget, over all ranks."""
-        return int(np.maximum(self.loads - self.budget, 0).sum())
+        """Rows beyond the limits, over all ranks."""
+        return int(np.maximum(self.loads - self.limits, 0).sum())
 
     @cached_property
     def num_slices(self) -> int:
         """Slices that the call takes: 1 where everything fits."""
-        return max(1, -(-int(self.loads.max(initial=0)) // self.budget))
+        return max(1, int((-(-self.loads // self.limits)).max(initial=0)))
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -95,25 +95,27 @@ class Cut:
 
     def _range(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where a slice begins and ends in each cell; beyond its end where it has nothing of it."""
-        begin = np.maximum(number * self.budget - self._starts, 0)
-        end = np.minimum((number + 1) * self.budget - self._starts, self.cells)
+        limits = self.limits[self.holders]
+        begin = np.maximum(number * limits - self._starts, 0)
+        end = np.minimum((number + 1) * limits - self._starts, self.cells)
         return begin, end
 
 
-def cut(holders: np.ndarray, copies: np.ndarray, lent: np.ndarray | None, budget: int) -> Cut:
+def cut(holders: np.ndarray, copies: np.ndarray, lent: np.ndarray | None, budget: int | np.ndarray) -> Cut:
     """Cut a call.
 
     Args:
         holders: of the program that runs; see `holders_of`.
         copies: (world, num_experts) int64 that each origin has for each expert.
         lent: (world, num_experts, ep) int64 of them that helpers compute; None for a program that lends nothing.
-        budget: rows at one rank's experts, at least 1.
+        budget: rows at one rank's experts, at least 1; or (world,) int64, of each rank.
     """
-    assert budget >= 1, f"a budget of {budget} rows"
+    limits = np.broadcast_to(np.asarray(budget, dtype=np.int64), len(copies))
+    assert (limits >= 1).all(), f"a budget of {budget} rows"
     staying = copies if lent is None else copies - lent.sum(2)
     cells = staying[:, :, None] if lent is None else np.concatenate([staying[:, :, None], lent], axis=2)
     assert ((holders >= 0) | (cells == 0)).all(), "rows that no rank computes"
-    return Cut(cells, np.maximum(holders, 0), budget)
+    return Cut(cells, np.maximum(holders, 0), limits)
 
 
 def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:

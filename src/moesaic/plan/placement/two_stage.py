@@ -16,9 +16,28 @@ from moesaic.plan.placement.assign import assign
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
 
+LEAST_GAIN = 0.1
+"""Share of the rows between nodes that moves must promise to save. Samples that hardly differ promise 6 to 9 % by chance, of
+which nothing is left once the next layer has routed; those that do (locality 0.2 as `moesaic trace show` has it) promise 15 %
+and more (benchmarks/netmoe.py, benchmarks/relocate_train.py)."""
+
+
+REST = 15
+"""Forward passes: with one asked after as many, deciding costs a sixteenth of what it does in every pass."""
+
+
+def check_least_gain(least_gain: float) -> None:
+    """Raise InputError for what is no share."""
+    if not 0 <= least_gain < 1:
+        raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
+
 
 class AbstractPlacer(ABC):
     """A policy: where samples live after a layer. Every rank calls it with the same load and gets the same answer."""
+
+    rest: int = 0
+    """After forward passes in which it moved nobody, so many may go by in which it is not asked, and nothing is told for it;
+    0: it is asked in every pass."""
 
     @abstractmethod
     def decide(self, load: SampleLoad) -> Homes:
@@ -59,13 +78,16 @@ class TwoStage(AbstractPlacer):
 
     Args:
         least_gain: share of the rows between nodes (within them, where there is one node) that a move must save, else
-            nobody moves; from 0 to 1.
+            nobody moves; from 0 to below 1.
+        rest: passes in which it is not asked after some in which nobody moved: to decide costs as much where nobody does.
+
+    Raises:
+        InputError: for what is no share.
     """
 
-    def __init__(self, least_gain: float = 0.0) -> None:
-        if not 0 <= least_gain < 1:
-            raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
-        self.least_gain = least_gain
+    def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST) -> None:
+        check_least_gain(least_gain)
+        self.least_gain, self.rest = least_gain, rest
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the homes of the two assignments, or the present ones if they gain too little."""

@@ -15,7 +15,7 @@ from moesaic.plan.placement.assign import assign
 from moesaic.plan.placement.exact import seconds
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
-from moesaic.plan.placement.two_stage import AbstractPlacer, TwoStage
+from moesaic.plan.placement.two_stage import LEAST_GAIN, REST, AbstractPlacer, TwoStage, check_least_gain
 
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Of the links within nodes, that are tried."""
@@ -28,17 +28,27 @@ class Weighed(AbstractPlacer):
 
     Args:
         machine: rates of one rank's links; None for those of `cost.Machine`.
+        least_gain: share of the modelled time that a move must save, else nobody moves; from 0 to below 1.
+        rest: as of `TwoStage`.
+
+    Raises:
+        InputError: for what is no share.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:
+        check_least_gain(least_gain)
+        self.least_gain, self.rest = least_gain, rest
         machine = machine or Machine()
         self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps
         """Of a row within a node and between nodes, up to a common factor."""
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the best of what was tried; the fewest moves among equals, as tried last."""
-        tried = [load.homes, TwoStage().decide(load), *(self._by(weight, load) for weight in WEIGHTS)]
-        return min(tried, key=lambda homes: (seconds(load, homes, *self.rates), load.homes.moved(homes)))
+        tried = [load.homes, TwoStage(least_gain=0.0).decide(load), *(self._by(weight, load) for weight in WEIGHTS)]
+        timed = [(seconds(load, homes, *self.rates), load.homes.moved(homes)) for homes in tried]
+        best = min(range(len(tried)), key=timed.__getitem__)
+        gains = timed[best][0] <= (1 - self.least_gain) * timed[0][0]
+        return tried[best] if gains else load.homes
 
     def _by(self, weight: float, load: SampleLoad) -> Homes:
         """Return the best placement for one weight of the links within nodes."""

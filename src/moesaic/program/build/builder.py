@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.program.grid import Axis
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+from moesaic.program.task import Flow, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 States = dict[Axis, State]
 
@@ -64,6 +64,10 @@ class Builder:
     def agree(self, source: str, name: str, axis: Axis) -> str:
         """Treat redundantly computed copies as one value: nothing in forward, over the axis's size in backward."""
         return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, -1)
+
+    def flow(self, name: str) -> Flow:
+        """Return what the rows of a slot are."""
+        return self._slots[name].layout.flow
 
     def build(self, *outputs: str) -> Program:
         """Return the program."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task, Which
+from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task, Which
 
 
 def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]:
@@ -36,7 +36,7 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
             f"plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
         )
     if r == 0:
-        if any(slot.layout.flow == "visits" for slot in program.slots):
+        if any(slot.layout.flow in ONCE for slot in program.slots):
             raise InputError(
                 "gather_weights=0 clashes with multicast: no token travels, so none needs a link: choose plan.all_to_all=linear"
             )

@@ -19,7 +19,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.passes.parts import Part, split_stretch
 from moesaic.program.passes.split_capacity import chunk_part, to_experts_and_back
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
+from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 SUFFIX = ".lent"
 """Of slots and tasks that work on lent copies."""
@@ -36,7 +36,7 @@ def lend(program: Program, num_chunks: int, grid: Grid | None = None) -> Program
     Raises:
         InputError: for a program in which copies do not travel to one home each.
     """
-    if any(slot.layout.flow == "visits" for slot in program.slots):
+    if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
             "plan.lending clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also where "
             "another rank computes some: choose another plan.all_to_all"

@@ -1,9 +1,13 @@
-"""Multicast: a token crosses to a node once, whatever the number of its experts and shards there, and fans out inside.
+"""Multicast: a token crosses to a node once, and there goes once to each rank that holds any of its experts.
 
-Ours. The ranks with the same place on every node form a rail. A rank sends each of its tokens once per node to its
-rail-mate there, with the places of the copies; the mate makes the copies and delivers them on the links inside the node.
-On the way back the mate sums a token's results, in float32, before they cross once. For top-k routing and shards this
-divides the bytes between nodes by up to top_k * etp, in both directions; the backward program, derived, does the same.
+Ours; DeepEP's kernels (github.com/deepseek-ai/DeepEP) send tokens so too. The ranks with the same place on every node form a
+rail. A rank sends each of its tokens once per node to its rail-mate there: a visit. The mate sends it once to each place of
+ep on the node that holds experts of it: a stop. The copies are made where they are computed. On the way back a token's
+results are summed, in float32, where they were computed, and once more by the mate, before they cross once. For top-k
+routing and shards this divides the bytes between nodes by up to top_k * etp, those inside by up to the experts of a rank, in
+both directions; the backward program, derived, does the same.
+
+On one node, and with one rank of ep per node, visits and stops are the same: the program has one of the two steps then.
 """
 
 from __future__ import annotations
@@ -12,21 +16,17 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.build.builder import Builder, States
-from moesaic.program.grid import Grid
-from moesaic.program.task import Kind, Layout, Program, Stage, State
-
-_OWN = Layout()
-_MATE = Layout(spread=("node",), experts="node")
-_VISITS = Layout(flow="visits")
-_VISITS_HERE = Layout(flow="visits", spread=("node",), experts="node")
-_AT_EXPERTS = Layout(spread=("ep", "etp"), experts="rank")
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Flow, Kind, Layout, Program, Stage, State
 
 
 def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
     """Return s1 or s2 with multicast in place of deliver and collect.
 
-    The program reads two more indices: `visit_index`, each visit's token, and `copy_index`, each copy's visit among those
-    of its origin to its node (and of its chunk). `Sizes` needs the visits.
+    In place of `index` the program reads `stop_index`, each stop's token, and `copy_index`, each copy's stop among those
+    of its origin at its place of ep (and of its chunk). Where a node has several places of ep (two `Grid.cast_levels`),
+    `stop_index` is each stop's visit, counted the same way on its node, and `visit_index` each visit's token. `Sizes` needs
+    the visits.
 
     Args:
         schedule: "s1" or "s2".
@@ -48,33 +48,80 @@ def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
         )
     build = Builder(f"{schedule}, multicast", bias)
     tokens, y_layout, tp = _tokens(build, schedule)
-    visit_index = build.input("visit_index", Kind.INDEX, _VISITS, {})
-    copy_index = build.input("copy_index", Kind.INDEX, _OWN, {})
-    visits = build.permute(tokens, visit_index, "visits", _VISITS, {})
-    gates = _gates(build, schedule)
-    here = build.move(visits, "visits_here", _VISITS_HERE, ("node",), {}, Stage.DISPATCH)
-    places = build.move(copy_index, "copies_here", _MATE, ("node",), {}, Stage.DISPATCH)
-    gates_here = build.move(gates, "gates_here", _MATE, ("node",), {}, Stage.DISPATCH)
-    rows = build.permute(here, places, "rows", _MATE)
-    shards: States = {"etp": State.REPLICATED}
-    h = build.move(rows, "h", _AT_EXPERTS, ("local",), shards, Stage.DISPATCH)
-    g = build.move(gates_here, "g", _AT_EXPERTS, ("local",), shards, Stage.DISPATCH)
-    out = build.expert(h, g, "out")
-    at_mate = build.move(out, "z_copies", _MATE, ("local",), {"etp": State.SHARDED}, Stage.COMBINE)
-    summed = build.combine(at_mate, places, "z_here", _VISITS_HERE)
-    z = build.move(summed, "z", _VISITS, ("node",), {}, Stage.COMBINE)
-    y = build.combine(z, visit_index, "y_part", y_layout, tp)
+    index, places, (once, copies, g) = _to_ranks(build, grid, tokens, schedule)
+    h = build.permute(once, copies, "h", _at_ranks("copies"))
+    sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("stops"))
+    y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
     return build.build("y")
 
 
+def _to_ranks(build: Builder, grid: Grid, tokens: str, schedule: str) -> tuple[str, str, list[str]]:
+    """Bring tokens, the copies' stops and their routing weights to the ranks of the experts.
+
+    Returns:
+        the index by which tokens left home; that by which a mate made stops of visits, "" if none did; what arrived.
+    """
+    flow: Flow = "visits" if len(grid.cast_levels) > 1 else "stops"
+    stop_index = build.input("stop_index", Kind.INDEX, Layout(flow="stops"), {})
+    index = build.input("visit_index", Kind.INDEX, Layout(flow="visits"), {}) if flow == "visits" else stop_index
+    copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
+    sent = {flow: build.permute(tokens, index, flow, Layout(flow=flow), {}), "stop_index": stop_index}
+    if flow == "stops":
+        del sent["stop_index"]
+    sent |= {"copy_index": copy_index, "gates": _gates(build, schedule)}
+    places = ""
+    if _has_mates(grid):
+        sent = {
+            name: build.move(slot, f"{name}_here", _at_mate(build.flow(slot)), ("node",), {}, Stage.DISPATCH)
+            for name, slot in sent.items()
+        }
+        if flow == "visits":
+            places = sent.pop("stop_index")
+            rows = build.permute(sent.pop("visits"), places, "stops", _at_mate("stops"))
+            sent = {"stops": rows, **sent}
+    group: tuple[Axis, ...] = ("local",) if _has_mates(grid) else ("ep", "etp")
+    shards: States = {"etp": State.REPLICATED}
+    names = {"stops": "stops_in", "copy_index": "copy_index_in", "gates": "g"}
+    arrived = [
+        build.move(slot, names[name], _at_ranks(build.flow(slot)), group, shards, Stage.DISPATCH)
+        for name, slot in sent.items()
+    ]
+    return index, places, arrived
+
+
+def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
+    """Bring the sums of stops home; a mate sums those of a visit, by the index `places`, if it made stops of visits."""
+    added: States = {"etp": State.SHARDED}
+    if not _has_mates(grid):
+        return build.move(sums, "z", Layout(flow="stops"), ("ep", "etp"), added, Stage.COMBINE)
+    here = build.move(sums, "z_stops", _at_mate("stops"), ("local",), added, Stage.COMBINE)
+    if places:
+        here = build.combine(here, places, "z_here", _at_mate("visits"))
+    return build.move(here, "z", Layout(flow=build.flow(here)), ("node",), {}, Stage.COMBINE)
+
+
+def _has_mates(grid: Grid) -> bool:
+    """Whether rows go by a mate: on several nodes, with several ranks of a copy of the experts on each."""
+    return 1 < grid.nodes_per_replica < grid.ep * grid.etp
+
+
+def _at_mate(flow: Flow) -> Layout:
+    return Layout(flow=flow, spread=("node",), experts="node")
+
+
+def _at_ranks(flow: Flow) -> Layout:
+    return Layout(flow=flow, spread=("ep", "etp"), experts="rank")
+
+
 def _gates(build: Builder, schedule: str) -> str:
     """Declare the routing weights and return those of the rank's own copies."""
+    own = Layout()
     if schedule == "s1":
-        return build.input("gates", Kind.LANE, _OWN, {})
+        return build.input("gates", Kind.LANE, own, {})
     gates = build.input("gates", Kind.LANE, Layout(whole_tp=True), {"tp": State.IDENTICAL})
-    return build.move(gates, "gates_mine", _OWN, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    return build.move(gates, "gates_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
 
 
 def _tokens(build: Builder, schedule: str) -> tuple[str, Layout, States]:

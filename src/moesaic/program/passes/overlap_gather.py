@@ -12,7 +12,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.passes.parts import Part, split_stretch
 from moesaic.program.passes.split_peers import steps
-from moesaic.program.task import Kind, Op, Program, State, Task
+from moesaic.program.task import ONCE, Kind, Op, Program, State, Task
 
 
 def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Program:
@@ -59,7 +59,7 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
 def _clash(program: Program) -> str:
     """Say why no gather over tp follows an all-to-all, and what to choose."""
     instead = "choose plan.overlap_gather=false"
-    if any(slot.layout.flow == "visits" for slot in program.slots):
+    if any(slot.layout.flow in ONCE for slot in program.slots):
         return f"multicast, which leaves sums over tp rather than gathers: {instead} or another plan.all_to_all"
     if any("ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT for task in program.moves()):
         return f"gather_weights=0, under which no token travels: {instead}"

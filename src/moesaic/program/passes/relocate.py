@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 
 from moesaic.errors import InputError
 from moesaic.program.placed import Placed
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
+from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.transpose import cotangent
 
 INDEX = "index_home"
@@ -55,7 +55,7 @@ def _check(program: Program, rows: str) -> None:
     layouts = {slot.name: slot.layout for slot in program.slots}
     if any(isinstance(layout, Placed) for layout in layouts.values()):
         raise InputError("relocate: the program relocates already: apply the pass once")
-    if any(layout.flow == "visits" for layout in layouts.values()):
+    if any(layout.flow in ONCE for layout in layouts.values()):
         raise InputError(
             "sample placement clashes with plan.all_to_all=multicast, whose results come back by the nodes that tokens "
             "visited: choose another plan.all_to_all"

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.passes.parts import Part, split_stretch
-from moesaic.program.task import Layout, Op, Program
+from moesaic.program.task import ONCE, Layout, Op, Program
 
 _BETWEEN = {"tp", "ep", "node"}
-"""Axes of the movements of copies and visits that a stretch may begin and end with."""
+"""Axes of the movements of copies, visits and stops that a stretch may begin and end with."""
 
 
 def split_capacity(program: Program, num_chunks: int) -> Program:
@@ -38,7 +38,7 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
 
 
 def to_experts_and_back(program: Program) -> list[str]:
-    """Return the names of the tasks from the first movement of copies or visits between ranks to the last one.
+    """Return the names of the tasks from the first movement of copies, visits or stops between ranks to the last one.
 
     A gather of tokens over etp and the copying that follows it stay outside. Where no token travels to an expert (the
     weights come to the tokens), it is the experts alone.
@@ -48,7 +48,7 @@ def to_experts_and_back(program: Program) -> list[str]:
         for number, task in enumerate(program.tasks)
         if task.op is Op.MOVE
         and _BETWEEN.intersection(task.group)
-        and program.slot(task.reads[0]).layout.flow in ("copies", "visits")
+        and program.slot(task.reads[0]).layout.flow in ("copies", *ONCE)
     ]
     if not any({"ep", "node"}.intersection(program.tasks[number].group) for number in moved):
         moved = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]

@@ -15,7 +15,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.passes.parts import Part, split_stretch
 from moesaic.program.passes.split_capacity import to_experts_and_back
-from moesaic.program.task import Chunk, Lane, Layout, Op, Program, Task
+from moesaic.program.task import ONCE, Chunk, Lane, Layout, Op, Program, Task
 
 
 def split_peers(program: Program, groups: int, grid: Grid) -> Program:
@@ -35,7 +35,7 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
         )
     if groups == 1:
         return program
-    if any(slot.layout.flow == "visits" for slot in program.slots):
+    if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
             "split_peers clashes with multicast: a token visits a node once for all its experts there, whatever their "
             "group: choose plan.peer_groups=1 or another plan.all_to_all"

@@ -1,7 +1,7 @@
 """Tables of lent copies made quickly: shadows, spilling, and both, without a loop over experts, ranks or copies.
 
-What they lend follows `lending/shadow.py` (FasterMoE, He et al., PPoPP 2022, section 4.1: the best prefix of hot experts) and
-`lending/spill.py` (least-loaded expert parallelism); a decision at every call of a layer has to cost next to nothing, so all
+Shadows are FasterMoE's (He et al., PPoPP 2022, section 4.1), the best prefix of hot experts; spilling follows
+`lending/spill.py` (least-loaded expert parallelism). A decision at every call of a layer has to cost next to nothing, so all
 prefixes are judged at once, and givers meet helpers by laying excess and room end to end.
 """
 
@@ -86,56 +86,92 @@ def shadows(board: Board, *, at_most: int = 8, tries: int = 256, whole: bool = F
         tries: longest prefix that is looked at.
         whole: an expert is lent to all places or to none, as the paper does: fewer experts, more of each.
     """
-    home, ep = board.load.home, len(board.origins)
-    away = np.where(np.arange(ep)[:, None] == home[None, :], 0, board.copies)
-    if whole:
-        hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
-        order = (np.arange(ep)[None, :] * len(home) + hottest[:, None]).reshape(-1)
-    else:
-        order = np.argsort(-away.reshape(-1), kind="stable")[:tries]
-    order = order[away.reshape(-1)[order] > 0]
-    place, expert = order // len(home), order % len(home)
-    held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)
-    fits = held[np.arange(len(place)), place] <= at_most
-    place, expert = place[fits], expert[fits]
+    (found,) = shadows_at(board, (0.0,), at_most=at_most, tries=tries, whole=whole)
+    return found
+
+
+def shadows_at(
+    board: Board, prices: Sequence[float], *, at_most: int = 8, tries: int = 256, whole: bool = False
+) -> list[Lendings]:
+    """Return the best prefix if each expert costs so much besides: `shadows` for several prices at once.
+
+    Args:
+        board, at_most, tries, whole: as for `shadows`.
+        prices: seconds per expert, of the place that is lent most.
+    """
+    place, expert, most = _ranked(board, at_most, tries, whole)
     if not len(place):
-        return NOTHING
+        return [NOTHING] * len(prices)
     amount = board.copies[place, expert]
     seconds = _prefix_seconds(board, place, expert, amount)
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
-    best = int(np.argmin(seconds))
-    return Lendings(place[:best], expert[:best], place[:best], amount[:best])
+    ends = [int(np.argmin(seconds + price * most)) for price in prices]
+    return [Lendings(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
+
+
+def first_shadows(board: Board, count: int, *, at_most: int = 8, whole: bool = False) -> Lendings:
+    """Return the first so many pairs, or experts that are lent whole, of those of which `shadows` takes the best prefix.
+
+    Args:
+        board, at_most, whole: as for `shadows`.
+        count: of pairs or experts.
+    """
+    place, expert, _ = _ranked(board, at_most, max(2 * count, 16), whole)
+    if whole:
+        new = np.concatenate([[0], expert[1:] != expert[:-1]]) if len(expert) else expert
+        count = int(np.searchsorted(np.cumsum(new), count))
+    place, expert = place[:count], expert[:count]
+    return Lendings(place, expert, place, board.copies[place, expert])
+
+
+def _away(board: Board) -> np.ndarray:
+    """Return the copies that each place has for each expert of another one, (ep, num_experts) int64."""
+    return np.where(np.arange(len(board.origins))[:, None] == board.load.home[None, :], 0, board.copies)
+
+
+def _ranked(board: Board, at_most: int, tries: int, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the (place, expert) pairs in the order in which to lend, and for every prefix the most experts of a place."""
+    away, ep = _away(board), len(board.origins)
+    if whole:
+        hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
+        order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
+    else:
+        order = np.argsort(-away.reshape(-1), kind="stable")[:tries]
+    order = order[away.reshape(-1)[order] > 0]
+    place, expert = order // away.shape[1], order % away.shape[1]
+    held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
+    fits = held <= at_most
+    most = np.concatenate([[0], np.maximum.accumulate(held[fits])])
+    return place[fits], expert[fits], most
 
 
 def _prefix_seconds(board: Board, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """Return the seconds of every prefix, the empty one first, (n + 1,); weights go once to each node where they do so."""
-    ep, steps = len(board.origins), np.arange(len(place))
-    rate, owner = board.seconds_per_byte, board.load.home[expert]
-    via = owner if board._via is None else board._via[owner, place]
-    new = np.zeros(len(place), dtype=bool)
+    ep, ground, count = len(board.origins), board.ground, len(place)
+    owner = board.load.home[expert]
+    via = owner if ground.via is None else ground.via[owner, place]
+    new = np.zeros(count, dtype=bool)
     new[np.unique(expert * ep + via, return_index=True)[1]] = True
     rows = rows_of(board, NOTHING).home
-    travel = rows * rate
 
-    def after(start: np.ndarray, *changes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        deltas = np.zeros((len(place) + 1, ep))
-        deltas[0] = start
-        for where, by in changes:
-            deltas[steps + 1, where] += by
-        fullest: np.ndarray = deltas.cumsum(0).max(1)
-        return fullest
+    def fullest(start: np.ndarray | float, changes: np.ndarray) -> np.ndarray:
+        sums = np.empty((count + 1, changes.shape[1]))
+        sums[0] = start
+        np.cumsum(changes, axis=0, out=sums[1:])
+        sums[1:] += sums[0]
+        most: np.ndarray = sums.max(1, initial=0.0)
+        return most
 
-    saved, first, onward = amount * rate[place, owner], new * rate[owner, via], rate[via, place]
-    compute = after(rows.sum(0), (owner, -amount), (place, amount)) * board.seconds_per_copy
-    tokens = np.maximum(after(travel.sum(0), (owner, -saved)), after(travel.sum(1), (place, -saved)))
-    leaving, coming = ((owner, first), (via, onward)), ((via, first), (place, onward))
-    weights = np.maximum(after(np.zeros(ep), *leaving), after(np.zeros(ep), *coming))
-    held = after(np.zeros(ep), (place, np.ones(len(place))))
+    row_links, weight_links = ground.row_links, ground.weight_links
+    helps, owns = (np.eye(ep)[each] for each in (place, owner))
+    travelling = rows.reshape(-1) @ row_links.reshape(ep * ep, -1)
+    compute = fullest(rows.sum(0), amount[:, None] * (helps - owns)) * board.seconds_per_copy
+    tokens = fullest(travelling, -amount[:, None] * row_links[place, owner])
+    weights = fullest(0.0, new[:, None] * weight_links[owner, via] + weight_links[via, place])
     seconds: np.ndarray = (
         compute + board.passes * board.row_bytes * tokens + board.passes / 2 * board.weight_bytes * weights
     )
-    seconds += held * board.costs.expert_us * 1e-6
     return seconds
 
 
@@ -156,7 +192,7 @@ def spills(board: Board, lent: Lendings, limit: float, *, near_first: bool = Fal
     most = int(np.ceil(board.copies.sum() / ep * limit))
     if loads.max(initial=0) <= most:
         return NOTHING
-    nodes = np.array([board.load.grid.node_of(int(ranks[0])) for ranks in board.origins])
+    nodes = board.ground.nodes
     runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
     found = NOTHING
     for places in (*runs, np.arange(ep)):
