@@ -237,3 +237,16 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     assert answer(even, 64)
     assert not answer(skewed, 64)
     assert not answer(even, 2), "an expert's weights are fewer bytes than the rows that one place sends it"
+
+
+def test_a_replica_that_lends_nothing_beside_one_that_does() -> None:
+    """Two replicas of two places with two origins each; only the first one's load is worth lending."""
+    grid = Grid(world=8, tp=2, ep=2, etp=2)
+    load = Load(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
+    found = boards(load, LendingCosts())
+    one = np.array([1])
+    lent = [Lendings(one, np.array([0]), one, np.array([4])), NOTHING]
+    table = spread(found, lent)
+    assert table is not None
+    assert table[found[0].origins].sum() == 4
+    assert table[found[1].origins].sum() == 0

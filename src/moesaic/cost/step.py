@@ -153,21 +153,29 @@ def simulate_step(
         ),
         seconds=written.now,
         parts=written.parts,
-        memory=step_memory(model, forward, backward, simulator, grid, sizes[0] if sizes else None),
+        memory=step_memory(model, forward, backward, simulator, grid, sizes=sizes[0] if sizes else None),
     )
 
 
 def step_memory(
-    model: StepModel, forward: Program, backward: Program, simulator: Simulator, grid: Grid, sizes: Sizes | None = None
+    model: StepModel,
+    forward: Program,
+    backward: Program,
+    simulator: Simulator,
+    grid: Grid,
+    *,
+    sizes: Sizes | None = None,
+    token_budget: int | None = None,
 ) -> Memory:
-    """Return what a rank needs.
+    """Return what a rank needs, at most `token_budget` rows at its experts at once.
 
     Attention with fused scores keeps 15 values of a token's width a layer, a dense feed-forward layer its input and its
     inner activations (Korthikanti et al. 2022, section 4.1, without the scores).
     """
     layer = model.layer
     tokens, width = layer.tokens, layer.dim * layer.element_bytes
-    kept, buffers = layer_memory(forward, backward, simulator.volumes(forward, layer, grid, sizes=sizes))
+    volumes = simulator.volumes(forward, layer, grid, sizes=sizes)
+    kept, buffers = layer_memory(forward, backward, volumes, token_budget)
     dense = tokens * (width + (layer.matrices - 1) * model.inner * layer.element_bytes) / grid.tp
     per_block = 7.5 * tokens * width / grid.tp
     blocks = model.num_layers * per_block + model.moe_layers * kept + (model.num_layers - model.moe_layers) * dense

@@ -124,7 +124,10 @@ class Surroundings:
 
     def memory(self, compiled: Compiled) -> Memory:
         """Return what a rank needs."""
-        found = step_memory(self.model, compiled.forward, compiled.backward, self.simulator, compiled.grid)
+        found = step_memory(
+            self.model, compiled.forward, compiled.backward, self.simulator, compiled.grid,
+            token_budget=compiled.plan.token_budget,
+        )  # fmt: skip
         size, held = self.job.parameter_bytes, self._held_parameters
         dense, experts = self._block_parameters
         cast = experts * self.model.layer.element_bytes if self.model.layer.element_bytes != size else 0.0

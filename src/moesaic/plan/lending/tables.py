@@ -218,6 +218,8 @@ def spread(found: Sequence[Board], lent: Sequence[Lendings]) -> np.ndarray | Non
     load = found[0].load
     table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
     for board, each in zip(found, lent):
+        if each.is_empty:
+            continue
         experts, where = np.unique(each.expert, return_inverse=True)
         ranks = board.origins.shape[1]
         by_place = each._replace(expert=where).table(len(experts), len(board.origins))
