@@ -43,7 +43,8 @@ def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **ho
     for call in range(first, first + calls):
         load = skewed(call % 5, **how)  # type: ignore[arg-type]
         pick = arbiter.pick(load)
-        found.append(arbiter.weigh(pick, call=call, told=told, may_try=True))
+        arbiter.hear(told)
+        found.append(arbiter.weigh(pick, call=call))
         alone = arbiter.weigher.alone(pick.found)
         option = arbiter.weigher.priced(pick.choice, pick.lent, pick.found, alone)
         told = {call: option.seconds * clock(pick.choice.name, call)}
@@ -120,16 +121,16 @@ def test_trials_are_few_and_become_fewer() -> None:
 
 def test_nothing_is_tried_where_times_are_not_known() -> None:
     arbiter = made()
-    found = [arbiter.weigh(arbiter.pick(skewed(0)), call=n, told={}, may_try=False) for n in range(1, 40)]
+    found = [arbiter.weigh(arbiter.pick(skewed(0)), call=None) for _ in range(1, 40)]
     assert not any(each.is_trial for each in found)
     assert len({each.option for each in found}) == 1
-    assert len(arbiter._asked) <= UNANSWERED
+    assert not arbiter._asked
 
 
 def test_calls_that_nobody_tells_of_are_forgotten() -> None:
     arbiter = made()
     for call in range(1, 200):
-        arbiter.weigh(arbiter.pick(skewed(0)), call=call, told={}, may_try=True)
+        arbiter.weigh(arbiter.pick(skewed(0)), call=call)
     assert len(arbiter._asked) <= UNANSWERED
 
 

@@ -242,6 +242,8 @@ def test_small_gains_move_nobody() -> None:
     for make in (lambda: TwoStage(1), lambda: Weighed(least_gain=-0.1)):
         with pytest.raises(InputError, match=r"least_gain=(1|-0\.1): choose a share"):
             make()
+    with pytest.raises(InputError, match=r"rest=-1: choose 0 or more passes"):
+        Weighed(rest=-1)
 
 
 def test_weighed_moves_nobody_for_a_small_gain_either() -> None:

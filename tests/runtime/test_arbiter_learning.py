@@ -95,10 +95,10 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(gr
     assert sum(trial for _, trial in found[0][0]) > 3
 
 
-def test_evaluation_and_inference_are_not_timed_and_try_nothing() -> None:
+def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing() -> None:
     mesh = GRIDS["ep"]
 
-    def rank(wire: AbstractWire) -> tuple[int, int]:
+    def rank(wire: AbstractWire) -> tuple[int, int, bool]:
         layer = layer_on(wire, mesh, Arbiter(costs=DEAR, doubt=0.9))
         for number in range(6):
             step(layer, tokens_of(wire.rank, 8, seed=number))
@@ -106,16 +106,18 @@ def test_evaluation_and_inference_are_not_timed_and_try_nothing() -> None:
         chooser = layer.on_mesh.chooser
         assert chooser._arbitration is not None
         known = chooser._arbitration.times._known
+        chooser.take()
+        next_one = chooser._arbitration.last, chooser._arbitration._trial, chooser._arbitration._calls_until
+        before = {name: len(each.measured) for name, each in known.items()}
         with torch.no_grad():
-            layer(tokens_of(wire.rank, 8, seed=6))
-            before = {name: len(each.measured) for name, each in known.items()}
-            chooser.take()
             for number in range(20):
                 layer(tokens_of(wire.rank, 8, seed=7 + number))
-        trials = sum(each.is_trial for each in chooser.take()[1:])
-        return trials, sum(len(each.measured) for each in known.values()) - sum(before.values())
+        trials = sum(each.is_trial for each in chooser.take())
+        after = chooser._arbitration.last, chooser._arbitration._trial, chooser._arbitration._calls_until
+        return trials, sum(len(each.measured) for each in known.values()) - sum(before.values()), after == next_one
 
-    for trials, learned in run_ranks(4, rank):
+    for trials, learned, is_unchanged in run_ranks(4, rank):
+        assert is_unchanged, "the next training call runs what the last one decided"
         assert trials == 0
         assert learned <= 1, "the last step's time may still come in"
 

@@ -17,11 +17,52 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
+from moesaic.program.task import Op
+from moesaic.runtime import function as function_module
+from moesaic.runtime import slices as slices_module
 from moesaic.runtime.call import Call
-from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.drive import drive
+from moesaic.runtime.function import Run, inputs_of, run_program
 from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.interpret import interpret
 
 ONE = Grid(world=1)
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+def test_without_gradients_nothing_is_kept_for_a_backward_pass(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[str]] = []
+    for module in (function_module, slices_module):
+        run_forward = module.run_forward
+        monkeypatch.setattr(
+            module, "run_forward", lambda run, program, inputs, wanted, then=run_forward: (
+                kept.append(set(wanted)), then(run, program, inputs, wanted)
+            )[1]
+        )  # fmt: skip
+    layer = on_mesh(make_layer(), ONE, NoWire(), Plan(token_budget=budget))
+    layer(tokens_of(0))
+    assert any(names > {"y"} for names in kept)
+    kept.clear()
+    with torch.no_grad():
+        layer(tokens_of(0))
+    assert kept
+    assert all(names == {"y"} for names in kept)
+
+
+def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
+    experts = make_layer(num_experts=2).experts
+    sharded, common = experts.weights()
+    work = compile_plan(Plan(), ONE)
+    sizes = Sizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
+    call = Run(work, NoWire(), Call(0, sizes, experts), 0, {"index": torch.tensor([[1], [0], [1]])})
+    x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
+    with torch.no_grad():
+        found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.wire)
+    moves = [task for task in work.forward.tasks if task.op is Op.MOVE]
+    assert len(moves) >= 3
+    assert all(found[task.writes[0]] is found[task.reads[0]] for task in moves)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -27,8 +27,13 @@ from moesaic.plan.plan import Plan
 
 JUMP = 0.15
 """Change of the seconds per copy, as a share, from which all limits are tried again, not only neighbours of the last best."""
-TRIALS = 12
-"""So many trials make the pause between them one call longer."""
+TRIALS = 8
+"""After so many trials, and so many more, the pause between them is twice as long."""
+RAREST = 5
+"""How often it gets twice as long: loads that are new after thousands of calls want trials too."""
+HOPELESS = 3.0
+"""Leaving alone is not even tried once where it is thought to take so many times the best: under such skew it may need memory
+that is not there."""
 UNANSWERED = 64
 """Calls that may be under way without anybody having told yet what they took."""
 
@@ -219,30 +224,36 @@ class Arbitration:
             return Pick(NO_CHANGE, tuple(found), (NOTHING,) * len(found), False)
         return Pick(choice, tuple(found), lent, self._trial is not None)
 
-    def weigh(self, pick: Pick, *, call: int | None, told: Mapping[int, float], may_try: bool) -> Verdict:
+    def hear(self, told: Mapping[int, float]) -> None:
+        """Take down what earlier calls took; all ranks are told the same.
+
+        Args:
+            told: by number of a call, its seconds, forward and backward, on the slowest rank.
+        """
+        for number, seconds in told.items():
+            asked = self._asked.pop(number, None)
+            if asked is not None:
+                self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
+
+    def weigh(self, pick: Pick, *, call: int | None) -> Verdict:
         """Decide what the next call runs; all ranks with the same numbers.
 
         Args:
             pick: of this call.
-            call: its number; None if it ran something else after all.
-            told: by number of an earlier call, the seconds that it took, forward and backward, on the slowest rank.
-            may_try: this call's time will be known, and so the next one's, it seems.
+            call: its number; None if its time will not be known, since it ran something else or has no backward pass. The
+                next call is no trial then.
 
         Returns:
             what was decided for this call.
         """
         started, found = time.thread_time(), pick.found
-        for number, seconds in told.items():
-            asked = self._asked.pop(number, None)
-            if asked is not None:
-                self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
         alone = self.weigher.alone(found)
         load = _load_of(found, alone)
         ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.lent, found, alone)
         self._ask(call, pick.choice, load, ran.seconds)
         options = self._all(found, alone) if self._is_due(load) else [alone, ran]
         thought = self._settle({each.name: each.seconds for each in options}, load)
-        self._try(thought, load, may_try)
+        self._try(thought, load, may_try=call is not None)
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
@@ -313,14 +324,15 @@ class Arbitration:
     def _try(self, thought: Mapping[str, float], load: float, may_try: bool) -> None:
         """Decide whether the next call is a trial."""
         self._trial, self._since_trial = None, self._since_trial + 1
-        pause = (
-            self.settings.trial_every + self._trials % 2 + self._trials // TRIALS
-        )  # odd and even: loads may take turns
+        # Odd and even pauses, since loads may take turns; they double, so that what is never settled costs ever less.
+        pause = self.settings.trial_every + self._trials % 2 + 2 ** min(self._trials // TRIALS, RAREST) - 1
         if not may_try or self._since_trial < pause:
             return
         different = {self._contents[name]: name for name in (*reversed(list(thought)), self.last.name)}
         unsure = {each: thought[each] for each in different.values()}
-        name = self.times.worth_trying(unsure, self.last.name, load) if self.times.ran(ALONE) else ALONE
+        is_sane = thought[ALONE] < HOPELESS * min(thought.values())
+        knows_alone = self.times.ran(ALONE) or not is_sane
+        name = self.times.worth_trying(unsure, self.last.name, load) if knows_alone else ALONE
         if name is None:
             return
         self._trial, self._since_trial, self._trials = self._choices[name], 0, self._trials + 1

@@ -45,8 +45,10 @@ def simulator_of(grid: Grid, *, cluster: str, profile: str) -> Simulator:
         profile: a file that `moesaic profile` wrote.
 
     Raises:
-        InputError: if its nodes are others than the run's.
+        InputError: if its nodes are others than the run's, or both are named.
     """
+    if cluster and profile:
+        raise InputError("planner.cluster and planner.profile both say what the machine is: leave one out")
     per_node = grid.ranks_per_node or grid.world
     nodes = grid.world // per_node
     source = f"planner.cluster={cluster}" if cluster else f"planner.profile={profile}"

@@ -16,7 +16,7 @@ from moesaic.plan.arbiter_cost import Cost, gathered_cost, lent_cost, worst
 from moesaic.plan.arbiter_options import ALONE, name_of
 from moesaic.plan.lending.cost import Board, Ground, LendingCosts, grounds
 from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.tables import NOTHING, Lendings, first_shadows, shadows_at, spills
+from moesaic.plan.lending.tables import DECIMALS, NOTHING, Lendings, first_shadows, shadows_at, spills
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
@@ -184,7 +184,7 @@ class Weigher:
         seconds = cost.seconds(plan.chunks * steps)
         seconds += (steps - self.plan.peer_groups) * board.passes / 2 * self._part_us * 1e-6
         factor = self._factors.get(name_of(plan, self.plan, recipe.family), 1.0)
-        return Option(Choice(name, number, recipe), lent, cost, seconds * factor)
+        return Option(Choice(name, number, recipe), lent, cost, round(seconds * factor, DECIMALS))
 
     def _cost(self, found: Sequence[Board], lent: Sequence[Lendings]) -> Cost:
         return worst([lent_cost(board, each, self.plan.chunks) for board, each in zip(found, lent)])
@@ -214,7 +214,7 @@ class Weigher:
             return tried[recipe]
 
         def seconds(recipe: Recipe) -> float:
-            return table(recipe)[2].seconds(self.plan.chunks)
+            return round(table(recipe)[2].seconds(self.plan.chunks), DECIMALS)
 
         kept = [(recipe, lent, self._cost(found, lent)) for recipe, lent in shadowed]
         for base in bases:

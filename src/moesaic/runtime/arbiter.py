@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -73,6 +73,7 @@ class Chooser:
                     "another plan.lending"
                 )
             self._arbitration = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
+            self._evaluating = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
             self._moves = MoveArbiter(self._lender)
             self._learns = self._lender.learn and type(self._arbitration).choose is Arbitration.choose
         self._clock = CallClock(compiled.grid.world)
@@ -116,16 +117,21 @@ class Chooser:
             decided.again = True
         return self.compiled.options[decided.program], decided.lent
 
-    def timed(self, record: RoutingRecord, compiled: Compiled, program: Callable[[], Tensor]) -> Tensor:
+    def timed(
+        self, record: RoutingRecord, compiled: Compiled, lent: np.ndarray | None, program: Callable[[], Tensor]
+    ) -> Tensor:
         """Run a call's program, and time it; a call that runs something else than was chosen teaches nothing.
 
         Args:
             record: of the call, after `choose`.
             compiled: what runs.
+            lent: under which table.
             program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
         """
         decided: _Decided | None = self._of_call.get(record.by_rank)
-        if decided is None or decided.timed is None or compiled is not self.compiled.options[decided.program]:
+        if decided is None or decided.timed is None or lent is not decided.lent:
+            return program()
+        if compiled is not self.compiled.options[decided.program]:
             return program()
         if not decided.again:
             return decided.timed.ran(program())
@@ -165,7 +171,8 @@ class Chooser:
         self._finish()
         if self._hears_all(record):
             known, _ = self._clock.hear(_told(record))
-            verdict = arbitration.weigh(arbitration.pick(load), call=None, told=known, may_try=False)
+            arbitration.hear(known)
+            verdict = arbitration.weigh(arbitration.pick(load), call=None)
         else:
             verdict = arbitration.choose(load)
         verdict = self._moves.note_move(move, verdict, self.dim)
@@ -190,22 +197,20 @@ class Chooser:
         """Run what was decided during the last call, and begin to decide the next one."""
         assert self._arbitration is not None
         assert record.by_rank is not None
-        started, call = time.perf_counter(), self._clock.start(record.by_rank.device)
+        started = time.perf_counter()
         self._finish()
-        known, may_try = self._clock.hear(_told(record))
-        pick = self._arbitration.pick(load)
+        call = self._clock.start(record.by_rank.device)
+        known, is_timed = self._clock.hear(_told(record))
+        self._arbitration.hear(known)
+        arbitration = self._arbitration if is_timed else self._evaluating
+        pick = arbitration.pick(load)
         decided = _Decided(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
-        self._weighing = self._thread.submit(self._weigh, pick, call.number, known, may_try, self._pause)
+        number = call.number if is_timed else None
+        self._weighing = self._thread.submit(_weigh, arbitration, pick, number, self._pause)
         self._verdicts.append((self._weighing, time.perf_counter() - started))
         return decided
-
-    def _weigh(self, pick: Pick, call: int, told: Mapping[int, float], may_try: bool, pause: float) -> Verdict:
-        """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
-        assert self._arbitration is not None
-        time.sleep(pause)
-        return self._arbitration.weigh(pick, call=call, told=told, may_try=may_try)
 
     def _decide_now(self, load: Load) -> _Decided:
         """Decide from the counts of the call itself, by the model."""
@@ -222,11 +227,16 @@ class Chooser:
             self._weighing = None
 
 
+def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float) -> Verdict:
+    """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
+    time.sleep(pause)
+    return arbitration.weigh(pick, call=call)
+
+
 def _told(record: RoutingRecord) -> np.ndarray:
     """Return what the ranks told with a call's counts, (ranks, CallClock.NUMBERS) float64."""
     assert record.gathered is not None
-    told: np.ndarray = record.gathered.more[:, -CallClock.NUMBERS :].cpu().numpy()
-    return told
+    return record.gathered.more_on_host[:, -CallClock.NUMBERS :]
 
 
 def _named(policy: str) -> AbstractLender:

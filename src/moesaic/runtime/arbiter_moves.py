@@ -63,6 +63,8 @@ class MoveArbiter:
         Args:
             verdict: of the layer's arbiter, for this call.
         """
+        if verdict.is_trial:
+            return
         alone = verdict.seconds.get(ALONE, 0.0)
         self._other = verdict.seconds[verdict.option] / alone if alone else 1.0
 
@@ -82,7 +84,7 @@ class MoveArbiter:
             self._tried = Tried(move, verdict.seconds.get(ALONE, 0.0), dim)
         (rows, _), (token_bytes, _) = verdict.rows, verdict.token_bytes
         before = replace(verdict, rows=(rows, rows), token_bytes=(token_bytes, token_bytes), weight_bytes=0)
-        return replace(before, option=RELOCATE, program=0, lent=None)
+        return replace(before, option=RELOCATE, program=0, lent=None, is_trial=False)
 
     def _look_back(self) -> None:
         if self._tried is None:

@@ -57,7 +57,7 @@ def run_program(run: Run, x: Tensor, gates: Tensor, sharded: Weights, common: We
     Returns:
         (tokens, dim), the program's `y`.
     """
-    y: Tensor = RunProgram.apply(run, len(sharded), x, gates, *sharded, *common)
+    y: Tensor = RunProgram.apply(run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
 
@@ -65,9 +65,11 @@ class RunProgram(torch.autograd.Function):
     """See `run_program`."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        """Run the forward program; keep what the backward one reads."""
-        names = kept_names(run.compiled) if any(ctx.needs_input_grad) else []
+    def forward(
+        ctx: Any, run: Run, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+    ) -> Tensor:
+        """Run the forward program; keep what the backward one reads, if there will be one."""
+        names = kept_names(run.compiled) if has_grad and any(ctx.needs_input_grad) else []
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
         flat, ctx.layout = flattened(environment, names)
@@ -75,7 +77,9 @@ class RunProgram(torch.autograd.Function):
         ctx.run, ctx.was_run = run, False
         y = environment["y"]
         assert isinstance(y, Tensor)
-        return y.data  # no view: FSDP2's hooks are lost where somebody changes one in place
+        # No view, since FSDP2's hooks are lost where somebody changes one in place. Nothing that is saved shares its memory:
+        # every program ends with a combine, which writes anew.
+        return y.data
 
     @staticmethod
     @once_differentiable
@@ -85,7 +89,7 @@ class RunProgram(torch.autograd.Function):
         if ctx.was_run:  # a peer may still receive what the backward pass before this one sent
             run = replace(run, backward_tag=run.wire.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
-        return None, None, *run_backward(run, _take_kept(ctx), dy)
+        return None, None, None, *run_backward(run, _take_kept(ctx), dy)
 
 
 def inputs_of(run: Run, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:
@@ -124,7 +128,7 @@ def run_backward(run: Run, values: Environment, dy: Tensor) -> tuple[Tensor, ...
 
     Args:
         run: the call.
-        values: what was kept; freed on the way where the caller does not hold it.
+        values: what was kept; emptied, so that each is freed on the way.
         dy: (tokens, dim), gradient of the result.
     """
     program, has_common = run.compiled.backward, "b" in run.compiled.logical.inputs
@@ -132,8 +136,10 @@ def run_backward(run: Run, values: Environment, dy: Tensor) -> tuple[Tensor, ...
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
     run.call.known.clear()  # unless the graph is retained nothing needs it any more
-    steps = interpret(program, values, call, program.outputs)
-    del values
+    given = dict(values)
+    values.clear()  # a caller's frame may still hold it
+    steps = interpret(program, given, call, program.outputs)
+    del given
     found = drive(steps, run.wire)
     d_common: Weights = ()
     if has_common:

@@ -23,19 +23,12 @@ from moesaic.runtime.script import Step, script_of
 Steps = Generator[Transfer | Ticket, Ticket | None, Environment]
 
 
-@dataclass
-class _Flight:
-    """A transfer under way."""
-
-    ticket: Ticket | None
-    """None once it has landed: its messages need not stay."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Arriving:
     """A slot that is under way."""
 
-    flight: _Flight
+    flight: Ticket | None
+    """Of its messages, which other slots may travel in; None where there are none."""
     settle: Callable[[], Value | Parcels]
     """Makes the slot's value of what arrived."""
 
@@ -64,15 +57,16 @@ def interpret(
     arriving: dict[str, _Arriving] = {}
 
     def settle(name: str) -> Generator[Transfer | Ticket, Ticket | None, None]:
-        arrived = arriving.pop(name)
-        if arrived.flight.ticket is not None:
-            yield arrived.flight.ticket
-            arrived.flight.ticket = None
-        value = arrived.settle()
-        if isinstance(value, Parcels):
-            parcels[name] = value
-        else:
-            environment[name] = value
+        flight = arriving[name].flight
+        if flight is not None:
+            yield flight
+        landed = [name] if flight is None else [each for each, other in arriving.items() if other.flight is flight]
+        for each in landed:  # all that came in the same messages, so that nothing holds their buffers any longer
+            value = arriving.pop(each).settle()
+            if isinstance(value, Parcels):
+                parcels[each] = value
+            else:
+                environment[each] = value
 
     for step in script.steps:
         for name in step.reads:
@@ -85,8 +79,8 @@ def interpret(
         for name in step.unread:
             environment.pop(name, None)
             parcels.pop(name, None)
-    for name in list(arriving):
-        yield from settle(name)
+    while arriving:
+        yield from settle(next(iter(arriving)))
     return environment if wanted is None else {name: environment[name] for name in wanted}
 
 
@@ -102,8 +96,8 @@ def _depart(
     task, tag = step.tasks[0], call.first_tag + step.number
     settles: Sequence[Callable[[], Value | Parcels]]
     if task.op is Op.MOVE:
-        if len(step.moves) == 1 and call.sizes.shapes.stays(step.moves[0], call.rank):
-            environment[task.writes[0]] = environment[task.reads[0]]
+        if all(call.sizes.shapes.stays(move, call.rank) for move in step.moves):
+            environment.update({each.writes[0]: environment[each.reads[0]] for each in step.tasks})
             return
         movements = [prepare(*each, slots, environment, call) for each in zip(step.tasks, step.moves)]
         transfer, settles = start(movements, task, call.rank, tag)
@@ -111,7 +105,7 @@ def _depart(
         hopping = start_hop(task, slots, [parcels[name] for name in task.reads], call, tag)
         transfer, settles = hopping.transfer, [hopping.settle]
     has_messages = bool(transfer.sends or transfer.receives)
-    flight = _Flight((yield transfer) if has_messages else None)
+    flight = (yield transfer) if has_messages else None
     arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(step.tasks, settles)})
 
 

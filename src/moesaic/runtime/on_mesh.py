@@ -232,7 +232,9 @@ class OnMesh:
             forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
             call.first_tag = self.wire.take_tags(forward + backward)
             work = replace(work, backward_tag=call.first_tag + forward)
-            return self.chooser.timed(routed.record, compiled, lambda: run_program(work, x.to(dtype), gate, *cast))
+            return self.chooser.timed(
+                routed.record, compiled, lent, lambda: run_program(work, x.to(dtype), gate, *cast)
+            )
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)

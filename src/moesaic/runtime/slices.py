@@ -119,7 +119,7 @@ class SlicedRun:
 
 def run_slices(work: SlicedRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
     """Run dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
-    y: Tensor = RunSlices.apply(work, len(sharded), x, gates, *sharded, *common)
+    y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
 
@@ -127,9 +127,11 @@ class RunSlices(torch.autograd.Function):
     """See `run_slices`."""
 
     @staticmethod
-    def forward(ctx: Any, work: SlicedRun, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+    ) -> Tensor:
         """Run the slices and sum their results; keep what goes in, and what the first slice keeps."""
-        tags, names = work.take_tags(), work.names if any(ctx.needs_input_grad) else []
+        tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
         total = torch.zeros_like(x, dtype=_wide(x))
         surroundings = [_Surroundings.now(x)] * len(work.slices)
         flat: list[Tensor] = []
@@ -172,7 +174,7 @@ class RunSlices(torch.autograd.Function):
                 total += value
             del d_x, found
         d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
-        return None, None, d_x, d_gates, *d_weights
+        return None, None, None, d_x, d_gates, *d_weights
 
 
 def _forward(

@@ -40,10 +40,8 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    how: dict[str, Any] = {"margin": config.balance.margin, "memory": config.balance.memory}
+    how: dict[str, Any] = {name: getattr(config.balance, name) for name in ("margin", "memory", "learn")}
     planner = config.planner
-    if planner.cluster and planner.profile:
-        raise InputError("planner.cluster and planner.profile both say what the machine is: leave one out")
     if planner.cluster or planner.profile:
         simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
         layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
@@ -208,8 +206,10 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
     if config.balance.placement == "weighed":
-        return Weighed(_machine(config, grid))
-    return Stay() if config.balance.placement == "stay" else TwoStage()
+        return Weighed(_machine(config, grid), least_gain=config.balance.least_gain, rest=config.balance.rest)
+    if config.balance.placement == "stay":
+        return Stay()
+    return TwoStage(config.balance.least_gain, rest=config.balance.rest)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:

@@ -165,17 +165,26 @@ class BalanceConfig:
 
     placement: Literal["none", "stay", "two_stage", "weighed"] = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
-    them; weighed: the slower kind of link first; both move nobody for less than a tenth. stay: nobody moves, by the same
+    them; weighed: the slower kind of link first. stay: nobody moves, by the same
     programs. With plan.lending=arbiter, samples move in the calls in which that gains most."""
     margin: float = 0.05
     """For plan.lending=arbiter: leave an option only for one that is faster by this share."""
     memory: float = 0.25
     """For plan.lending=arbiter: how much earlier calls count, 0 to below 1."""
+    learn: bool = True
+    """For plan.lending=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
+    that a run can be repeated bit by bit."""
+    least_gain: float = 0.1
+    """For placement: share of the rows between nodes that a move must save, else nobody moves."""
+    rest: int = 15
+    """For placement: passes in which it is not asked after some in which nobody moved; 0 to ask in every pass."""
 
     def __post_init__(self) -> None:
-        for name in ("margin", "memory"):
+        for name in ("margin", "memory", "least_gain"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"balance.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
+        if self.rest < 0:
+            raise InputError(f"balance.rest={self.rest}: choose 0 or more passes")
 
 
 @dataclass(frozen=True, kw_only=True)

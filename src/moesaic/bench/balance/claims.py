@@ -6,14 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from moesaic.bench.balance.job import NEAR
 from moesaic.bench.balance.methods import BOUNDED, OURS, PLAIN
 from moesaic.bench.balance.run import Cell
 from moesaic.bench.balance.simulated import Forecast
+from moesaic.bench.measure import MANY, NEAR
 from moesaic.report.claims import Claim
-
-MANY = 30
-"""Pairs under a ratio nearer to 1 than 1.10."""
 
 
 class NotMeasuredError(Exception):
@@ -106,7 +103,7 @@ def bounded(cell: Cell, name: str, other: str) -> float:
         NotMeasuredError: for a ratio near 1 that rests on too few pairs.
     """
     ratio = cell.ratio(name, other)
-    if 1 / NEAR < ratio.median < NEAR and ratio.repeats < MANY:
+    if ratio.is_near and ratio.repeats < MANY:
         raise NotMeasuredError(f"{cell.job.case.label}: {ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}")
     return ratio.high
 

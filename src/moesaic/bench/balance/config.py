@@ -59,7 +59,7 @@ class Place:
     """How often each method is timed, all in turn."""
     pairs: int = 30
     """How often ours and the methods that are near it are."""
-    learning_calls: int = 64
+    learning_calls: int = 120
     """Steps before anything is timed of a method that learns: training runs thousands of them."""
 
     def __post_init__(self) -> None:

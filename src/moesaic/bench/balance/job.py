@@ -9,9 +9,6 @@ from moesaic.bench.balance.methods import Method
 from moesaic.bench.bounds import Message
 from moesaic.bench.measure import Span
 
-NEAR = 1.10
-"""Ratios below this one want many pairs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.bench.across_ranks import gathered, latest
-from moesaic.bench.balance.job import NEAR, Counted, Decided, Found, Job
+from moesaic.bench.balance.job import Counted, Decided, Found, Job
 from moesaic.bench.balance.memory import peak_bytes
 from moesaic.bench.balance.methods import OURS, PLAIN, Method, lender_of, placed_by
 from moesaic.bench.balance.router import ToldRouter
@@ -213,7 +213,7 @@ def near_ours(seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, Me
         return []
     others = [name for name in seconds if methods[name].is_single]
     others.sort(key=lambda name: paired(seconds[name], seconds[OURS]).median)
-    near = [n for n in others[:2] if 1 / NEAR < paired(seconds[n], seconds[OURS]).median < NEAR]
+    near = [name for name in others[:2] if paired(seconds[name], seconds[OURS]).is_near]
     near += [PLAIN] if balanced and PLAIN not in near else []
     return [OURS, *near] if near else []
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from moesaic.plan.lending.cost import Board
 
+DECIMALS = 12
+"""Of modelled seconds that are compared: ranks with other processors may differ in the last bits, and must decide alike."""
+
 
 class Lendings(NamedTuple):
     """What is lent, entry by entry; several entries may be of one origin, expert and helper."""
@@ -106,7 +109,7 @@ def shadows_at(
     seconds = _prefix_seconds(board, place, expert, amount)
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
-    ends = [int(np.argmin(seconds + price * most)) for price in prices]
+    ends = [int(np.argmin(np.round(seconds + price * most, DECIMALS))) for price in prices]
     return [Lendings(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
 
 

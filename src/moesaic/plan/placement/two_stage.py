@@ -26,10 +26,12 @@ REST = 15
 """Forward passes: with one asked after as many, deciding costs a sixteenth of what it does in every pass."""
 
 
-def check_least_gain(least_gain: float) -> None:
-    """Raise InputError for what is no share."""
+def check(least_gain: float, rest: int) -> None:
+    """Raise InputError for what is no share, or no number of passes."""
     if not 0 <= least_gain < 1:
         raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
+    if rest < 0:
+        raise InputError(f"placement rest={rest}: choose 0 or more passes")
 
 
 class AbstractPlacer(ABC):
@@ -86,7 +88,7 @@ class TwoStage(AbstractPlacer):
     """
 
     def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST) -> None:
-        check_least_gain(least_gain)
+        check(least_gain, rest)
         self.least_gain, self.rest = least_gain, rest
 
     def decide(self, load: SampleLoad) -> Homes:

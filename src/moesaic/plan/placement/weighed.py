@@ -15,7 +15,7 @@ from moesaic.plan.placement.assign import assign
 from moesaic.plan.placement.exact import seconds
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
-from moesaic.plan.placement.two_stage import LEAST_GAIN, REST, AbstractPlacer, TwoStage, check_least_gain
+from moesaic.plan.placement.two_stage import LEAST_GAIN, REST, AbstractPlacer, TwoStage, check
 
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Of the links within nodes, that are tried."""
@@ -36,7 +36,7 @@ class Weighed(AbstractPlacer):
     """
 
     def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:
-        check_least_gain(least_gain)
+        check(least_gain, rest)
         self.least_gain, self.rest = least_gain, rest
         machine = machine or Machine()
         self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps

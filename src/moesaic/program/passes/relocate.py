@@ -2,7 +2,7 @@
 
 NetMoE (Liu et al., ICLR 2025), section 4 and Algorithm 1: the gather of one layer takes its samples to where the scatter of
 the next one is cheap. The pass changes layouts and nothing else: where rows were back at their origins, they are at their
-samples' new homes. The tokens' places travel there too, straight from origin to new home, 8 bytes a copy, since the new home
+samples' new homes. The tokens' places travel there too, straight from origin to new home, 4 bytes a copy, since the new home
 has not routed these tokens. Sums, routing weights and experts stay as they are, and the transpose takes gradients back along
 the same ways.
 
