@@ -11,9 +11,10 @@ import pytest
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.arbiter import Arbiter, Arbitration, Verdict
+from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_options import name_of, option_plans, steps_of
 from moesaic.plan.arbiter_recipes import Choice, Recipe
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import Load
 from moesaic.program.grid import Grid

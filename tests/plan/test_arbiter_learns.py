@@ -13,7 +13,8 @@ import pytest
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.arbiter import UNANSWERED, Arbiter, Arbitration, Verdict
+from moesaic.plan.arbiter import UNANSWERED, Arbiter, Arbitration
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import Load
 from moesaic.program.grid import Grid

@@ -20,8 +20,9 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.arbiter import Arbiter, Arbitration, Verdict
+from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_options import name_of
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Load
 from moesaic.plan.lending.shadow import Shadow

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.arbiter import Arbiter, Verdict
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.placement import Homes, Volume
 from moesaic.runtime.arbiter_moves import MoveArbiter, saved_seconds

@@ -71,7 +71,7 @@ class Case:
     top_k: int | None = None
     """Experts per token; None for the model's own."""
     repeats: int = 8
-    """How often each system is timed; our best plan and layers that are near it are timed 30 times."""
+    """How often each system is timed; in the sweep our best plan and layers that are near it 30 times."""
     trials: int = 2
     """Repeats before, apart, on which our best lossless plan is chosen; the others are then left out unless `all_plans`."""
     all_plans: bool = False

@@ -85,7 +85,8 @@ def measure(config: Config, case: Case) -> Found:
     for system in systems:
         system.step.forget()
     spans = in_turn({s.name: runs[s.name] for s in timed}, case.repeats, barrier=barrier, warmup=0)
-    near = near_ones(best, [s.name for s in timed if s.kind != "ours"], gathered(spans))
+    claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
+    near = near_ones(best, claimed, gathered(spans))
     more = in_turn({name: runs[name] for name in near}, max(MANY - case.repeats, 0), barrier=barrier, warmup=0)
     for name, further in more.items():
         spans[name] += further

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -20,9 +19,10 @@ from moesaic.plan.arbiter_cost import is_even
 from moesaic.plan.arbiter_options import ALONE
 from moesaic.plan.arbiter_recipes import NO_CHANGE, THRIFTS, Choice, Option, Weigher
 from moesaic.plan.arbiter_times import Times
+from moesaic.plan.arbiter_verdict import Pick, Verdict, verdict_of
 from moesaic.plan.lending.cost import Board, LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Load
-from moesaic.plan.lending.tables import NOTHING, Lendings, spread
+from moesaic.plan.lending.tables import NOTHING, spread
 from moesaic.plan.plan import Plan
 
 JUMP = 0.15
@@ -36,37 +36,6 @@ HOPELESS = 3.0
 that is not there."""
 UNANSWERED = 64
 """Calls that may be under way without anybody having told yet what they took."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was decided for a call, and from what."""
-
-    option: str
-    """Its name, as `arbiter_options.name_of` gives it."""
-    program: int
-    """Which of the plans that were offered runs."""
-    lent: np.ndarray | None
-    """(world, num_experts, ep) int64: copies that other ranks than their experts' homes compute; None for none."""
-    seconds: Mapping[str, float]
-    """Of every option that was weighed, forward and backward: the model's, corrected by what was measured."""
-    rows: tuple[tuple[int, ...], tuple[int, ...]]
-    """Copies that each place of ep computes, replica after replica: if the call is left alone, and as it was decided."""
-    token_bytes: tuple[int, int]
-    """Of tokens and their gradients that cross links: left alone, and as it was decided."""
-    weight_bytes: int
-    """Of weights and their gradients that cross links."""
-    decision_seconds: float
-    """What deciding kept this rank from going on."""
-    weighing_seconds: float = 0.0
-    """What weighing for the next call took beside this one: processor time of a thread of its own."""
-    is_trial: bool = False
-    """Whether the option ran to learn what it takes."""
-
-    @property
-    def copies_lent(self) -> int:
-        """Copies that another rank computes."""
-        return 0 if self.lent is None else int(self.lent.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +86,6 @@ class Arbiter(AbstractLender):
         plan = Plan(lending="spill")
         lent = Arbitration(self, plan, [Plan(), plan]).choose(load).lent
         return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if lent is None else lent
-
-
-@dataclass(frozen=True)
-class Pick:
-    """What a call runs, decided before its counts were known, and the tables made from them."""
-
-    choice: Choice
-    found: tuple[Board, ...]
-    lent: tuple[Lendings, ...]
-    """By replica of the experts."""
-    is_trial: bool
-
-    @cached_property
-    def table(self) -> np.ndarray | None:
-        """What is lent, (world, num_experts, ep) int64; None for nothing."""
-        return spread(self.found, self.lent)
 
 
 @dataclass(frozen=True)
@@ -200,7 +153,7 @@ class Arbitration:
         self._settle(seconds, 0.0, among=by_name)
         chosen = by_name[self.last.name]
         pick = Pick(chosen.choice, tuple(found), chosen.lent, False)
-        return _verdict(pick, options[0], chosen, seconds, started)
+        return verdict_of(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: Load) -> list[tuple[Option, np.ndarray | None]]:
         """Return the options for a call, with the table that each lends, (world, num_experts, ep) int64; decides nothing."""
@@ -257,7 +210,7 @@ class Arbitration:
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
-        verdict = _verdict(pick, alone, ran, corrected)
+        verdict = verdict_of(pick, alone, ran, corrected)
         return replace(verdict, weighing_seconds=time.thread_time() - started)
 
     def _ask(self, call: int | None, choice: Choice, load: float, modelled: float) -> None:
@@ -343,19 +296,3 @@ class Arbitration:
 def _load_of(found: Sequence[Board], alone: Option) -> float:
     """Return what tells loads apart: the seconds of a copy, which grow with skew, left alone."""
     return alone.seconds / max(1, sum(int(board.copies.sum()) for board in found))
-
-
-def _verdict(
-    pick: Pick, alone: Option, ran: Option, seconds: Mapping[str, float], started: float | None = None
-) -> Verdict:
-    return Verdict(
-        option=pick.choice.name,
-        program=pick.choice.program,
-        lent=pick.table,
-        seconds=seconds,
-        rows=(alone.cost.rows, ran.cost.rows),
-        token_bytes=(alone.cost.token_bytes, ran.cost.token_bytes),
-        weight_bytes=ran.cost.weight_bytes,
-        decision_seconds=0.0 if started is None else time.perf_counter() - started,
-        is_trial=pick.is_trial,
-    )

@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
-from moesaic.plan.arbiter import Arbiter, Arbitration, Pick, Verdict
+from moesaic.plan.arbiter import Arbiter, Arbitration
+from moesaic.plan.arbiter_verdict import Pick, Verdict
 from moesaic.plan.compile import for_call
 from moesaic.plan.lending import LENDERS
 from moesaic.plan.lending.lender import AbstractLender, Load

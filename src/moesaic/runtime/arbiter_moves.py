@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.arbiter import Arbiter, Verdict
+from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_options import ALONE
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.runtime.relocate import SampleMove
 

@@ -219,7 +219,7 @@ class OnMesh:
 
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
-            units = experts.num_units(sharded)
+            x, units = x.to(dtype), experts.num_units(sharded)
             chosen, wanted = self.chooser.choose(routed.record, copies, units)
             compiled, lent, cut = self.budget.hold(chosen, wanted, copies, units)
             sizes = self._sizes(compiled, lent, copies, tokens, None if cut else visits, units)
@@ -228,13 +228,11 @@ class OnMesh:
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if cut is not None:
                 slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)
-                return run_slices(SlicedRun(work, slices), x.to(dtype), gate, *cast)
+                return run_slices(SlicedRun(work, slices), x, gate, *cast)
             forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
             call.first_tag = self.wire.take_tags(forward + backward)
             work = replace(work, backward_tag=call.first_tag + forward)
-            return self.chooser.timed(
-                routed.record, compiled, lent, lambda: run_program(work, x.to(dtype), gate, *cast)
-            )
+            return self.chooser.timed(routed.record, compiled, lent, lambda: run_program(work, x, gate, *cast))
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.plan.arbiter import Arbiter, Arbitration, Verdict
+from moesaic.plan.arbiter import Arbiter, Arbitration
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.lender import Load
 from moesaic.plan.plan import Plan
 

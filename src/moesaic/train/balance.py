@@ -15,8 +15,9 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.plan import Compiled
-from moesaic.plan.arbiter import Arbiter, Verdict
+from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
+from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.model import job_of
 from moesaic.plan.placement import AbstractPlacer, Stay, TwoStage, Weighed
