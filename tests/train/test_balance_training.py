@@ -127,4 +127,5 @@ def test_the_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
         skip_measuring(patch)
         run_quietly(tiny(tmp_path, balance={"margin": 0.2}, out=str(tmp_path / "kept")))
     saved = json.loads((tmp_path / "kept" / "config.json").read_text())
-    assert saved["balance"] == {"placement": "none", "margin": 0.2, "memory": 0.25}
+    usual = {"placement": "none", "memory": 0.25, "learn": True, "least_gain": 0.1, "rest": 15}
+    assert saved["balance"] == {**usual, "margin": 0.2}
