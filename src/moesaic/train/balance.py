@@ -210,7 +210,7 @@ def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
         return Weighed(_machine(config, grid), least_gain=config.balance.least_gain, rest=config.balance.rest)
     if config.balance.placement == "stay":
         return Stay()
-    return TwoStage(config.balance.least_gain, rest=config.balance.rest)
+    return TwoStage(least_gain=config.balance.least_gain, rest=config.balance.rest)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
