@@ -1,10 +1,10 @@
 """What a budget of rows costs and saves: speed and peak memory of a layer against `plan.token_budget`, on an emulated cluster.
 
-The layer, bed and loads are those of `moesaic bench balance`. For each load plain expert parallelism and the arbiter run with
-several budgets, and without one, all in turn. Before that results and gradients of each are held against the plain layer's, and
+The layer, bed and loads are those of `moesaic bench balance`. For each load plain expert parallelism, spilling and the arbiter
+(which goes by its model: learning takes more calls than this) run with several budgets, and without one, all in turn. Before that results and gradients of each are held against the plain layer's, and
 its peak of memory is counted. Budgets are over the load of a rank under balance, memory over that of the plain layer there.
 
-    python benchmarks/token_budget.py --json benchmarks/results/token_budget.json --svg docs/images/bench/token_budget.svg
+    python benchmarks/token_budget.py --json benchmarks/results/token_budget.json --picture docs/images/bench/token_budget.svg
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moesaic.bench.balance.config import COMMITTED, Config, read_config
 from moesaic.bench.balance.job import Job
 from moesaic.bench.balance.methods import OURS, PLAIN, Method
 from moesaic.bench.balance.run import Cell, measure
+from moesaic.bench.pictures import Panel, Series, check_picture, write_picture
 from moesaic.bench.tables import Column, share, table
 from moesaic.plan.plan import Plan
 from moesaic.report.claims import Measurement
@@ -31,6 +32,9 @@ NOTES = (
     "interval of ratios within a round. budget: over the copies of a rank under balance; null for none. memory: bytes of all "
     "tensors alive at once with real experts, of the rank that has most, over those of plain ep at MaxVio 0."
 )
+
+LENDINGS = {PLAIN: "none", "spill": "spill", OURS: "arbiter"}
+"""Methods, and what their plans lend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +52,14 @@ class Options:
     repeats: int = 5
     json: Path | None = None
     """Write the table here."""
-    svg: Path | None = None
-    """Draw speed and memory against the budget here."""
+    picture: Path | None = None
+    """Draw speed over memory here, as .svg or .html."""
 
 
 def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:
-    """Return plain ep and the arbiter, without a budget and with each."""
+    """Return plain ep, spilling and the arbiter, without a budget and with each."""
     found = {}
-    for name, lending in ((PLAIN, "none"), (OURS, "arbiter")):
+    for name, lending in LENDINGS.items():
         for budget in (None, *budgets):
             rows = None if budget is None else int(budget * mean)
             label = name if budget is None else f"{name}, {budget:g}"
@@ -76,7 +80,7 @@ def jobs_of(config: Config, options: Options) -> list[Job]:
 def rows_of(cell: Cell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
     """Return a line per method of a load."""
     found = []
-    for name in (PLAIN, OURS):
+    for name in LENDINGS:
         for budget in (None, *budgets):
             label = name if budget is None else f"{name}, {budget:g}"
             over = cell.ratio(PLAIN, label)
@@ -90,35 +94,34 @@ def rows_of(cell: Cell, even_bytes: int, budgets: Sequence[float]) -> list[dict[
     return found
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw speed over memory, a line per load and method, a point per budget."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
+def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Return a chart per load: speed over memory, a line per method, a point per budget."""
+    found = []
     for load in sorted({row["max_vio"] for row in rows}):
-        for name, marker in ((PLAIN, "o"), (OURS, "s")):
-            chosen = sorted(
-                (row for row in rows if (row["max_vio"], row["method"]) == (load, name)), key=lambda row: row["memory"]
-            )
-            axes.plot(
-                [row["memory"] for row in chosen], [row["plain_over_this"] for row in chosen], marker=marker,
-                label=f"{name}, MaxVio {load:g}",
+        series = []
+        for name in LENDINGS:
+            chosen = [row for row in rows if (row["max_vio"], row["method"]) == (load, name)]
+            chosen.sort(key=lambda row: row["memory"])
+            low, high = zip(*(row["plain_over_this_95"] for row in chosen))
+            series.append(
+                Series(
+                    name=name, x=tuple(row["memory"] for row in chosen), low=low, high=high,
+                    y=tuple(row["plain_over_this"] for row in chosen),
+                )
             )  # fmt: skip
-            for row in chosen:
-                text = "none" if row["budget"] is None else f"{row['budget']:g}"
-                axes.annotate(text, (row["memory"], row["plain_over_this"]), fontsize=7)
-    axes.set_xlabel("peak memory over that of plain ep under balance")
-    axes.set_ylabel("time of plain ep over this")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+        found.append(
+            Panel(
+                title=f"MaxVio {load:g}", x_title="peak memory over plain ep under balance",
+                y_title="time of plain ep / this, virtual compute", series=tuple(series),
+            )
+        )  # fmt: skip
+    return found
 
 
 def main(options: Options) -> None:
     """Measure, print the table, write and draw."""
+    if options.picture is not None:
+        check_picture(options.picture)
     config = read_config(options.config)
     loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
     config = replace(config, only=loads).repeated(options.repeats)
@@ -131,8 +134,8 @@ def main(options: Options) -> None:
     Console(stderr=True).print(table("Token budgets", rows, COLUMNS, group_by=("max_vio", "method")))
     if options.json is not None:
         Measurement(rows=rows, claims=[], notes=NOTES, packages=("torch", "numpy")).write(str(options.json))
-    if options.svg is not None:
-        draw(rows, options.svg)
+    if options.picture is not None:
+        write_picture(options.picture, "A budget of rows", panels(rows), NOTES, columns=2)
 
 
 COLUMNS = (

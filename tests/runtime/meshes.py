@@ -16,6 +16,7 @@ from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.runtime.tape import checkpoint
 
 DIM, HIDDEN, EXPERTS = 4, 8, 4
 
@@ -66,3 +67,17 @@ def every_rank(grid: Grid, function: Callable[[AbstractWire, Tensor], object], s
     return run_ranks(
         grid.world, lambda wire: function(wire, tokens_of(grid.coordinate(wire.rank, "dp")).requires_grad_()), seed=seed
     )
+
+
+def step(layer: nn.Module, x: Tensor, recompute: bool = False) -> list[Tensor]:
+    """Return a layer's results, its input's gradient and those of its parameters, which are cleared."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(layer, x) if recompute else layer(x)
+    y.sin().sum().backward()
+    assert x.grad is not None
+    found = [y.detach(), x.grad]
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.clone())
+        parameter.grad = None
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from meshes import make_layer, tokens_of
+from meshes import make_layer, step, tokens_of
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
@@ -51,19 +51,6 @@ def lean(layer: MoE, by: float) -> None:
     with torch.no_grad():
         weight = next(layer.router.parameters())
         weight[0] += by
-
-
-def step(layer: MoE, x: Tensor, recompute: bool = False) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    y = checkpoint(layer, x) if recompute else layer(x)
-    y.sin().sum().backward()
-    assert x.grad is not None
-    found = [y.detach(), x.grad]
-    for parameter in layer.parameters():
-        assert parameter.grad is not None
-        found.append(parameter.grad.clone())
-        parameter.grad = None
-    return found
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

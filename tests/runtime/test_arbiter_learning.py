@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from meshes import make_layer, tokens_of
-from torch import Tensor, nn
+from meshes import make_layer, step, tokens_of
+from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -25,7 +25,6 @@ from moesaic.plan.lending.shadow import Shadow
 from moesaic.program.grid import Grid
 from moesaic.runtime import arbiter_clock
 from moesaic.runtime.arbiter_clock import OPEN, CallClock, TimedCall
-from moesaic.runtime.tape import checkpoint
 
 GRIDS = {
     "ep": Grid(world=4, ep=4, ranks_per_node=2),
@@ -42,19 +41,6 @@ def layer_on(wire: AbstractWire, grid: Grid, lender: Any, plan: Plan | None = No
         next(layer.router.parameters())[0] += 3.0
     layer.parallelize(Mesh(grid, wire), plan or Plan(lending="arbiter"), lender)
     return layer
-
-
-def step(layer: nn.Module, x: Tensor, recompute: bool = False) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    y = checkpoint(layer, x) if recompute else layer(x)
-    y.sin().sum().backward()
-    assert x.grad is not None
-    found = [y.detach(), x.grad]
-    for parameter in layer.parameters():
-        assert parameter.grad is not None
-        found.append(parameter.grad.clone())
-        parameter.grad = None
-    return found
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -197,7 +198,7 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         raise InputError(
             f"trace {path}: no such file: name a trace, or the folder of a run that recorded one"
         ) from error
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(
             f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
         ) from error
