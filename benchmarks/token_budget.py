@@ -1,8 +1,9 @@
 """What a budget of rows costs and saves: speed and peak memory of a layer against `plan.token_budget`, on an emulated cluster.
 
 The layer, bed and loads are those of `moesaic bench balance`. For each load plain expert parallelism, spilling and the arbiter
-(which goes by its model: learning takes more calls than this) run with several budgets, and without one, all in turn. Before that results and gradients of each are held against the plain layer's, and
-its peak of memory is counted. Budgets are over the load of a rank under balance, memory over that of the plain layer there.
+(which goes by its model: learning takes more calls than this) run with several budgets, and without one, all in turn. Before
+that results and gradients of each are held against the plain layer's, and its peak of memory is counted. Budgets are over the
+load of a rank under balance, memory over that of the plain layer there.
 
     python benchmarks/token_budget.py --json benchmarks/results/token_budget.json --picture docs/images/bench/token_budget.svg
 """
