@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.comm import sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
-from moesaic.comm.mesh import Mesh, check_same
+from moesaic.comm.mesh import Mesh, check_same, open_wire
 from moesaic.comm.wire import Transfer
 from moesaic.errors import InputError
 from moesaic.testing.processes import leave
@@ -86,7 +89,22 @@ def movements(rank: int, world: int) -> dict[str, Any]:
     found["tags"] = all(float(b) == 100 * at + peer for at in buffers for peer, b in buffers[at].items())
     found["different"] = refusal(lambda: check_same(wire, {"a": 1, **({"b": 2} if rank else {})}))
     check_same(wire, {"a": 1})
+    found["wire"] = type(wire).__name__
     return found
+
+
+def unreachable() -> dict[str, object]:
+    """What ranks do that cannot be connected by sockets."""
+    with (
+        patch.object(sockets_connect, "_hosts", lambda: ["not an address"]),
+        patch.object(sockets_connect, "TIMEOUT", 0.1),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        wire = open_wire()
+    ranks = tuple(range(wire.world))
+    total = float(all_reduce_sum(wire, ranks, torch.ones(1)))
+    return {"unreachable": (type(wire).__name__, total, [str(w.message) for w in told if "sockets" in str(w.message)])}
 
 
 def process(rank: int, world: int, folder: str) -> None:
@@ -94,7 +112,7 @@ def process(rank: int, world: int, folder: str) -> None:
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    found = {**meshes(rank, world), **movements(rank, world)}
+    found = {**meshes(rank, world), **movements(rank, world), **unreachable()}
     torch.save(found, Path(folder) / f"{rank}.pt")
     leave()
 
@@ -129,4 +147,6 @@ def test_real_processes(world, tmp_path, monkeypatch):
         of_weight = float(sum((r + 1) * sum(rows) for r, rows in enumerate(shares)))
         of_rows = [3.0 * (r + 1) for r, rows in enumerate(shares) for _ in rows]
         assert saw["gradients"] == ([of_weight] * 3, of_rows)
-        assert saw["tags"]
+        assert (saw["tags"], saw["wire"]) == (True, "Sockets")
+        kind, total, told = saw["unreachable"]
+        assert (kind, total, len(told)) == ("Gloo", world, 0 if rank else 1)

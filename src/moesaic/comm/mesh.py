@@ -7,6 +7,7 @@ point, and need no process groups beyond the world: their groups are tuples of r
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesaic.comm.agree import check_same
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.nccl import Nccl
+from moesaic.comm.sockets import Sockets
 from moesaic.comm.wire import AbstractWire, NoWire
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
@@ -67,7 +69,7 @@ class Mesh:
             cp: reserved: 1.
             innermost: which of etp and ep has consecutive ranks.
             ranks_per_node: consecutive ranks that share a node; None takes what torchrun says, else one node.
-            device_type: "cpu" sends over Gloo, "cuda" over NCCL between the current devices.
+            device_type: "cpu" sends over sockets, "cuda" over NCCL between the current devices.
             group: a process group of the whole world; None is the default group.
 
         Raises:
@@ -146,8 +148,9 @@ def open_wire(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None =
     """Open a wire between all processes; all of them call this together.
 
     Args:
-        device_type: "cpu" for Gloo, "cuda" for NCCL between the current devices.
-        group: a process group of the whole world; None is the default group. NCCL makes its own groups.
+        device_type: "cpu" for sockets, "cuda" for NCCL between the current devices.
+        group: a process group of the whole world; None is the default group. NCCL makes its own groups; sockets need one for
+            the ranks' addresses, and where two ranks cannot be connected, the wire is Gloo (a warning says so).
 
     Returns:
         the wire; without `torch.distributed`, that of a world of one rank.
@@ -176,6 +179,16 @@ def open_wire(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None =
         raise InputError(
             f"the process group has backend {backends}: for device_type='cpu' initialise it with 'gloo' or "
             "'cpu:gloo,cuda:nccl'"
+        )
+    sockets = Sockets.create(world_group)
+    if sockets is not None:
+        return sockets
+    if world_group.rank() == 0:
+        warnings.warn(
+            "not all ranks could be connected by sockets: messages go over Gloo, which is slower. Set GLOO_SOCKET_IFNAME to "
+            "the network interface that all ranks reach",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return Gloo(world_group)
 

@@ -1,0 +1,288 @@
+"""Ranks on CPUs talk over sockets: eager tagged messages, a connection per pair of ranks, no thread.
+
+Gloo asks the receiver before it sends, and hands every message to a thread and back (`benchmarks/wires.py` compares the two).
+Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank
+computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages may arrive before their
+receive is posted: they are kept until then.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.comm.sockets_connect import connect
+from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+
+_HEADER = struct.Struct("<qq")
+"""Tag and bytes of a message, in front of it."""
+
+_WAKE_BYTES = 1 << 18
+"""A rank that waits for more is woken when so many have arrived, instead of for every packet."""
+
+PATIENCE = 30 * 60.0
+"""Seconds without any progress until a wait gives up, as in `torch.distributed`."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """Messages of one transfer that are not done."""
+
+    left: int = 0
+
+
+@dataclass(eq=False)
+class _Receive:
+    """A message on its way in."""
+
+    buffer: memoryview
+    work: _Work | None
+    """None while nobody has asked for it."""
+    got: int = 0
+
+
+@dataclass(eq=False)
+class _Line:
+    """The connection to one peer."""
+
+    peer: int
+    socket: socket.socket
+    leaving: deque[tuple[list[memoryview], _Work]] = field(default_factory=deque)
+    """Pieces of messages that are not in the kernel's buffer yet."""
+    posted: dict[int, deque[_Receive]] = field(default_factory=dict)
+    """By tag: receives without a message."""
+    early: dict[int, deque[memoryview]] = field(default_factory=dict)
+    """By tag: messages without a receive."""
+    header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
+    got: int = 0
+    """Bytes of the header that have arrived."""
+    tag: int = 0
+    arriving: _Receive | None = None
+    """The message behind the header."""
+    low: int = 1
+    """Bytes for which the kernel wakes this rank."""
+    is_closed: bool = False
+
+
+class Sockets(AbstractWire):
+    """Sends between processes over stream sockets. Lanes make no difference: messages of both overlap.
+
+    One thread at a time may use it.
+
+    Args:
+        rank: whose end it is.
+        lines: a connected stream socket for every other rank.
+        patience: seconds without any progress until a wait gives up.
+    """
+
+    def __init__(self, rank: int, lines: Mapping[int, socket.socket], patience: float = PATIENCE) -> None:
+        super().__init__(rank, len(lines) + 1)
+        self._patience = patience
+        self._lines = {peer: _Line(peer, line) for peer, line in lines.items()}
+        self._of_file = {line.socket.fileno(): line for line in self._lines.values()}
+        self._poll = select.poll()
+        for line in self._lines.values():
+            line.socket.setblocking(False)
+            self._poll.register(line.socket, select.POLLIN)
+        weakref.finalize(self, _close, list(lines.values()))
+
+    @classmethod
+    def create(cls, group: dist.ProcessGroup) -> Sockets | None:
+        """Connect all processes of a group; all of them call this together. None, on all of them, where that fails.
+
+        Args:
+            group: the process group of the whole world, through which ranks tell each other their addresses.
+        """
+        lines = connect(group)
+        return None if lines is None else cls(group.rank(), lines)
+
+    def issue(self, transfer: Transfer) -> Ticket:
+        """Post all receives, and hand all sends to the kernel as far as it takes them.
+
+        Messages without bytes are not sent; both sides know that.
+
+        Raises:
+            RuntimeError: if a peer has gone, or sent another number of bytes than its receive has.
+        """
+        work = _Work()
+        for peer, buffer in transfer.receives.items():
+            if buffer.numel():
+                self._receive(self._lines[peer], transfer.tag, _Receive(_view(buffer), work))
+        for peer, tensor in transfer.sends.items():
+            if tensor.numel():
+                self._send(self._lines[peer], transfer.tag, _view(tensor), work)
+        if work.left:
+            self._move(0.0)
+        return Ticket(transfer, [work])
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until all messages of a transfer are in their buffers, or in the kernel's.
+
+        Raises:
+            RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if nothing at all
+                has moved for `patience` seconds.
+        """
+        for work in ticket.works:
+            while work.left:
+                if not self._move(self._patience):
+                    raise RuntimeError(
+                        f"rank {self.rank} has waited {self._patience:g} s for ranks {self._missing()}: nothing came"
+                    )
+        ticket.works.clear()
+
+    def _missing(self) -> list[int]:
+        return [line.peer for line in self._lines.values() if line.posted or line.leaving or line.arriving]
+
+    def _receive(self, line: _Line, tag: int, receive: _Receive) -> None:
+        waiting = line.early.get(tag)
+        if waiting:
+            message = waiting.popleft()
+            if not waiting:
+                del line.early[tag]
+            _check_size(line, tag, len(message), len(receive.buffer))
+            receive.buffer[:] = message
+            return
+        if line.is_closed:
+            raise _gone(self.rank, line.peer)
+        assert receive.work is not None
+        receive.work.left += 1
+        line.posted.setdefault(tag, deque()).append(receive)
+
+    def _send(self, line: _Line, tag: int, data: memoryview, work: _Work) -> None:
+        if line.is_closed:
+            raise _gone(self.rank, line.peer)
+        work.left += 1
+        line.leaving.append(([memoryview(_HEADER.pack(tag, len(data))), data], work))
+        if len(line.leaving) == 1:
+            self._push(line)
+            if line.leaving:
+                self._poll.modify(line.socket, select.POLLIN | select.POLLOUT)
+
+    def _move(self, seconds: float) -> bool:
+        """Move what can be moved, waiting for it at most so long; returns whether anything moved."""
+        events = self._poll.poll(1000 * seconds)
+        for file, event in events:
+            line = self._of_file[file]
+            if event & select.POLLOUT:
+                self._push(line)
+                if not line.leaving:
+                    self._poll.modify(line.socket, select.POLLIN)
+            if event & ~select.POLLOUT:
+                self._pull(line)
+        return bool(events)
+
+    def _push(self, line: _Line) -> None:
+        """Hand a line's messages to the kernel until it takes no more."""
+        while line.leaving:
+            pieces, work = line.leaving[0]
+            try:
+                sent = line.socket.sendmsg(pieces)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise _gone(self.rank, line.peer) from error
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][sent:]
+            else:
+                line.leaving.popleft()
+                work.left -= 1
+
+    def _pull(self, line: _Line) -> None:
+        """Take what has arrived on a line."""
+        while True:
+            arriving = line.arriving
+            into = memoryview(line.header)[line.got :] if arriving is None else arriving.buffer[arriving.got :]
+            try:
+                count = line.socket.recv_into(into)
+            except BlockingIOError:
+                self._wake_for(line, min(len(into), _WAKE_BYTES))
+                return
+            except ConnectionError:
+                count = 0
+            if not count:
+                self._lose(line)
+                return
+            if arriving is None:
+                line.got += count
+                if line.got == _HEADER.size:
+                    self._begin(line)
+            else:
+                arriving.got += count
+                if arriving.got == len(arriving.buffer):
+                    self._finish(line, arriving)
+                    if not line.posted:
+                        return
+
+    def _begin(self, line: _Line) -> None:
+        """Find out where the message behind a header goes."""
+        line.got = 0
+        line.tag, size = _HEADER.unpack(line.header)
+        waiting = line.posted.get(line.tag)
+        if waiting:
+            line.arriving = waiting.popleft()
+            if not waiting:
+                del line.posted[line.tag]
+            _check_size(line, line.tag, size, len(line.arriving.buffer))
+        else:
+            line.arriving = _Receive(memoryview(bytearray(size)), None)
+
+    def _finish(self, line: _Line, arrived: _Receive) -> None:
+        line.arriving = None
+        self._wake_for(line, 1)
+        if arrived.work is not None:
+            arrived.work.left -= 1
+            return
+        waiting = line.posted.get(line.tag)
+        if waiting:  # asked for while it arrived
+            receive = waiting.popleft()
+            if not waiting:
+                del line.posted[line.tag]
+            _check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
+            receive.buffer[:] = arrived.buffer
+            assert receive.work is not None
+            receive.work.left -= 1
+        else:
+            line.early.setdefault(line.tag, deque()).append(arrived.buffer)
+
+    def _wake_for(self, line: _Line, count: int) -> None:
+        if line.low != count:
+            line.low = count
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+    def _lose(self, line: _Line) -> None:
+        """Note that a peer has closed its end, which matters only to whoever still wants something of it."""
+        line.is_closed = True
+        self._poll.unregister(line.socket)
+        if line.posted or line.leaving or line.arriving:
+            raise _gone(self.rank, line.peer)
+
+
+def _view(tensor: Tensor) -> memoryview:
+    """Return a contiguous tensor's memory."""
+    return as_bytes(tensor.detach()).numpy().data
+
+
+def _check_size(line: _Line, tag: int, sent: int, expected: int) -> None:
+    if sent != expected:
+        raise RuntimeError(f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected")
+
+
+def _gone(rank: int, peer: int) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank}: connection closed by rank {peer}, which has ended or failed: its own message says why"
+    )
+
+
+def _close(lines: Iterable[socket.socket]) -> None:
+    for line in lines:
+        line.close()

@@ -1,0 +1,188 @@
+"""The wire over sockets, its ranks as threads or in turn in one process: tags, early and large messages, and who has gone."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moesaic.comm.sockets import Sockets
+from moesaic.comm.sockets_connect import _answer, _call, _Place
+from moesaic.comm.wire import Transfer
+
+LARGE = 1 << 25
+"""More than the kernel keeps."""
+
+
+def wires(world: int = 2, patience: float = 60.0) -> list[Sockets]:
+    lines: list[dict[int, socket.socket]] = [{} for _ in range(world)]
+    for left in range(world):
+        for right in range(left):
+            lines[left][right], lines[right][left] = socket.socketpair()
+    return [Sockets(rank, lines[rank], patience) for rank in range(world)]
+
+
+def test_messages_find_their_receives_in_any_order():
+    left, right = wires()
+    tensors = {tag: torch.full((5,), float(tag)) for tag in (4, 1, 3)}
+    sent = [left.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in tensors.items()]
+    buffers = {tag: torch.empty(5) for tag in (1, 3, 4)}
+    tickets = {tag: right.issue(Transfer(1, tag, {}, {0: buffer})) for tag, buffer in buffers.items()}
+    for tag in (3, 4, 1):
+        right.wait(tickets[tag])
+        assert buffers[tag].tolist() == [float(tag)] * 5
+    for ticket in sent:
+        left.wait(ticket)
+
+
+def test_messages_of_one_tag_keep_their_order_whether_early_or_not():
+    left, right = wires()
+    buffers = [torch.empty(1) for _ in range(4)]
+    late = right.issue(Transfer(1, 7, {}, {0: buffers[0]}))
+    for number in range(4):
+        left.wait(left.issue(Transfer(0, 7, {1: torch.full((1,), float(number))}, {})))
+    right.wait(late)
+    for buffer in buffers[1:]:
+        right.wait(right.issue(Transfer(1, 7, {}, {0: buffer})))
+    assert [float(buffer) for buffer in buffers] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([True, False]),
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        torch.tensor(3, dtype=torch.int64),
+        torch.ones(3, requires_grad=True),
+        torch.zeros(0, 4),
+        torch.arange(8.0)[3:6],
+    ],
+    ids=["bool", "bfloat16", "scalar", "with gradient", "empty", "part"],
+)
+def test_any_tensor_arrives(tensor):
+    left, right = wires()
+    buffer = torch.empty_like(tensor.detach())
+    ticket = right.issue(Transfer(1, 0, {}, {0: buffer}))
+    left.wait(left.issue(Transfer(0, 0, {1: tensor}, {})))
+    right.wait(ticket)
+    assert torch.equal(buffer, tensor.detach())
+
+
+def test_everyone_sends_everyone_more_than_the_kernel_keeps():
+    world = 3
+
+    def exchange(wire: Sockets) -> bool:
+        others = [peer for peer in range(world) if peer != wire.rank]
+        sends = {peer: torch.full((LARGE,), 10 * wire.rank + peer, dtype=torch.uint8) for peer in others}
+        receives = {peer: torch.empty(LARGE, dtype=torch.uint8) for peer in others}
+        first = wire.issue(Transfer(wire.rank, 1, sends, receives))
+        small = {peer: torch.empty(1) for peer in others}
+        second = wire.issue(Transfer(wire.rank, 0, {peer: torch.ones(1) for peer in others}, small))
+        wire.wait(second)  # its messages are behind the large ones, which move meanwhile
+        wire.wait(first)
+        right = all(bool((buffer == 10 * peer + wire.rank).all()) for peer, buffer in receives.items())
+        return right and all(float(buffer) == 1.0 for buffer in small.values())
+
+    with ThreadPoolExecutor(world) as pool:
+        assert all(pool.map(exchange, wires(world)))
+
+
+def test_a_large_message_that_is_asked_for_while_it_arrives():
+    left, right = wires()
+    data = torch.randint(256, (LARGE,), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(
+            lambda: left.wait(
+                left.issue(
+                    Transfer(
+                        0,
+                        5,
+                        {
+                            1: data,
+                        },
+                        {},
+                    )
+                )
+            )
+        )
+        other = torch.empty(1)
+        while right._lines[0].arriving is None:
+            right._move(1.0)
+        buffer = torch.empty_like(data)
+        ticket = right.issue(Transfer(1, 5, {}, {0: buffer}))
+        right.wait(ticket)
+        sent.result()
+        pool.submit(lambda: left.wait(left.issue(Transfer(0, 6, {1: torch.ones(1)}, {})))).result()
+        right.wait(right.issue(Transfer(1, 6, {}, {0: other})))
+    assert torch.equal(buffer, data)
+    assert float(other) == 1.0
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_another_size_than_expected_is_named(is_early):
+    left, right = wires()
+
+    def send() -> None:
+        left.issue(Transfer(0, 3, {1: torch.ones(2)}, {}))
+
+    def receive() -> None:
+        ticket = right.issue(Transfer(1, 3, {}, {0: torch.empty(1)}))
+        if not is_early:
+            send()
+        right.wait(ticket)
+
+    if is_early:
+        send()
+        right._move(1.0)
+    with pytest.raises(RuntimeError, match="rank 0 sent 8 bytes under tag 3, where 4 were expected"):
+        receive()
+
+
+def test_what_a_peer_sent_before_it_went_still_arrives_and_more_is_refused():
+    left, right = wires()
+    left.issue(Transfer(0, 0, {1: torch.ones(1)}, {}))
+    waiting = right.issue(Transfer(1, 1, {}, {0: torch.empty(1)}))
+    del left
+    buffer = torch.empty(1)
+    with pytest.raises(RuntimeError, match="rank 1: connection closed by rank 0"):
+        right.wait(waiting)
+    right.wait(right.issue(Transfer(1, 0, {}, {0: buffer})))
+    assert float(buffer) == 1.0
+    for transfer in (Transfer(1, 2, {}, {0: buffer}), Transfer(1, 2, {0: buffer}, {})):
+        with pytest.raises(RuntimeError, match="closed by rank 0"):
+            right.wait(right.issue(transfer))
+
+
+def test_a_peer_that_went_and_owes_nothing_disturbs_nobody():
+    first, second, third = wires(3)
+    del third
+    ticket = first.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
+    second.wait(second.issue(Transfer(1, 0, {0: torch.ones(1)}, {})))
+    first.wait(ticket)
+
+
+def test_a_wait_without_any_progress_ends():
+    left, _right = wires(patience=0.01)
+    ticket = left.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
+    with pytest.raises(RuntimeError, match=r"rank 0 has waited 0.01 s for ranks \[1\]"):
+        left.wait(ticket)
+
+
+def test_strangers_are_not_taken_for_ranks():
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        place = _Place(bytes(16), ("127.0.0.1",), listener.getsockname()[1])
+        lines: dict[int, socket.socket] = {}
+        stranger = socket.create_connection(listener.getsockname())
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
+        _answer(place, listener, lines)
+        assert not lines
+        call = pool.submit(_call, place, 3)
+        _answer(place, listener, lines)
+        call.result().sendall(b"x")
+        assert lines[3].recv(1) == b"x"
+        for line in (stranger, call.result(), lines[3]):
+            line.close()
+    with pytest.raises(OSError, match="nobody at"):
+        _call(place, 3)
