@@ -220,6 +220,7 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     found = [name_of(path) for path in SOURCES if reads.search(path.read_text(encoding="utf-8"))]
     allowed = [
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
+        "src/moesaic/comm/sockets_connect.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "src/moesaic/testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
     ]
     assert found == allowed
