@@ -32,7 +32,9 @@ def call_of(counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, *
 
 def run(program: Program, name: str, environment: Environment, call: Call) -> Environment:
     task = next(task for task in program.tasks if task.name == name)
-    return compute(task, {slot.name: slot for slot in program.slots}, environment, call)
+    written = compute(task, {slot.name: slot for slot in program.slots}, environment, call)
+    call.finish(task.writes)
+    return written
 
 
 def column(values: list[int]) -> Tensor:

@@ -108,6 +108,8 @@ EIGHT = Grid(world=8, ep=8, ranks_per_node=4)
 TOKENS, WIDTH = 256, 32
 GRADIENTS = 3 * WIDTH * 2 * WIDTH * 4
 """Bytes of the gradients of the one expert that a rank has."""
+SCRATCH = TOKENS * (3 * 2 * WIDTH + 2 * WIDTH) * 4
+"""Bytes that the expert works in, of as many rows as the budget allows."""
 
 
 def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, BudgetUse]:
@@ -140,9 +142,9 @@ def test_memory_under_skew_is_that_of_balance(plan: str) -> None:
     for shares in (maxvio_4, [TOKENS, *[0] * 7])[: 2 if plan in ("s1", "spill") else 1]:
         bounded, use = peak_bytes(limited, shares)
         assert use.slices > 1 or use.rows_spilled > 0
-        assert bounded <= 1.2 * balanced + GRADIENTS * (2 if plan == "peers" else 1), (
-            "slices are summed in a copy per step"
-        )
+        # Slices are summed in a copy per step. One may have all its rows from one of two peer groups.
+        extra = 2 * GRADIENTS + SCRATCH // 2 if plan == "peers" else GRADIENTS
+        assert bounded <= 1.2 * balanced + extra
     if plan in ("s1", "hier2d"):
         assert peak_bytes(PLANS[plan], maxvio_4)[0] > 2 * balanced, "without a budget it grows with the skew"
 

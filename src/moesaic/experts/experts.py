@@ -14,6 +14,8 @@ from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
+Late = list[Callable[[], None]]
+"""What is to be done before the gradients of split parameters are read."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
 
@@ -170,6 +172,7 @@ class AbstractExperts(nn.Module, ABC):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
+        late: Late | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
 
@@ -177,6 +180,8 @@ class AbstractExperts(nn.Module, ABC):
             sharded, common, rows, gates, ends, shards: as for `run`.
             kept: what `run` returned.
             dy: (R, dim), gradient of the result.
+            late: where this may leave what still has to be done for the split parameters' gradients, so that rows can leave
+                before; None: all is done on return.
         """
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *sharded, *common)]
         gate = None if gates is None else gates.detach().requires_grad_()

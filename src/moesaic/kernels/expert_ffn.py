@@ -60,25 +60,19 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
 
 def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:
     """Run the experts without autograd; returns the result and what `expert_gradients` reads: (R, H) per `ups`."""
-    y, *pre = expert_forward(*_Form.of(work, work.x.dtype).arguments(*_tensors(work)))
-    return y, pre
+    return expert_kernel(work.x.device).forward(work, work.x.dtype)
 
 
-def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor) -> Gradients:
+def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, late: bool = False) -> Gradients:
     """Return all gradients without autograd.
 
     Args:
         work: the call.
         pre: what `run_experts` returned beside its result.
         dy: gradient of the result.
+        late: some of the weights' gradients may be left for `Gradients.finish`.
     """
-    form = _Form.of(work, work.x.dtype)
-    d_x, d_gates, *weights = form.backward(pre, dy, Wanted(), *_tensors(work))
-    ups, biases, down = form.weights(weights)
-    return Gradients(
-        x=d_x, gates=None if work.gates is None else d_gates, ups=ups, up_biases=biases, down=down[0],
-        down_bias=None if work.down_bias is None else down[1],
-    )  # fmt: skip
+    return expert_kernel(work.x.device).backward(work, pre, dy.to(work.x.dtype).contiguous(), Wanted(late=late))
 
 
 @torch.library.custom_op("moesaic::expert_forward", mutates_args=())

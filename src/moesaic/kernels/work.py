@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,8 @@ class Wanted:
     x: bool = True
     gates: bool = True
     weights: bool = True
+    late: bool = False
+    """Products for the weights' gradients may be left for `Gradients.finish`, where that takes no further memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ class Gradients:
     up_biases: list[Tensor]
     down: Tensor | None
     down_bias: Tensor | None
+    finish: Callable[[], None] | None = None
+    """Writes what is left of the gradients of `ups` and `down`; None where nothing is."""
 
     @property
     def weights(self) -> list[Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from moesaic.experts.experts import AbstractExperts, Weights
+from moesaic.experts.experts import AbstractExperts, Late, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.program.sizes import Sizes
 
@@ -41,11 +41,21 @@ class Call:
     """Multiply by the routing weight before the expert rather than after it."""
     has_empty_rows: bool = False
     """Some rows have no token: their index is negative."""
+    may_finish_later: bool = True
+    """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
     codecs: Codecs = known_codec
     """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
     call that is made from another one by `replace` starts without."""
+    late: dict[str, Late] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By slots of weights' gradients: what is left to do before they are read."""
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Do what is left for some slots, or for all."""
+        for name in list(self.late) if names is None else names:
+            for work in self.late.pop(name, ()):
+                work()
 
 
 def kept(task_name: str) -> str:

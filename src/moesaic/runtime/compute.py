@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.wire import Lane as WireLane
-from moesaic.experts.experts import Weights
+from moesaic.experts.experts import Late, Weights
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.runtime.call import Call, Environment, Value, kept, rows
 from moesaic.runtime.indexed import Indexed
@@ -157,9 +157,12 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     assert not isinstance(activations, Tensor)
     seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
+    late: Late | None = [] if call.may_finish_later else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards
+        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, late
     )
+    if late:
+        call.late[task.writes[2]] = late
     if d_gates is None:
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)

@@ -59,6 +59,8 @@ def interpret(
     def settle(name: str) -> Generator[Transfer | Ticket, Ticket | None, None]:
         flight = arriving[name].flight
         if flight is not None:
+            if flight.transfer.lane == script.slowest:
+                call.finish()  # while the messages are on their way
             yield flight
         landed = [name] if flight is None else [each for each, other in arriving.items() if other.flight is flight]
         for each in landed:  # all that came in the same messages, so that nothing holds their buffers any longer
@@ -72,6 +74,7 @@ def interpret(
         for name in step.reads:
             if name in arriving:
                 yield from settle(name)
+        call.finish(step.reads)
         if step.tasks[0].op in (Op.MOVE, Op.HOP):
             yield from _depart(step, script.slots, environment, parcels, arriving, call)
         else:
@@ -81,6 +84,7 @@ def interpret(
             parcels.pop(name, None)
     while arriving:
         yield from settle(next(iter(arriving)))
+    call.finish()
     return environment if wanted is None else {name: environment[name] for name in wanted}
 
 

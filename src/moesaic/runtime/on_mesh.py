@@ -223,7 +223,7 @@ class OnMesh:
             chosen, wanted = self.chooser.choose(routed.record, copies, units)
             compiled, lent, cut = self.budget.hold(chosen, wanted, copies, units)
             sizes = self._sizes(compiled, lent, copies, tokens, None if cut else visits, units)
-            call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, self.codecs)
+            call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
             work = Run(compiled, self.wire, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if cut is not None:

@@ -102,7 +102,7 @@ def _run(
         compiled = relocator.compiled(plain, bias=bool(common))
         of_call = PlacedShapes(shapes, move.targets)
         sizes = PlacedSizes(plain.grid, copies, move.length, of_call, held.num_units(sharded))
-        call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, on_mesh.codecs)
+        call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
         forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
         call.first_tag = wire.take_tags(forward + backward)
         work = Run(compiled, wire, call, call.first_tag + forward, {"index": token.unsqueeze(1)})

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from moesaic.comm.wire import Lane as WireLane
 from moesaic.program.bundles import bundles
 from moesaic.program.shapes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 from moesaic.runtime.call import kept
+from moesaic.runtime.compute import wire_lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,12 @@ class Script:
     """By name."""
     steps: tuple[Step, ...]
     """In order."""
+
+    @cached_property
+    def slowest(self) -> WireLane:
+        """The lane whose messages are waited for longest: between nodes, where any cross."""
+        lanes = {wire_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
+        return "inter" if "inter" in lanes else "intra"
 
 
 @lru_cache(maxsize=512)

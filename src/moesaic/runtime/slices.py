@@ -113,7 +113,7 @@ class SlicedRun:
     def run(self, number: int, first_tag: int) -> Run:
         """Return the run of a slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
-        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag)
+        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_finish_later=False)
         return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
-from moesaic.experts.experts import Weights
+from moesaic.experts.experts import Late, Weights
 from moesaic.kernels.codecs import CODECS, AbstractCodec, Field, codec_named
 from moesaic.runtime.call import Codecs
 
@@ -134,6 +134,7 @@ class VirtualExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
+        late: Late | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Take the time of a backward pass, twice that of a forward one."""
         self.accelerator.multiply(4 * self._products(sharded, rows))

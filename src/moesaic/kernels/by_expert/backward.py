@@ -1,8 +1,13 @@
-"""Backward, one block of rows at a time: the rows are gathered again, the activation computed again."""
+"""Backward, one block of rows at a time: the rows are gathered again, the activation computed again.
+
+The products for weights of the last block may wait until the rows' gradient is on its way: what they read stands in scratch
+memory that no later block overwrites.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,6 +59,9 @@ class _Backward:
         self.d_down_bias = _like(work.down_bias) if wanted.weights and work.down_bias is not None else None
         self.d_ups_of = [gradients.unbind() for gradients in self.d_ups]
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
+        may_wait = wanted.late and work.dispatch is None  # a gather of x would overwrite that of dy
+        self.last = blocks.all[-1] if blocks.all and may_wait else None
+        self.left: list[tuple[Part, Part, Sequence[Tensor], Block]] = []
         self._clear_idle()
 
     def work_on(self, block: Block) -> None:
@@ -76,7 +84,15 @@ class _Backward:
             up_biases=self.d_up_biases,
             down=self.d_down,
             down_bias=self.d_down_bias,
+            finish=partial(_finish, self.left) if self.left else None,
         )
+
+    def _write(self, a: Part, b: Part, out: Sequence[Tensor], block: Block) -> None:
+        """Write the products of a block, now or when `Gradients.finish` is called."""
+        if block is self.last:
+            self.left.append((a, b, out, block))
+        else:
+            _products(a, b, out, block)
 
     def _through_down(self, block: Block, hidden: Part, grad: Part) -> None:
         """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`.
@@ -98,7 +114,7 @@ class _Backward:
             torch.mul(dy.rows, column, out=late.rows)
             dy = late
         if self.d_down is not None:
-            _products(dy, hidden, self.d_down_of, block)
+            self._write(dy, hidden, self.d_down_of, block)
         if self.d_down_bias is not None:
             _column_sums(dy, self.d_down_bias, block)
 
@@ -129,7 +145,7 @@ class _Backward:
             torch.mul(read.rows, self.before[block.index].unsqueeze(1), out=weighted.rows)
             read = weighted
         for grad, gradients in zip(grads, self.d_ups_of):
-            _products(grad, read, gradients, block)
+            self._write(grad, read, gradients, block)
         for grad, of_biases in zip(grads, self.d_up_biases):
             _column_sums(grad, of_biases, block)
 
@@ -141,6 +157,13 @@ class _Backward:
             if gradient is not None:
                 for expert in idle:
                     gradient[expert].zero_()
+
+
+@torch.no_grad()
+def _finish(left: list[tuple[Part, Part, Sequence[Tensor], Block]]) -> None:
+    """Write the products that were left."""
+    while left:
+        _products(*left.pop())
 
 
 def _can_divide_by(weights: Tensor) -> bool:
