@@ -57,6 +57,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/python benchmarks/moe_vs_dense.py --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
 	$(BIN)/python benchmarks/schedules.py --json $(RESULTS)/schedules.json
+	$(BIN)/python benchmarks/wires.py --json $(RESULTS)/wires.json
 	$(BIN)/python benchmarks/simulator.py --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json

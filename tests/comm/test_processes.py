@@ -97,7 +97,7 @@ def unreachable() -> dict[str, object]:
     """What ranks do that cannot be connected by sockets."""
     with (
         patch.object(sockets_connect, "_hosts", lambda: ["not an address"]),
-        patch.object(sockets_connect, "TIMEOUT", 0.1),
+        patch.object(sockets_connect, "PATIENCE", 0.1),
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")

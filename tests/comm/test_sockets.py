@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -170,16 +171,26 @@ def test_a_wait_without_any_progress_ends():
         left.wait(ticket)
 
 
+def test_what_was_sent_can_be_freed_as_fsdp_does_it():
+    left, right = wires()
+    tensor, buffer = torch.ones(4), torch.empty(4)
+    ticket = right.issue(Transfer(1, 0, {}, {0: buffer}))
+    left.wait(left.issue(Transfer(0, 0, {1: tensor}, {})))
+    right.wait(ticket)
+    for each in (tensor, buffer):
+        each.untyped_storage().resize_(0)
+
+
 def test_strangers_are_not_taken_for_ranks():
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         place = _Place(bytes(16), ("127.0.0.1",), listener.getsockname()[1])
         lines: dict[int, socket.socket] = {}
         stranger = socket.create_connection(listener.getsockname())
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
-        _answer(place, listener, lines)
+        _answer(place, listener, lines, time.monotonic() + 60)
         assert not lines
         call = pool.submit(_call, place, 3)
-        _answer(place, listener, lines)
+        _answer(place, listener, lines, time.monotonic() + 60)
         call.result().sendall(b"x")
         assert lines[3].recv(1) == b"x"
         for line in (stranger, call.result(), lines[3]):

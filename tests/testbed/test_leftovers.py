@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,14 @@ def processes(token: str) -> dict[int, dict[str, str]]:
         except OSError:  # it ended just now, or is a zombie
             continue
     return found
+
+
+def child_of(parent: int, running: Iterable[int]) -> int:
+    """Return the one process among some that another one started. (Numbers wrap, so the smallest need not be the first.)"""
+    (child,) = (
+        pid for pid in running if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent
+    )
+    return child
 
 
 def namespaces_in_use() -> set[str]:
@@ -124,8 +132,7 @@ def test_nothing_is_left(what, ending, token, tmp_path):
     assert len(running) >= (12 if what != "nothing runs" else 4)  # parent, launcher, two around the bed, store, ranks
     assert len([namespace for namespace in used if namespace.startswith("pid")]) == 1
     if ending == "SIGKILL of its child":
-        launcher = min(pid for pid in running if pid != process.pid)
-        os.kill(launcher, signal.SIGKILL)
+        os.kill(child_of(process.pid, running), signal.SIGKILL)
     else:
         process.send_signal(getattr(signal, ending))
     if ending == "SIGKILL of its child" and what == "nothing runs":

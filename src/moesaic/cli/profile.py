@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moesaic.cost.profile import ClusterProfile
 
 DESCRIPTION = (
-    "Measure links, host and products of this machine, on CPUs over Gloo. Start it as training is started: torchrun "
+    "Measure links, host and products of this machine, on CPUs. Start it as training is started: torchrun "
     "--nproc-per-node 4 -m moesaic profile --out profile.json, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- "
     "python -m moesaic profile --out profile.json. Nothing else should run meanwhile."
 )

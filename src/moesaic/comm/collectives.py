@@ -1,6 +1,6 @@
 """Small collectives over any wire, by point-to-point messages between an explicit tuple of ranks.
 
-They run alike on loopback, Gloo and NCCL, take any dtype and empty tensors, and add in the order of the ranks, so that
+They run alike on loopback, sockets and NCCL, take any dtype and empty tensors, and add in the order of the ranks, so that
 the result has the same bits on every rank and on every run. For activations there are programs; these are for counts,
 losses, gradients of small parameters.
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,8 +31,11 @@ _HEADER = struct.Struct("<qq")
 _WAKE_BYTES = 1 << 18
 """A rank that waits for more is woken when so many have arrived, instead of for every packet."""
 
+_MAY_SLEEP_LONGER = sys.platform == "linux"
+"""Linux makes room for what a rank waits for, and wakes it all the same where there is none."""
+
 PATIENCE = 30 * 60.0
-"""Seconds without any progress until a wait gives up, as in `torch.distributed`."""
+"""Seconds without any progress until a wait gives up, where the process group does not tell its own."""
 
 
 @dataclass(eq=False)
@@ -92,6 +98,7 @@ class Sockets(AbstractWire):
         for line in self._lines.values():
             line.socket.setblocking(False)
             self._poll.register(line.socket, select.POLLIN)
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         weakref.finalize(self, _close, list(lines.values()))
 
     @classmethod
@@ -102,7 +109,7 @@ class Sockets(AbstractWire):
             group: the process group of the whole world, through which ranks tell each other their addresses.
         """
         lines = connect(group)
-        return None if lines is None else cls(group.rank(), lines)
+        return None if lines is None else cls(group.rank(), lines, _patience(group))
 
     def issue(self, transfer: Transfer) -> Ticket:
         """Post all receives, and hand all sends to the kernel as far as it takes them.
@@ -147,7 +154,7 @@ class Sockets(AbstractWire):
             message = waiting.popleft()
             if not waiting:
                 del line.early[tag]
-            _check_size(line, tag, len(message), len(receive.buffer))
+            self._check_size(line, tag, len(message), len(receive.buffer))
             receive.buffer[:] = message
             return
         if line.is_closed:
@@ -187,7 +194,8 @@ class Sockets(AbstractWire):
                 sent = line.socket.sendmsg(pieces)
             except BlockingIOError:
                 return
-            except ConnectionError as error:
+            except OSError as error:
+                self._close_line(line)
                 raise _gone(self.rank, line.peer) from error
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
@@ -207,7 +215,7 @@ class Sockets(AbstractWire):
             except BlockingIOError:
                 self._wake_for(line, min(len(into), _WAKE_BYTES))
                 return
-            except ConnectionError:
+            except OSError:
                 count = 0
             if not count:
                 self._lose(line)
@@ -232,7 +240,7 @@ class Sockets(AbstractWire):
             line.arriving = waiting.popleft()
             if not waiting:
                 del line.posted[line.tag]
-            _check_size(line, line.tag, size, len(line.arriving.buffer))
+            self._check_size(line, line.tag, size, len(line.arriving.buffer))
         else:
             line.arriving = _Receive(memoryview(bytearray(size)), None)
 
@@ -247,34 +255,61 @@ class Sockets(AbstractWire):
             receive = waiting.popleft()
             if not waiting:
                 del line.posted[line.tag]
-            _check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
+            self._check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
             receive.buffer[:] = arrived.buffer
             assert receive.work is not None
             receive.work.left -= 1
         else:
             line.early.setdefault(line.tag, deque()).append(arrived.buffer)
 
+    def _close_line(self, line: _Line) -> None:
+        if not line.is_closed:
+            line.is_closed = True
+            self._poll.unregister(line.socket)
+
     def _wake_for(self, line: _Line, count: int) -> None:
-        if line.low != count:
+        if line.low != count and _MAY_SLEEP_LONGER:
             line.low = count
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
+    def _check_size(self, line: _Line, tag: int, sent: int, expected: int) -> None:
+        if sent != expected:
+            self._close_line(line)  # what follows cannot be told apart
+            raise RuntimeError(f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected")
+
     def _lose(self, line: _Line) -> None:
         """Note that a peer has closed its end, which matters only to whoever still wants something of it."""
-        line.is_closed = True
-        self._poll.unregister(line.socket)
+        self._close_line(line)
         if line.posted or line.leaving or line.arriving:
             raise _gone(self.rank, line.peer)
 
 
+class _Memory:
+    """A contiguous CPU tensor's bytes for numpy, which keeps the tensor alive.
+
+    `Tensor.numpy()` would forbid the storage to be resized for ever after, which is how FSDP2 frees parameters.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.device.type == "cpu", f"sockets send from CPUs, not from {tensor.device}"
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
+        }  # fmt: skip
+
+
 def _view(tensor: Tensor) -> memoryview:
     """Return a contiguous tensor's memory."""
-    return as_bytes(tensor.detach()).numpy().data
+    return np.asarray(_Memory(as_bytes(tensor.detach()))).data
 
 
-def _check_size(line: _Line, tag: int, sent: int, expected: int) -> None:
-    if sent != expected:
-        raise RuntimeError(f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected")
+def _patience(group: dist.ProcessGroup) -> float:
+    """Return after how many seconds a group's own collectives give up."""
+    try:
+        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # names that PyTorch may change
+        return PATIENCE
+    return seconds
 
 
 def _gone(rank: int, peer: int) -> RuntimeError:

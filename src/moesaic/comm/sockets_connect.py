@@ -10,7 +10,9 @@ import os
 import secrets
 import socket
 import struct
-from contextlib import suppress
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -22,7 +24,13 @@ MASTER_VARIABLE = "MASTER_ADDR"
 """Whom the launcher told all ranks to meet; the interface that leads there leads to the others."""
 
 TIMEOUT = 10.0
-"""Seconds for one connection."""
+"""Seconds until an address that does not answer is given up."""
+
+HELLO_TIMEOUT = 1.0
+"""Seconds that somebody who calls has to say who it is; meanwhile others wait."""
+
+PATIENCE = 60.0
+"""Seconds that ranks wait for calls and for answers: the others may be busy with addresses that lead nowhere."""
 
 _HELLO = struct.Struct("<16sq")
 """The listener's word and the rank of who calls."""
@@ -55,19 +63,14 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     """
     rank, world = group.rank(), group.size()
     lines: dict[int, socket.socket] = {}
-    with socket.create_server(("", 0), backlog=world) as listener:
-        place = _Place(secrets.token_bytes(16), tuple(dict.fromkeys(_hosts())), listener.getsockname()[1])
+    with ExitStack() as open_here:
+        place, listener = _listen(world, open_here)
         places: list[_Place | None] = [None] * world
         dist.all_gather_object(places, place, group=group)
-        is_done = True
-        try:
-            for peer, there in enumerate(places[:rank]):
-                assert there is not None
-                lines[peer] = _call(there, rank)
-            while len(lines) < world - 1:
-                _answer(place, listener, lines)
-        except OSError:
-            is_done = False
+        is_done = False
+        with suppress(OSError):
+            _call_and_answer(places, rank, listener, lines)
+            is_done = True
         all_done = [False] * world
         dist.all_gather_object(all_done, is_done, group=group)
     if all(all_done):
@@ -75,6 +78,29 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     for line in lines.values():
         line.close()
     return None
+
+
+def _listen(world: int, open_here: ExitStack) -> tuple[_Place, socket.socket] | tuple[None, None]:
+    """Return where this rank listens; nothing where it cannot, so that the others are told."""
+    try:
+        listener = open_here.enter_context(socket.create_server(("", 0), backlog=world))
+        return _Place(secrets.token_bytes(16), tuple(dict.fromkeys(_hosts())), listener.getsockname()[1]), listener
+    except (OSError, UnicodeError):  # the latter of a host's name
+        return None, None
+
+
+def _call_and_answer(
+    places: Sequence[_Place | None], rank: int, listener: socket.socket | None, lines: dict[int, socket.socket]
+) -> None:
+    """Call all ranks before this one, then answer those after it; raises OSError where one cannot be reached in time."""
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or listener is None:
+        raise OSError("some rank does not listen")
+    for peer, there in enumerate(known[:rank]):
+        lines[peer] = _call(there, rank)
+    end = time.monotonic() + PATIENCE
+    while len(lines) < len(places) - 1:
+        _answer(known[rank], listener, lines, end)
 
 
 def _hosts() -> list[str]:
@@ -104,18 +130,19 @@ def _call(there: _Place, rank: int) -> socket.socket:
             with suppress(OSError):
                 _prepare(line)
                 line.sendall(_HELLO.pack(there.word, rank))
+                line.settimeout(PATIENCE)
                 if _read(line, len(there.word)) == there.word:
                     return line
             line.close()
     raise OSError(f"nobody at {there.hosts}, port {there.port}")
 
 
-def _answer(place: _Place, listener: socket.socket, lines: dict[int, socket.socket]) -> None:
-    """Take one call, which may be a stranger's; raises OSError where nobody calls in time."""
-    listener.settimeout(TIMEOUT * (1 + len(place.hosts)))
+def _answer(place: _Place, listener: socket.socket, lines: dict[int, socket.socket], end: float) -> None:
+    """Take one call, which may be a stranger's; raises OSError where nobody calls until `end`."""
+    listener.settimeout(max(end - time.monotonic(), 1e-3))
     line, _ = listener.accept()
     with suppress(OSError):
-        line.settimeout(TIMEOUT)
+        line.settimeout(HELLO_TIMEOUT)
         word, peer = _HELLO.unpack(_read(line, _HELLO.size))
         if secrets.compare_digest(word, place.word):
             _prepare(line)
@@ -128,7 +155,7 @@ def _answer(place: _Place, listener: socket.socket, lines: dict[int, socket.sock
 def _prepare(line: socket.socket) -> None:
     """Let small messages leave at once, and let the kernel take as much as it allows while a rank computes."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for count in (_MUCH, 1):  # the buffer grows with this, and stays
+    for count in (_MUCH, 1):  # on Linux the buffer grows with this, and stays
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 

@@ -153,7 +153,7 @@ class Host:
     """What issues the work."""
 
     runs_compute: bool = False
-    """True as on CPU with Gloo: the thread that issues movements also computes, and waits for what it reads."""
+    """True as on a CPU: the thread that issues movements also computes, and waits for what it reads."""
     task_us: float = 0.0
     """Microseconds of the issuing thread per task: a kernel launch, a Python call."""
     message_us: float = 0.0

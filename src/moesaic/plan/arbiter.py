@@ -109,6 +109,9 @@ class Arbitration:
         plans: of the programs that it may run, the plan without lending first.
     """
 
+    goes_by_times = True
+    """Whether it may decide by measured times: `pick` and `weigh` in place of `choose`."""
+
     def __init__(self, settings: Arbiter, plan: Plan, plans: Sequence[Plan]) -> None:
         self.settings, self.plan, self.plans = settings, plan, tuple(plans)
         self.last = NO_CHANGE

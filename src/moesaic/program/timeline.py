@@ -91,7 +91,7 @@ def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute
     Args:
         program: in the order to be laid out.
         seconds: duration of each task by name; further names are ignored.
-        host_runs_compute: True as on CPU (Gloo): the issuing thread computes, and waits for what a task reads, movements
+        host_runs_compute: True as on a CPU: the issuing thread computes, and waits for what a task reads, movements
             included, before it goes on in the list. False as on CUDA: streams wait, and the thread runs ahead of them
             all, held up by tasks of the host lane only.
 

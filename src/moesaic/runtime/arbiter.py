@@ -76,7 +76,7 @@ class Chooser:
             self._arbitration = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
             self._evaluating = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
             self._moves = MoveArbiter(self._lender)
-            self._learns = self._lender.learn and type(self._arbitration).choose is Arbitration.choose
+            self._learns = self._lender.learn and self._arbitration.goes_by_times
         self._clock = CallClock(compiled.grid.world)
         self._thread: ThreadPoolExecutor | None = None
         self._pause = 0.0

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from moesaic.runtime.peers import Peers
 
 OPEN = 64
 """Calls that may wait for their backward pass; what is older is never told."""
@@ -140,24 +137,3 @@ class CallClock:
         while len(self._heard) > OPEN:
             del self._heard[min(self._heard)]
         return known, bool(told[:, 2].all())
-
-
-class TellingPeers(Peers):
-    """Ranks that tell each other, with the counts of a call, what earlier calls took.
-
-    The message has room for it under every plan, so that ranks that brought different plans can tell so.
-
-    Args:
-        *args, **how: as for `Peers`.
-        tell: returns `CallClock.NUMBERS` numbers.
-    """
-
-    def __init__(self, *args: Any, tell: Callable[[], Sequence[float]], **how: Any) -> None:
-        super().__init__(*args, **how)
-        self._tell = tell
-
-    def also(self, *args: Any) -> Tensor | None:
-        """Return what `Peers` tells, then the times; see `AbstractPeers.also`."""
-        told = super().also(*args)
-        times = torch.tensor(self._tell(), dtype=torch.float64)
-        return times if told is None else torch.cat([told, times.to(told.device)])

@@ -1,7 +1,7 @@
 """The interpreter: one rank's run of a program, as a generator that stops where it needs other ranks.
 
 It yields a `Transfer` to issue, and a `Ticket` to wait for, only when the data is read: whatever the program's order
-puts in between overlaps. The same generator runs on loopback, on Gloo and on NCCL; only the driver differs.
+puts in between overlaps. The same generator runs on loopback, on sockets and on NCCL; only the driver differs.
 
 A slot is freed once nothing is left to read it, so that a rank holds what is under way and not all that it ever had. No
 variable of the generator may hold a value meanwhile: it would live until the loop comes round again.

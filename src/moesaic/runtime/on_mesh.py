@@ -25,7 +25,6 @@ from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.arbiter import Chooser
-from moesaic.runtime.arbiter_clock import TellingPeers
 from moesaic.runtime.budget import TokenBudget
 from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
@@ -126,8 +125,8 @@ class OnMesh:
             find = partial(_find, self.num_experts, compiled)
         of_layer = self.num_experts, self._dim
         chooser = Chooser(compiled, self._given_lender, *of_layer)
-        budget = TokenBudget(compiled, *of_layer, getattr(self._given_lender, "costs", None))
-        peers = TellingPeers(self.wire, compiled.grid, slices, chooser.digest, find, self.order, tell=chooser.tell)
+        budget = TokenBudget(compiled, *of_layer, None if self._given_lender is None else self._given_lender.costs)
+        peers = Peers(self.wire, compiled.grid, slices, chooser.digest, find, self.order, tell=chooser.tell)
         return _Way(compiled, slices, peers, deepep, chooser, budget)
 
     def _enter(self, way: _Way) -> None:

@@ -35,6 +35,7 @@ class Peers(AbstractPeers):
         digest: 16 bytes, the same on all ranks that run the same programs.
         find: under multicast, finds visits of copies, (token, slot, number of tokens), sorted by slot.
         order: of the layer's experts; None where they never move.
+        tell: returns numbers that the ranks tell each other with the counts of a call, always as many.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Peers(AbstractPeers):
         digest: bytes,
         find: Callable[[Tensor, Tensor, int], Visits] | None = None,
         order: ExpertOrder | None = None,
+        tell: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._wire = wire
         self._hear_all = grid.tp == 1
@@ -54,7 +56,7 @@ class Peers(AbstractPeers):
         self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
         self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
         self._find = find if self.number == wire.world else None
-        self._order = order
+        self._order, self._tell = order, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._room = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._found: tuple[Choice, Visits] | None = None
@@ -63,10 +65,14 @@ class Peers(AbstractPeers):
         """Whether it is known that all ranks of the world run the same; not so after a switch."""
 
     def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor | None:
-        """Return the counts of visits, so that they need no exchange of their own; see `AbstractPeers.also`.
+        """Return the counts of visits, then what is told besides, so that neither needs an exchange; see `AbstractPeers.also`.
 
-        Whatever the plan, the message has room for them: ranks that brought different plans must be able to tell so.
+        Whatever the plan, the message has room for both: ranks that brought different plans must be able to tell so.
         """
+        visits = self._counts_of_visits(choice, alive_N, num_tokens)
+        return torch.cat([visits, torch.tensor(self._tell(), dtype=torch.float64, device=visits.device)])
+
+    def _counts_of_visits(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
         if self._find is not None and choice is not None:
             token, expert = choice.token, choice.expert if self._order is None else self._order.slots(choice.expert)
             if alive_N is not None:

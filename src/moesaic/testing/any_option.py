@@ -44,6 +44,7 @@ class _Drawing(Arbitration):
     """Draws by the number of the call."""
 
     settings: AnyOption
+    goes_by_times = False
     _calls = 0
 
     def choose(self, load: Load) -> Verdict:

@@ -81,7 +81,7 @@ class TorchExchange(AbstractExchange):
 
 
 class ReceiveFirst(AbstractExchange):
-    """Tagged messages over a wire; on Gloo all receives are posted before any send.
+    """Tagged messages over a wire, all receives posted before any send.
 
     Args:
         wire: between the ranks of the counts.

@@ -8,10 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesaic.program.grid import Grid
+
+if TYPE_CHECKING:
+    from moesaic.plan.lending.cost import LendingCosts
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class Load:
 
 class AbstractLender(ABC):
     """A policy."""
+
+    costs: LendingCosts | None = None
+    """The rates by which it decides, where it decides by rates."""
 
     @abstractmethod
     def decide(self, load: Load) -> np.ndarray:

@@ -21,7 +21,7 @@ class Published(AbstractLender):
     """
 
     def __init__(self, costs: LendingCosts | None = None) -> None:
-        self.costs = costs or LendingCosts()
+        self.costs: LendingCosts = costs or LendingCosts()
 
     def decide(self, load: Load) -> np.ndarray:
         """Return the lent copies."""

@@ -27,7 +27,7 @@ class Shadow(AbstractLender):
     def __init__(
         self, costs: LendingCosts | None = None, *, whole: bool = False, at_most: int = 8, tries: int = 256
     ) -> None:
-        self.costs = costs or LendingCosts()
+        self.costs: LendingCosts = costs or LendingCosts()
         self.whole, self.at_most, self.tries = whole, at_most, tries
 
     def decide(self, load: Load) -> np.ndarray:

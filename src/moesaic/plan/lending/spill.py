@@ -51,7 +51,7 @@ class Spill(AbstractLender):
     """
 
     def __init__(self, costs: LendingCosts | None = None) -> None:
-        self.costs = costs or LendingCosts()
+        self.costs: LendingCosts = costs or LendingCosts()
 
     def decide(self, load: Load) -> np.ndarray:
         """Return the lent copies."""
