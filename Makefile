@@ -39,7 +39,7 @@ lint: $(STAMP)  ## ruff and mypy
 RESULTS := benchmarks/results
 PICTURES := docs/images/bench
 
-bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for network namespaces), 23 minutes
+bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for network namespaces), 19 minutes
 	$(BIN)/moesaic testbed info
 	$(BIN)/moesaic bench comm --json $(RESULTS)/comm.json --picture $(PICTURES)/comm.svg
 	$(BIN)/moesaic bench layer --json $(RESULTS)/layer.json --picture $(PICTURES)/layer.svg
