@@ -34,6 +34,9 @@ _WAKE_BYTES = 1 << 18
 _MAY_SLEEP_LONGER = sys.platform == "linux"
 """Linux makes room for what a rank waits for, and wakes it all the same where there is none."""
 
+_LONGEST = 2.0**31 - 1
+"""Milliseconds that the kernel can be asked to wait."""
+
 PATIENCE = 30 * 60.0
 """Seconds without any progress until a wait gives up, where the process group does not tell its own."""
 
@@ -94,6 +97,7 @@ class Sockets(AbstractWire):
         self._patience = patience
         self._lines = {peer: _Line(peer, line) for peer, line in lines.items()}
         self._of_file = {line.socket.fileno(): line for line in self._lines.values()}
+        self._closed: list[_Line] = []
         self._poll = select.poll()
         for line in self._lines.values():
             line.socket.setblocking(False)
@@ -139,6 +143,8 @@ class Sockets(AbstractWire):
         """
         for work in ticket.works:
             while work.left:
+                for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
+                    self._check_open(line)
                 if not self._move(self._patience):
                     raise RuntimeError(
                         f"rank {self.rank} has waited {self._patience:g} s for ranks {self._missing()}: nothing came"
@@ -175,7 +181,7 @@ class Sockets(AbstractWire):
 
     def _move(self, seconds: float) -> bool:
         """Move what can be moved, waiting for it at most so long; returns whether anything moved."""
-        events = self._poll.poll(1000 * seconds)
+        events = self._poll.poll(min(1000 * seconds, _LONGEST))
         for file, event in events:
             line = self._of_file[file]
             if event & select.POLLOUT:
@@ -265,6 +271,7 @@ class Sockets(AbstractWire):
     def _close_line(self, line: _Line) -> None:
         if not line.is_closed:
             line.is_closed = True
+            self._closed.append(line)
             self._poll.unregister(line.socket)
 
     def _wake_for(self, line: _Line, count: int) -> None:
@@ -280,6 +287,9 @@ class Sockets(AbstractWire):
     def _lose(self, line: _Line) -> None:
         """Note that a peer has closed its end, which matters only to whoever still wants something of it."""
         self._close_line(line)
+        self._check_open(line)
+
+    def _check_open(self, line: _Line) -> None:
         if line.posted or line.leaving or line.arriving:
             raise _gone(self.rank, line.peer)
 
