@@ -121,7 +121,8 @@ class MoE(HasLossScale, TapedModule):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, self.apply_weight == "before", lender)
+        weight_first = self.apply_weight == "before"
+        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, weight_first, lender, deepep=lambda: mesh.deepep)
         if isinstance(self.router, TopologyGate) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)
@@ -173,8 +174,8 @@ class MoE(HasLossScale, TapedModule):
 
         Args:
             x: (..., dim). For losses per sequence the last dimension but one is the sequence.
-            mask: x's shape without dim, bool; False marks padding, which may hold anything: no expert, shared or not, no count, no
-                loss, a result of zero.
+            mask: x's shape without dim, bool; False marks padding, which may hold anything: no expert, shared or not, no
+                count, no loss, a result of zero.
             token_ids: x's shape without dim, int64; for routers that read ids.
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call; None for the layer's.
