@@ -7,8 +7,10 @@ import json
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.kernels.codecs import Zfp
 from moesaic.testing import evidence, suite
-from moesaic.testing.cases import draw_case
+from moesaic.testing.cases import draw_case, missing_codecs
 from moesaic.testing.mutants import MUTANTS
 from moesaic.testing.suite import BALANCE, answers
 
@@ -35,6 +37,32 @@ def test_a_table_of_what_was_found(few_mutants, capsys):
         assert part in out
     for answer in BALANCE:
         assert f"cases with {answer} │" in out
+
+
+@pytest.fixture
+def without_zfpy(monkeypatch):
+    def refuse(self):
+        raise InputError("codec zfp needs zfpy: pip install 'moesaic[zfp]', or choose another codec")
+
+    monkeypatch.setattr(Zfp, "check_available", refuse)
+
+
+@pytest.mark.usefixtures("few_mutants", "without_zfpy")
+def test_where_a_codec_is_not_installed_no_case_has_it_and_the_table_says_so(capsys):
+    """Seed 27 is drawn with zfp where that is installed."""
+    assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1"]) == 0
+    assert "codecs that are not installed, and so in no case │ zfp" in words(capsys.readouterr().out)
+    assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "No case has these codecs, which are not installed: zfp" in str(found)
+    assert {claim["value"] for claim in found["claims"] if claim["name"] == "check.failures"} == {0}
+
+
+@pytest.mark.usefixtures("without_zfpy")
+def test_no_case_is_drawn_with_a_codec_that_is_not_installed():
+    cases = [draw_case(seed) for seed in range(60)]
+    assert "zfp" not in {codec for case in cases for codec in (case.plan.codec, case.plan.backward_codec)}
+    assert missing_codecs() == ["zfp"]
 
 
 def test_claims_as_json(few_mutants, capsys):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from moesaic.errors import InputError
@@ -42,3 +44,33 @@ def test_numbers_that_no_mesh_allows_are_refused(fields: dict, line: str) -> Non
 )
 def test_only_codecs_lose_anything(fields: dict, expected: bool) -> None:
     assert Plan(**fields).is_lossless is expected
+
+
+WRONG = {
+    "bool": [1, "yes", None, 0.0],
+    "int": [2.5, "2", None, True, 1.0],
+    "int | None": [2.5, "2", True],
+}
+"""Values of another kind, by annotation; the other fields are names."""
+NO_NAMES = [3, None, True, ["s1"], b"s1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(f.name, value) for f in fields(Plan) for value in WRONG.get(str(f.type), NO_NAMES)], ids=str
+)
+def test_every_field_refuses_values_of_another_kind_in_one_line(name: str, value: object) -> None:
+    with pytest.raises(InputError) as refusal:
+        Plan(**{name: value})
+    assert str(refusal.value).startswith(f"plan.{name}={value!r}: must be ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_order_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InputError, match=r"plan\.order='soon' is unknown: choose one of fifo, early, optsche, exact"):
+        Plan(order="soon")
+
+
+def test_whole_numbers_of_numpy_become_pythons() -> None:
+    plan = Plan(chunks=np.int64(2), gather_weights=np.int32(0), token_budget=np.int64(9))
+    assert plan == Plan(chunks=2, gather_weights=0, token_budget=9)
+    assert {type(value) for value in (plan.chunks, plan.gather_weights, plan.token_budget)} == {int}

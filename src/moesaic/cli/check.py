@@ -104,8 +104,10 @@ def _gather(options: CheckOptions) -> Evidence:
 
 
 def _measurement(evidence: Evidence) -> Measurement:
+    from moesaic.testing.cases import missing_codecs
     from moesaic.testing.suite import BALANCE
 
+    missing = missing_codecs()
     summary, worlds = evidence.summary, evidence.worlds
     caught = len(evidence.verdicts) - len(evidence.escaped)
     reason = "" if worlds else "run without processes (--no-gloo)"
@@ -127,11 +129,13 @@ def _measurement(evidence: Evidence) -> Measurement:
             claim("gloo_worlds", len(worlds) or None, 3, ">=", reason),
         ],
         notes="Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a world "
-        "of processes is named.",
+        "of processes is named."
+        + (f" No case has these codecs, which are not installed: {', '.join(missing)}." if missing else ""),
     )
 
 
 def _print(evidence: Evidence) -> None:
+    from moesaic.testing.cases import missing_codecs
     from moesaic.testing.suite import BALANCE
 
     summary = evidence.summary
@@ -139,6 +143,8 @@ def _print(evidence: Evidence) -> None:
     table = Table("what", "found", title="moesaic check")
     table.add_row("cases on loopback", f"{summary.cases:,}, {len(summary.failures)} failed")
     table.add_row("plans refused while drawing", f"{summary.refused:,}")
+    if missing := missing_codecs():
+        table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
     table.add_row("planted bugs", f"{len(evidence.verdicts)}, {len(evidence.verdicts) - len(evidence.escaped)} caught")

@@ -123,12 +123,12 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for name, program in programs.items():
         print(to_text(program))
-        Console().print(_table(name, rows[name], timelines[name], options.mesh))
+        Console().print(_table(name, rows[name], timelines[name], options.mesh, lends=compiled.lends))
     return 0
 
 
 def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
-    """Return sizes under even routing."""
+    """Return sizes under even routing, which leaves nothing to lend."""
     visits = None
     if plan.all_to_all == "multicast":
         visits = even_visits(
@@ -143,6 +143,7 @@ def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
         num_chunks=plan.chunks,
         visits=visits,
         units=layer.hidden // grid.etp,
+        lends=plan.lending != "none",
     )
 
 
@@ -199,9 +200,10 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
             ) from error
 
 
-def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions) -> Table:
+def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions, *, lends: bool) -> Table:
+    routing = "even routing, so that nothing is lent" if lends else "even routing"
     title = (
-        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, even routing, before "
+        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, {routing}, before "
         f"any codec; {timeline.makespan * 1e3:.2f} ms by --machine, {timeline.overlap:.0%} of the moving behind computing"
     )
     table = Table(title=title)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Literal
 
 from moesaic.errors import InputError
+from moesaic.program.order import ORDERS
 
 AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
 Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
@@ -55,6 +57,9 @@ class Plan:
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
+        if self.order not in ORDERS:
+            raise InputError(f"plan.order={self.order!r} is unknown: choose one of {', '.join(ORDERS)}")
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
@@ -69,3 +74,20 @@ class Plan:
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
         return self.codec == self.backward_codec == "none"
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Refuse a field whose value is of another kind than its annotation says; whole numbers of NumPy become Python's."""
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if field.type == "bool":
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif field.type in ("int", "int | None"):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            fits, wanted = whole or (value is None and field.type != "int"), "a whole number"
+            if whole:
+                object.__setattr__(plan, field.name, int(value))
+        else:
+            fits, wanted = isinstance(value, str), "a name, as text"
+        if not fits:
+            raise InputError(f"plan.{field.name}={value!r}: must be {wanted}")

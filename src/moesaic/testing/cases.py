@@ -11,6 +11,7 @@ import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
+from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.lending.cost import LendingCosts
@@ -147,10 +148,11 @@ class Refusals:
 
 
 def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None = None) -> Case:
-    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which.
+    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which. So are plans with a codec that
+    is not installed.
 
     Args:
-        seed: the same seed gives the same case, on any machine.
+        seed: the same seed gives the same case, on any machine on which the same codecs are installed.
         refusals: counts the plans that were refused.
         world: ranks; None to draw them too.
     """
@@ -162,6 +164,8 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
         grid = _with_levels(random.Random(f"levels {seed}"), grid, plan)
         try:
             compile_plan(plan, grid)
+            for codec in (plan.codec, plan.backward_codec):
+                codec_named(codec)
         except InputError:
             if refusals is not None:
                 refusals.count += 1
@@ -175,6 +179,17 @@ def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     if plan.all_to_all != "multicast" or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
+
+
+def missing_codecs() -> list[str]:
+    """Return the codecs that are in no case here, since a package that they need is not installed."""
+    missing = []
+    for codec in CODECS:
+        try:
+            codec_named(codec)
+        except InputError:
+            missing.append(codec)
+    return missing
 
 
 def draw_plan(rng: random.Random) -> Plan:
