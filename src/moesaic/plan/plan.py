@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.errors import InputError
+from moesaic.program.build import SCHEDULES
+from moesaic.program.links import LINKS
+from moesaic.program.task import Program
 
-AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
+
+class Crossing(Enum):
+    """What a name of `Plan.all_to_all` is."""
+
+    LINK = "an algorithm in `LINKS`, which movements over ep are lowered to"
+    MULTICAST = "a pass that changes what is sent: a token once per node, and once per rank there"
+    DEEPEP = "DeepEP's kernels in place of the programs' movements"
+
+
+_OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
+
+if TYPE_CHECKING:
+    AllToAll: TypeAlias = str
+    Schedule: TypeAlias = str
+else:
+    AllToAll = Literal[(*LINKS, *_OTHERS)]
+    Schedule = Literal[tuple(SCHEDULES)]
 Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
-Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
 Order = Literal["early", "fifo", "optsche", "exact"]
 Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
 
@@ -55,6 +74,9 @@ class Plan:
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
+        for name, known in (("schedule", (*SCHEDULES,)), ("all_to_all", (*LINKS, *_OTHERS))):
+            if getattr(self, name) not in known:
+                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
@@ -64,6 +86,21 @@ class Plan:
             )
         if self.gather_weights is not None and self.gather_weights < 0:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
+
+    @property
+    def program(self) -> Program:
+        """What its schedule builds, before any pass."""
+        return SCHEDULES[self.schedule](False)
+
+    @property
+    def crossing(self) -> Crossing:
+        """What `all_to_all` names."""
+        return _OTHERS.get(self.all_to_all, Crossing.LINK)
+
+    @property
+    def link(self) -> str:
+        """The algorithm in `LINKS` that movements over ep are lowered to; linear, which leaves them as they are, for others."""
+        return self.all_to_all if self.crossing is Crossing.LINK else "linear"
 
     @property
     def is_lossless(self) -> bool:
