@@ -84,12 +84,17 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Raise InputError, in one line, if this router cannot train with `top_k` experts per token."""
         self.check_fits(top_k)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether `update` does something; a router that wraps another one answers for it."""
+        return type(self).update is not AbstractRouter.update
+
     def update(self, load_E: Tensor) -> None:
         """Adapt to the load of one optimizer step; does nothing unless the method asks for it.
 
         Args:
-            load_E: (num_experts,) int64 token copies per expert since the last step, without padding,
-                evaluation and recomputation.
+            load_E: (num_experts,) int64 token copies per expert since the last step, of all ranks that train the layer,
+                without padding, evaluation and recomputation.
         """
 
 

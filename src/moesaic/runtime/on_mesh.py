@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +33,7 @@ from moesaic.runtime.counts import counts_of, even_counts, share_of_each
 from moesaic.runtime.fitting import compiled_for, fitting
 from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.padding import pad_copies
-from moesaic.runtime.peers import Peers, check_digests
+from moesaic.runtime.peers import Peers
 from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
 from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
@@ -64,9 +64,10 @@ class OnMesh:
         experts: of the layer, sharded already.
         weight_first: multiply by the routing weight before the expert.
         lender: under plans that lend copies, decides which; None takes the policy that the plan names.
+        settings, weights: of the layer, as for `fitting`.
 
     Raises:
-        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans.
+        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans or layers.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class OnMesh:
         experts: AbstractExperts,
         weight_first: bool,
         lender: AbstractLender | None = None,
+        settings: Mapping[str, object] | None = None,
+        weights: Mapping[str, str] | None = None,
     ) -> None:
-        compiled = fitting(plan, grid, wire, experts)
+        compiled = fitting(plan, grid, wire, experts, settings, weights)
         self._mesh, self.wire, self.rank = grid, wire, wire.rank
         self.num_experts, self._dim, self._given_lender = experts.num_experts, experts.dim, lender
         self.codecs: Codecs = known_codec
@@ -153,6 +156,9 @@ class OnMesh:
         replay: RoutingRecord | None,
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
+        settings = {"dtype": compute_dtype(x_TD), "top_k": top_k, "capacity": capacity, "losses": losses}
+        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+            self._agreed = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         if not self._slices:
@@ -209,7 +215,7 @@ class OnMesh:
             visits = self.peers.visits(routed.record) or self._visits(token, expert, routing.num_tokens)
         indices = {"index": token.unsqueeze(1)} if visits is None else dict(visits.indices)
         if padded_rows is None or not self._agreed:
-            self._check_digests(routed)
+            self._check_digests(routed, together=padded_rows is None)
         if padded_rows is None:
             copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
         else:
@@ -278,8 +284,12 @@ class OnMesh:
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
 
-    def _check_digests(self, routed: Routed) -> None:
+    def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
         """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
+
+        Args:
+            routed: what `route` returned.
+            together: all ranks do this in this call.
 
         Raises:
             InputError: on every rank, if they do not.
@@ -287,9 +297,10 @@ class OnMesh:
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
-            check_digests(torch.from_numpy(digests), self.peers.ranks)
+            self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
-                "the layer's plan was changed between a forward pass and its recomputation: call MoE.use_plan between steps"
+                "the layer's plan, or the dtype of the call, was changed between a forward pass and its recomputation: call "
+                "MoE.use_plan between steps"
             )
         self._agreed = True
 

@@ -89,5 +89,9 @@ class GroupLimited(AbstractRouter):
                 "raise top_groups or lower top_k"
             )
 
+    @property
+    def adapts(self) -> bool:
+        return self.inner.adapts
+
     def update(self, load_E: Tensor) -> None:
         self.inner.update(load_E)

@@ -153,6 +153,10 @@ class TopologyGate(AbstractRouter):
                 "not leave choose again: lower top_k, use larger groups, or a mesh with more experts on each rank"
             )
 
+    @property
+    def adapts(self) -> bool:
+        return self.inner.adapts
+
     def update(self, load_E: Tensor) -> None:
         self.inner.update(load_E)
 
