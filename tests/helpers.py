@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,31 @@ TOP_K = {"switch": 1, "base": 1}
 
 DETERMINISTIC = [name for name in ROUTERS if name not in ("noisy", "gshard")]
 """Routers that draw no random numbers in training."""
+
+
+NAN, INF = float("nan"), float("inf")
+ODD_LOGITS: dict[str, list[float]] = {
+    "NaN": [NAN] * 5,
+    "NaN with the sign bit": [-NAN] * 5,
+    "one NaN": [0.5, 2.0, NAN, 1.0, -1.0],
+    "one NaN with the sign bit": [0.5, 2.0, -1.0, 1.0, -NAN],
+    "NaN and infinities": [INF, -INF, NAN, 0.0, -NAN],
+    "one infinity": [0.5, 2.0, 0.0, INF, -1.0],
+    "two infinities": [INF, 2.0, 0.0, INF, -1.0],
+    "all infinite": [INF] * 5,
+    "one of minus infinity": [-INF, 2.0, 0.0, 1.0, -1.0],
+    "one that is finite": [-INF, -INF, -INF, 1.0, -INF],
+    "all minus infinity": [-INF] * 5,
+    "both infinities": [-INF, INF, -INF, INF, -INF],
+    "the largest floats": [-3.4e38, 3.4e38, 0.0, -0.0, 3.4e38],
+    "ordinary": [0.3, -0.2, 0.1, 0.7, 0.0],
+}
+"""Rows of logits that every device must route alike. `torch.tensor` keeps the sign bit of NaN."""
+
+
+def ranked(row: list[float]) -> list[int]:
+    """Return experts best first: NaN above every number, of equal ones the lowest index."""
+    return sorted(range(len(row)), key=lambda e: (not math.isnan(row[e]), 0 if math.isnan(row[e]) else -row[e], e))
 
 
 def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -191,12 +192,21 @@ def test_evaluation_falls_back_to_the_layers_own_capacity() -> None:
     assert int(layer(torch.randn(8, 8), return_routing=True)[1].capacity) == 2
 
 
-def test_padding_gets_the_shared_expert_only() -> None:
-    layer, x = make_layer(shared_hidden=8), torch.randn(4, 8)
-    mask = torch.tensor([True, True, True, False])
-    y = layer(x, mask=mask)
-    ends = torch.tensor([4], dtype=torch.int32)
-    torch.testing.assert_close(y[3], layer.shared(x, None, ends)[3])
+@pytest.mark.parametrize("padding", [3.0, math.nan, math.inf])
+@pytest.mark.parametrize("experts", ["swiglu", "gelu"])
+def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(padding: float, experts: str) -> None:
+    """Results and all gradients are those of the tokens alone, NaN under the mask or not."""
+    torch.manual_seed(0)
+    layer = MoE(8, 8, 4, experts=experts, shared_hidden=8, losses=LOSSES)
+    x = torch.randn(5, 8)
+    x[[1, 4]] = padding
+    mask = torch.tensor([True, False, True, True, False])
+    found, alone = run(layer, x, mask=mask), run(layer, x[mask])
+    assert found.y[~mask].abs().max() == found.dx[~mask].abs().max() == 0
+    torch.testing.assert_close(found.y[mask], alone.y)
+    torch.testing.assert_close(found.dx[mask], alone.dx)
+    for name, grad in alone.grads.items():
+        torch.testing.assert_close(found.grads[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_without_return_routing_the_output_is_a_tensor() -> None:

@@ -140,7 +140,9 @@ class MoE(HasLossScale, TapedModule):
         weights = same_weights.described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
-        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, before, lender, settings, weights)
+        on_mesh = OnMesh(
+            mesh.grid, mesh.wire, plan, self.experts, before, lender, settings, weights, deepep=lambda: mesh.deepep
+        )
         if broadcast:
             same_weights.take_first(self, mesh.wire)
         if isinstance(self.router, TopologyGate) and not self.router.is_placed:
@@ -194,7 +196,8 @@ class MoE(HasLossScale, TapedModule):
 
         Args:
             x: (..., dim). For losses per sequence the last dimension but one is the sequence.
-            mask: x's shape without dim, bool; False marks padding: no expert, no count, no loss, zero routed output.
+            mask: x's shape without dim, bool; False marks padding, which may hold anything: no expert, shared or not, no
+                count, no loss, a result of zero.
             token_ids: x's shape without dim, int64; for routers that read ids.
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call; None for the layer's.
@@ -220,8 +223,7 @@ class MoE(HasLossScale, TapedModule):
             y_TD = run_relocated(self.on_mesh, self.experts, x_TD, routed, call)
         y, added = y_TD.view(x.shape), None
         if self.shared is not None:
-            ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
-            added = self.shared(x_TD, None, ends).to(x.dtype).view(x.shape)
+            added = self._run_shared(self.shared, x_TD, mask).view(x.shape)
         if residual is not None and (move is None or not move.rides):
             added = residual.x if added is None else residual.x + added
         if added is not None:
@@ -329,6 +331,14 @@ class MoE(HasLossScale, TapedModule):
         return self.experts(
             x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)
         )
+
+    def _run_shared(self, shared: AbstractExperts, x_TD: Tensor, mask: Tensor | None) -> Tensor:
+        """Pass every token that is not padding: (tokens, dim) -> (tokens, dim). Padding may hold anything, NaN included."""
+        padding = None if mask is None else ~mask.reshape(-1, 1)
+        read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
+        ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
+        added: Tensor = shared(read, None, ends).to(x_TD.dtype)
+        return added if padding is None else added.masked_fill(padding, 0.0)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -16,84 +17,197 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.runtime import on_mesh
 
 DIM, EXPERTS, TOKENS = 16, 8, 6
 GRID = Grid(world=4, ep=4)
 
 
+@dataclass
+class Handle:
+    """What of DeepEP's `EPHandle` callers may read, and what the imitation needs to know again."""
+
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    buffer: Buffer
+    rows: Tensor
+
+
+class Event:
+    """DeepEP's `EventOverlap`."""
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Nothing to wait for."""
+
+
 class Buffer:
-    """Each rank gets every rank's tokens that have an expert on it, source after source."""
+    """`deep_ep.ElasticBuffer` of versions 2.0 and 2.1: its arguments, its defaults and its refusals, on a wire.
 
-    def __init__(self, group: AbstractWire, *, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
-        self.wire, self.room, self.peers = group, num_max_tokens_per_rank, tuple(range(group.world))
-        assert (hidden, num_topk) == (DIM, 2)
+    Each rank gets every rank's tokens that have an expert on it, source after source.
+    """
 
-    def dispatch(self, x: Tensor, handle: Tensor | None = None, topk_idx=None, topk_weights=None, num_experts=0, **_):
-        assert len(x) <= self.room
+    def __init__(
+        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,
+        use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,
+        prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
+        num_gpu_timeout_secs=100, explicitly_destroy=False,
+    ) -> None:  # fmt: skip
+        self.wire, self.peers = group, tuple(range(group.world))
+        self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
+        sizes = torch.tensor([num_max_tokens_per_rank, hidden, num_topk])
+        assert all(torch.equal(other, sizes) for other in all_gather(self.wire, self.peers, sizes)), "ranks differ"
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        assert num_experts % self.wire.world == 0
+        return 24
+
+    def dispatch(
+        self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, num_experts=None,
+        num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None,
+        previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
+        handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
+        use_tma_aligned_col_major_sf=False,
+    ):  # fmt: skip
+        num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
+        num_sms = self.get_theoretical_num_sms(num_experts, num_topk) if num_sms == 0 else num_sms
+        if handle is not None:
+            assert topk_idx is None
+            assert topk_weights is None
+            assert handle.buffer is self, "a handle is of the buffer that made it"
+            num_experts, num_max_tokens_per_rank = handle.num_experts, handle.num_max_tokens_per_rank
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert x.shape[1] == self.hidden
+        assert num_topk <= self.num_topk
+        assert len(x) <= num_max_tokens_per_rank <= self.num_max_tokens_per_rank
         tokens = torch.cat(all_gather(self.wire, self.peers, x))
         if handle is not None:
-            return tokens[handle], None, None, handle, Event()
+            return tokens[handle.rows], None, None, handle, Event()
+        assert topk_idx.dtype == torch.int64
+        assert topk_weights.dtype == torch.float32
         each = num_experts // self.wire.world
         expert = torch.cat(all_gather(self.wire, self.peers, topk_idx)) - self.wire.rank * each
         weight = torch.cat(all_gather(self.wire, self.peers, topk_weights))
         here = (expert >= 0) & (expert < each)
         rows = here.any(1).nonzero().squeeze(1)
         expert, weight = expert.masked_fill(~here, -1), weight.masked_fill(~here, 0.0)
-        return tokens[rows], expert[rows], weight[rows], rows, Event()
+        handle = Handle(
+            num_experts, 1 if expert_alignment is None else expert_alignment, num_max_tokens_per_rank, num_sms,
+            topk_idx.clone(), self, rows,
+        )  # fmt: skip
+        return tokens[rows], expert[rows], weight[rows], handle, Event()
 
-    def combine(self, rows: Tensor, handle: Tensor, topk_weights: Tensor | None = None, **_):
-        return self._sum(rows, handle), None if topk_weights is None else self._sum(topk_weights, handle), Event()
+    def combine(
+        self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
+        previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
+    ):  # fmt: skip
+        assert handle.buffer is self, "a handle is of the buffer that made it"
+        assert x.dtype == torch.bfloat16
+        assert x.shape == (len(handle.rows), self.hidden)
+        weights = None if topk_weights is None else self._sum(topk_weights, handle)
+        return self._sum(x, handle), weights, Event()
 
-    def _sum(self, rows: Tensor, handle: Tensor) -> Tensor:
-        whole = torch.zeros(self.wire.world * TOKENS, rows.shape[1], dtype=torch.float32)
-        whole[handle] = rows.float()
+    def _sum(self, rows: Tensor, handle: Handle) -> Tensor:
+        tokens = len(handle.topk_idx)
+        whole = torch.zeros(self.wire.world * tokens, rows.shape[1], dtype=torch.float32)
+        whole[handle.rows] = rows.float()
         summed = all_reduce_sum(self.wire, self.peers, whole)
-        return summed[self.wire.rank * TOKENS :][:TOKENS].to(rows.dtype)
-
-
-class Event:
-    def current_stream_wait(self) -> None:
-        """Nothing to wait for."""
+        return summed[self.wire.rank * tokens :][:tokens].to(rows.dtype)
 
 
 @pytest.fixture
-def imitation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "deep_ep", SimpleNamespace(ElasticBuffer=Buffer))
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
+    """Put the imitation in DeepEP's place; returns the buffers of all ranks, as they are opened."""
+    found: list[Buffer] = []
+
+    def open_one(*arguments: object, **options: object) -> Buffer:
+        found.append(Buffer(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setitem(__import__("sys").modules, "deep_ep", SimpleNamespace(ElasticBuffer=open_one))
     monkeypatch.setattr(deepep, "missing", lambda: "")
+    over_ep = property(lambda mesh: {"ep": SimpleNamespace(get_group=lambda: mesh.wire)})
+    monkeypatch.setattr(Mesh, "sparse", over_ep)
+    return found
+
+
+def make(mesh: Mesh, plan: Plan, capacity: Capacity | None = None, top_k: int = 2, **options: object) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(DIM, 8, EXPERTS, top_k, capacity=capacity, **options)
+    layer.parallelize(mesh, plan)
+    return layer
+
+
+def forward(layer: MoE, rank: int, tokens: int = TOKENS, seed: int = 1) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, tokens, DIM, generator=torch.Generator().manual_seed(seed))[rank].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        return x, layer(x)
+
+
+def backward(layer: MoE, *calls: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Run the calls backward, the first one first; returns results and all gradients."""
+    for _, y in calls:
+        (y * torch.linspace(-1, 1, DIM)).sum().backward()
+    parameters = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    return *(y.detach() for _, y in calls), *(x.grad for x, _ in calls), *parameters
 
 
 def run(wire: AbstractWire, plan: Plan, capacity: Capacity | None, **options: object) -> tuple[Tensor, ...]:
-    torch.manual_seed(0)
-    layer = MoE(DIM, 8, EXPERTS, 2, capacity=capacity, **options)
-    layer.parallelize(Mesh(GRID, wire), plan)
-    x = torch.randn(4, TOKENS, DIM)[wire.rank].requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    (y * torch.linspace(-1, 1, DIM)).sum().backward()
-    parameters = [parameter.grad for parameter in layer.parameters()]
-    assert x.grad is not None
-    return y.detach(), x.grad, *(gradient for gradient in parameters if gradient is not None)
+    layer = make(Mesh(GRID, wire), plan, capacity, **options)
+    return backward(layer, forward(layer, wire.rank))
 
 
-@pytest.mark.usefixtures("imitation")
-@pytest.mark.parametrize("capacity", [None, Capacity.fixed(0.75)], ids=["dropless", "drops"])
-def test_it_computes_what_the_programs_compute(capacity: Capacity | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_ranks(4, lambda wire: run(wire, Plan(), capacity))
-
-    def ranks(wire: AbstractWire) -> tuple[Tensor, ...]:
-        return run(wire, Plan(all_to_all="deepep"), capacity)
-
-    wires: dict[int, AbstractWire] = {}
-    monkeypatch.setattr(on_mesh, "open_deepep", lambda grid, rank, experts: deepep.DeepEP(wires[rank], experts))
-    found = run_ranks(4, lambda wire: ranks(wires.setdefault(wire.rank, wire)))
-    for ours, theirs in zip(found, plain, strict=True):
-        assert len(ours) == len(theirs) == 6
+def agree(found: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...]], number: int) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs) == number
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.03)
 
 
-@pytest.mark.usefixtures("imitation")
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("capacity", [None, Capacity.fixed(0.75)], ids=["dropless", "drops"])
+def test_it_computes_what_the_programs_compute(capacity: Capacity | None) -> None:
+    plain, found = (
+        run_ranks(4, lambda wire, plan=plan: run(wire, plan, capacity)) for plan in (Plan(), Plan(all_to_all="deepep"))
+    )
+    agree(found, plain, 6)
+
+
+def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
+    """One per rank, width and top_k; another width or top_k has its own."""
+
+    def work(wire: AbstractWire) -> None:
+        mesh, plan = Mesh(GRID, wire), Plan(all_to_all="deepep")
+        for layer in [
+            make(mesh, plan),
+            make(mesh, plan),
+            make(mesh, plan, Capacity.fixed(1.0)),
+            make(mesh, plan, top_k=3),
+        ]:
+            backward(layer, forward(layer, wire.rank), forward(layer, wire.rank, TOKENS - 2))
+
+    run_ranks(4, work)
+    assert sorted(buffer.num_topk for buffer in opened) == [2] * 4 + [3] * 4
+
+
+def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) -> None:
+    """Forward, a larger forward, then both backward; the smaller room stays as long as its call needs it."""
+
+    def work(plan: Plan, wire: AbstractWire) -> tuple[Tensor, ...]:
+        layer = make(Mesh(GRID, wire), plan)
+        calls = [forward(layer, wire.rank, tokens, seed) for seed, tokens in enumerate((3, 5, 5, 4))]
+        return backward(layer, *calls)
+
+    plain, found = (
+        run_ranks(4, lambda wire, plan=plan: work(plan, wire)) for plan in (Plan(), Plan(all_to_all="deepep"))
+    )
+    agree(found, plain, 12)
+    assert sorted(buffer.num_max_tokens_per_rank for buffer in opened) == [3] * 4 + [5] * 4
+
+
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -101,8 +215,7 @@ def test_it_computes_what_the_programs_compute(capacity: Capacity | None, monkey
         ({"apply_weight": "before"}, 'apply_weight="before" clashes with plan.all_to_all=deepep'),
     ],
 )
-def test_what_it_cannot_do_is_refused(options: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_mesh, "open_deepep", lambda grid, rank, experts: deepep.DeepEP(None, experts))
+def test_what_it_cannot_do_is_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InputError, match=words):
         run_ranks(4, lambda wire: run(wire, Plan(all_to_all="deepep"), None, **options))
 

@@ -83,3 +83,15 @@ def test_churn_is_the_share_of_tokens_that_moved() -> None:
     assert churn(before, before) == 0
     assert churn(before, after) == 0.25
     assert churn(before[:0], after[:0]) == 0
+
+
+def test_the_meter_counts_copies_whose_weight_is_not_finite() -> None:
+    layer, x = make_layer("softmax"), torch.randn(8, 8)
+    x[3] = math.nan
+    meter = LoadMeter()
+    for _ in range(2):
+        meter.add([layer(x, return_routing=True)[1]])
+    (load,) = meter.take()
+    assert load.nonfinite == load.as_dict()["nonfinite"] == 4
+    meter.add([layer(torch.randn(8, 8), return_routing=True)[1]])
+    assert meter.take()[0].nonfinite == 0

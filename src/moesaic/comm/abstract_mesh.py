@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesaic.comm.deepep import DeepEP
 from moesaic.comm.wire import AbstractWire
 from moesaic.program.grid import Grid
 
@@ -28,3 +29,7 @@ class AbstractMesh(Protocol):
     @property
     def expert_mesh(self) -> DeviceMesh | None:
         """The dims ("ep", "etp") of this rank's copy of the experts; None where there are no process groups."""
+
+    @property
+    def deepep(self) -> DeepEP:
+        """DeepEP over ep, one for all layers on the mesh; asked for where a plan names it."""

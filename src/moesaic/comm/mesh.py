@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm.agree import check_same
+from moesaic.comm.deepep import DeepEP
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.nccl import Nccl
 from moesaic.comm.sockets import Sockets
@@ -138,6 +140,11 @@ class Mesh:
         """The rail: the ranks with this rank's place on every node, ascending."""
         place = self.grid.local_of(self.rank)
         return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == place)
+
+    @cached_property
+    def deepep(self) -> DeepEP:
+        """DeepEP over ep, one for all layers on this mesh; only where that package is installed."""
+        return DeepEP(self.sparse["ep"].get_group())
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, this one among them."""

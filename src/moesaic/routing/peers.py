@@ -18,8 +18,8 @@ from moesaic.errors import InputError
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.routing import Choice
 
-_DIGEST = 4
-"""Numbers at the end of a message."""
+_SIZES, _DIGEST = 3, 4
+"""Numbers at the beginning of a message, and at its end."""
 
 
 class AbstractPeers(ABC):
@@ -70,6 +70,7 @@ class Gathered:
         counts_KE: Tensor,
         num_valid: Tensor | None,
         num_tokens: int,
+        nonfinite: Tensor,
         local: RouterStatistics | None,
         more: Tensor | None = None,
     ) -> Gathered:
@@ -80,10 +81,12 @@ class Gathered:
             counts_KE: (K, E) int64 copies before capacity, by choice and expert.
             num_valid: () tokens that are not padding; None for all.
             num_tokens: padding included.
+            nonfinite: () copies whose routing weight is NaN or infinite.
             local: sums of this rank's tokens, if a loss reads them.
             more: what `peers.also` returned.
         """
-        sizes = torch.full((2,), num_tokens, dtype=torch.float64, device=counts_KE.device)
+        sizes = torch.full((_SIZES,), num_tokens, dtype=torch.float64, device=counts_KE.device)
+        sizes[2] = nonfinite
         if num_valid is not None:
             sizes[0] = num_valid
         digest = peers.digest.to(sizes.device)
@@ -108,10 +111,15 @@ class Gathered:
         return self.values[:, 1].long()
 
     @cached_property
+    def nonfinite(self) -> Tensor:
+        """(P,) int64 copies whose routing weight is NaN or infinite."""
+        return self.values[:, 2].long()
+
+    @cached_property
     def counts(self) -> Tensor:
         """(P, K, E) int64 copies before capacity."""
         width = self.num_slots * self.num_experts
-        return self.values[:, 2 : 2 + width].long().view(-1, self.num_slots, self.num_experts)
+        return self.values[:, _SIZES : _SIZES + width].long().view(-1, self.num_slots, self.num_experts)
 
     @cached_property
     def digests(self) -> Tensor:
@@ -149,7 +157,7 @@ class Gathered:
             earlier_counts_E: (E,) int64 copies of the step before this call, over all ranks.
         """
         mine = local.packed()
-        others = self.values[:, 2 + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
+        others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
         rows = [mine if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 

@@ -27,6 +27,8 @@ class RoutingRecord(NamedTuple):
     """(E,) int64: copies per expert before capacity, of all ranks."""
     num_valid: Tensor
     """() int64: tokens that are not padding, of all ranks."""
+    nonfinite: Tensor
+    """() int64: copies whose routing weight is NaN or infinite, of all ranks."""
     capacity: Tensor | None
     """() int64: rows an expert may take; None when dropless."""
     kept: Tensor | None
@@ -148,6 +150,7 @@ def _decide(
 ) -> RoutingRecord:
     """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
     valid = batch.valid_T
+    nonfinite = _nonfinite(weight_N, alive_N)
     gathered = before_KE = rows = None
     if peers is None:
         num_valid = torch.full((), num_tokens, device=weight_N.device) if valid is None else valid.sum()
@@ -159,8 +162,10 @@ def _decide(
         counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
         told = choice if capacity.never_drops else None
         more = peers.also(told, alive_N, num_tokens)
-        gathered = Gathered.exchange(peers, counts_KE, None if valid is None else valid.sum(), num_tokens, sums, more)
-        requested, num_valid = gathered.counts.sum((0, 1)), gathered.valid.sum()
+        gathered = Gathered.exchange(
+            peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, more
+        )
+        requested, num_valid, nonfinite = gathered.counts.sum((0, 1)), gathered.valid.sum(), gathered.nonfinite.sum()
         if capacity.spans_mesh:
             rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[peers.place]
@@ -172,7 +177,7 @@ def _decide(
         best_T = _best_weight(weight_N, choice, num_tokens)
     kept = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
     return RoutingRecord(
-        None, choice, requested, num_valid, rows, kept, None, gathered, _by_rank(gathered, capacity, top_k)
+        None, choice, requested, num_valid, nonfinite, rows, kept, None, gathered, _by_rank(gathered, capacity, top_k)
     )
 
 
@@ -211,6 +216,7 @@ def _routing(
         counts=counts,
         requested=record.requested,
         num_valid=record.num_valid,
+        nonfinite=record.nonfinite,
         capacity=record.capacity,
         rows_per_token=choice.per_token if kept is None else None,
         losses=losses,
@@ -223,6 +229,12 @@ def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
         return choice.sent
     alive = valid_T[choice.token]
     return alive if choice.sent is None else alive & choice.sent
+
+
+def _nonfinite(weight_N: Tensor, alive_N: Tensor | None) -> Tensor:
+    """Return how many copies have a routing weight that is NaN or infinite, () int64, without a host sync."""
+    is_wrong = ~weight_N.isfinite()
+    return (is_wrong if alive_N is None else is_wrong & alive_N).sum()
 
 
 def _best_weight(weight_N: Tensor, choice: Choice, num_tokens: int) -> Tensor:

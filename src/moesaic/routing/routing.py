@@ -66,6 +66,9 @@ class Routing:
     """(E,) int64: copies per expert before capacity dropped any; padding is in neither."""
     num_valid: Tensor
     """() int64: the tokens that are not padding."""
+    nonfinite: Tensor
+    """() int64: copies, of those in `requested`, whose routing weight is NaN or infinite. Their tokens' results are NaN; all
+    other tokens are computed as ever. On a mesh those of all ranks."""
     capacity: Tensor | None
     """() int64: rows an expert may take, None when dropless."""
     padded_capacity: int | None = None

@@ -19,6 +19,9 @@ def linear_scores(dim: int, num_experts: int) -> nn.Parameter:
 def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """Return the indices of the `top_k` largest entries of each row, largest first; of equal ones the lowest index.
 
+    NaN ranks above every number, as `torch.topk` has it, whatever its sign bit: a row of NaN has the indices 0 to top_k - 1.
+    So a token whose scores are NaN has valid experts, distinct ones, and a weight of NaN that shows in its own result.
+
     `torch.topk` leaves the order of ties open, so two runs, or a run and its recomputation, may differ. Here a float32
     is mapped to an integer of the same order and the index is appended: no two keys of a row are equal. The key has
     32 + log2(E) bits and is exact in a float64, whose `topk` is fast on every device.
@@ -33,7 +36,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
     bits = rank_by.masked_fill(rank_by == 0, 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices

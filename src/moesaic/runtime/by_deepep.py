@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.comm.deepep import DeepEP
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.kernels.permute import permute, sort_by_expert, unpermute
-from moesaic.program.grid import Grid
 from moesaic.routing.route import Routed
-
-
-def open_deepep(grid: Grid, rank: int, num_experts: int) -> DeepEP:
-    """Make the process groups over ep, on all ranks together, and DeepEP within this rank's."""
-    mine = None
-    for ranks in sorted({grid.group(other, ("ep",)) for other in range(grid.world)}):
-        group = dist.new_group(list(ranks))
-        mine = group if rank in ranks else mine
-    return DeepEP(mine, num_experts)
 
 
 def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed: Routed) -> Tensor:
@@ -48,7 +37,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None
-        received = deepep.dispatch(x, expert.view(-1, top_k), gate.view(-1, top_k), most_tokens)
+        received = deepep.dispatch(
+            x, expert.view(-1, top_k), gate.view(-1, top_k), num_experts=experts.num_experts, most_tokens=most_tokens
+        )
         here = received.expert >= 0
         token, slot = here.nonzero(as_tuple=True)
         local = received.expert[token, slot].long()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.arbiter import Chooser
 from moesaic.runtime.budget import TokenBudget
-from moesaic.runtime.by_deepep import open_deepep, run_by_deepep
+from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
 from moesaic.runtime.counts import counts_of, even_counts, share_of_each
 from moesaic.runtime.fitting import compiled_for, fitting
@@ -65,6 +65,7 @@ class OnMesh:
         weight_first: multiply by the routing weight before the expert.
         lender: under plans that lend copies, decides which; None takes the policy that the plan names.
         settings, weights: of the layer, as for `fitting`.
+        deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
 
     Raises:
         InputError: if the plan does not fit the mesh; on every rank, if they brought different plans or layers.
@@ -80,6 +81,7 @@ class OnMesh:
         lender: AbstractLender | None = None,
         settings: Mapping[str, object] | None = None,
         weights: Mapping[str, str] | None = None,
+        deepep: Callable[[], DeepEP] | None = None,
     ) -> None:
         compiled = fitting(plan, grid, wire, experts, settings, weights)
         self._mesh, self.wire, self.rank = grid, wire, wire.rank
@@ -93,8 +95,8 @@ class OnMesh:
         by_deepep = compiled.plan.crossing is Crossing.DEEPEP
         if by_deepep and weight_first:
             raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
-        deepep = open_deepep(grid, self.rank, experts.num_experts) if by_deepep else None
-        way = self._prepare(compiled, deepep)
+        assert deepep is not None or not by_deepep
+        way = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
         self._ways: dict[Plan | bytes, _Way] = {_key(plan): way}
         self._enter(way)
 

@@ -33,6 +33,8 @@ class LoadStatistics:
     """The smallest capacity factor that would drop nothing."""
     dropped: int
     """Copies that were dropped."""
+    nonfinite: int = 0
+    """Copies whose routing weight was NaN or infinite; see `Routing.nonfinite`."""
     capacity: int | None = None
     """Rows that an expert may take, as the last call asked for; None when dropless."""
     padded_capacity: int | None = None
@@ -72,6 +74,7 @@ class LoadMeter:
     def __init__(self) -> None:
         self._requested: list[Tensor] = []
         self._dropped: list[Tensor] = []
+        self._nonfinite: list[Tensor] = []
         self._last: list[Routing] = []
 
     @torch.no_grad()
@@ -80,22 +83,27 @@ class LoadMeter:
         if not self._requested:
             self._requested = [torch.zeros_like(routing.requested) for routing in routings]
             self._dropped = [torch.zeros_like(routing.dropped) for routing in routings]
+            self._nonfinite = [torch.zeros_like(routing.nonfinite) for routing in routings]
         self._last = list(routings)
         for index, routing in enumerate(routings):
             self._requested[index] += routing.requested
             self._dropped[index] += routing.dropped
+            self._nonfinite[index] += routing.nonfinite
 
     def take(self) -> list[LoadStatistics]:
         """Return the statistics per layer since the last `take`, and start anew."""
         statistics = [
             replace(
                 LoadStatistics.of(requested.tolist(), int(dropped)),
+                nonfinite=int(nonfinite),
                 capacity=None if routing.capacity is None else int(routing.capacity),
                 padded_capacity=routing.padded_capacity,
             )
-            for requested, dropped, routing in zip(self._requested, self._dropped, self._last)
+            for requested, dropped, nonfinite, routing in zip(
+                self._requested, self._dropped, self._nonfinite, self._last
+            )
         ]
-        self._requested, self._dropped, self._last = [], [], []
+        self._requested, self._dropped, self._nonfinite, self._last = [], [], [], []
         return statistics
 
 

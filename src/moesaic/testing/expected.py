@@ -125,7 +125,7 @@ def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Ba
             twin, x_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
         )
     if twin.shared is not None:
-        y_TD = y_TD + reference_expert(twin.shared, 0, x_TD)
+        y_TD = y_TD + reference_expert(twin.shared, 0, x_TD).masked_fill(~valid.unsqueeze(1), 0.0)
     taken = torch.tensor(chosen, dtype=torch.int64)
     copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
     copies_TE[choice.token[taken], choice.expert[taken]] = 1.0

@@ -96,7 +96,12 @@ def reference(
             outputs[token] = outputs[token] + weight * reference_expert(twin.experts, expert, x_TD[token])
     y_TD = torch.stack(outputs) if outputs else 0 * x_TD
     if twin.shared is not None and outputs:
-        y_TD = y_TD + torch.stack([reference_expert(twin.shared, 0, row) for row in x_TD])
+        y_TD = y_TD + torch.stack(
+            [
+                reference_expert(twin.shared, 0, row) if is_valid else torch.zeros_like(row)
+                for row, is_valid in zip(x_TD, valid)
+            ]
+        )
 
     num_sequences = math.prod(x.shape[:-2]) if x.numel() else 1
     losses = {}

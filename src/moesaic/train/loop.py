@@ -211,8 +211,14 @@ class Trainer:
     def _not_finite(self, what: str, step: int, values: str) -> TrainingError:
         saved = list_checkpoints(self.state.folder / "checkpoints")
         kept = f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
+        wrong = [(layer, load.nonfinite) for layer, load in enumerate(self.meter.take()) if load.nonfinite]
+        since = (
+            "; the router of MoE layer {} is the first with weights of NaN, for {} token copies".format(*wrong[0])
+            if wrong
+            else ""
+        )
         return TrainingError(
-            f"the {what} of step {step} is not finite ({values}); {kept}: "
+            f"the {what} of step {step} is not finite ({values}){since}; {kept}: "
             "lower --optimizer.lr, or raise --optimizer.warmup-steps"
         )
 

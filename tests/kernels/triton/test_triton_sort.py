@@ -12,11 +12,14 @@ COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
 
 
 @pytest.mark.parametrize(("num_copies", "num_experts"), COPIES)
-@pytest.mark.parametrize("sent", ["all", "some", "one expert"])
+@pytest.mark.parametrize("sent", ["all", "some", "one expert", "experts that do not exist"])
 def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
     expert = torch.randint(0, num_experts, (num_copies,))
     if sent == "some":
         expert[torch.rand(num_copies) < 0.3] = -1
+    if sent == "experts that do not exist":
+        wrong = torch.tensor([num_experts, num_experts + 1, 2**30, 2**31 - 1, -(2**31), -7])
+        expert = torch.where(torch.rand(num_copies) < 0.4, wrong[torch.randint(0, 6, (num_copies,))], expert)
     if sent == "one expert":
         expert.fill_(num_experts - 1)
     found, expected = Order(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)

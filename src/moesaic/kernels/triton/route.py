@@ -2,8 +2,9 @@
 
 Eager: softmax or sigmoid over (T, E), a deterministic top-k (in float64, so that ties break), a gather, a normalisation;
 by autograd a scatter back. Here one kernel reads a token's logits once and picks K times the largest, of equal ones the
-lowest index. Saved: the logits, T E, and the experts, T K. Backward writes each logit's gradient once, as a sum over the
-token's K choices: no scatter, no atomics. Bytes: T E read, 8 T K written; in backward T E written too. FLOPs: K T E compares.
+lowest index; NaN ranks above every number, as in `routing/selection.py`, so that every token has K different experts.
+Saved: the logits, T E, and the experts, T K. Backward writes each logit's gradient once, as a sum over the token's K
+choices: no scatter, no atomics. Bytes: T E read, 8 T K written; in backward T E written too. FLOPs: K T E compares.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moesaic.kernels.triton.launch import next_power_of_2
 from moesaic.kernels.triton.parts import sigmoid
+from moesaic.routing.selection import normalized
 
 SCORES = ("softmax", "switch", "sigmoid")
 """softmax over the chosen logits; softmax over all of them; sigmoids of the chosen ones divided by their sum."""
@@ -35,7 +37,8 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, score: str) -> tuple[
         score: one of `SCORES`.
 
     Returns:
-        weight, (T, K) float32, and expert, (T, K) int32, largest first; of equal logits the lowest index.
+        weight, (T, K) float32, and expert, (T, K) int32, largest first; of equal logits the lowest index. Logits of NaN come
+        first, and make the token's weights NaN.
     """
     num_tokens, num_experts = logits.shape
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -98,7 +101,7 @@ def route_reference(logits: Tensor, bias: Tensor | None, top_k: int, score: str)
     chosen = logits.gather(1, expert)
     if score == "softmax":
         return chosen.softmax(1), expert
-    return chosen.sigmoid() / chosen.sigmoid().sum(1, keepdim=True), expert
+    return normalized(chosen.sigmoid()).view_as(chosen), expert
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -112,6 +115,12 @@ def _gradients(ctx: Any, d_weight: Tensor, _: Any) -> tuple[Tensor, None, None, 
 
 
 route.register_autograd(_gradients, setup_context=_keep)
+
+
+@triton.jit
+def at_least(total: tl.tensor) -> tl.tensor:
+    """Return a divisor above 0: the total, or the smallest normal float. NaN stays, which `tl.maximum` would drop."""
+    return tl.where(total < 1.1754943508222875e-38, 1.1754943508222875e-38, total)
 
 
 @triton.jit
@@ -140,15 +149,17 @@ def _route_kernel(
         rank = tl.where(inside, sigmoid(value), float("-inf"))
         if BIASED:
             rank += tl.load(bias + number, mask=number < num_experts, other=0.0)[None, :]
-    is_free = inside
+    # Integers in the order of the floats, -0 beside 0 and NaN above all; below all of them what is no choice.
+    bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
+    place = tl.where(rank != rank, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    place = tl.where(inside, place, -0x80000000)
     best = tl.zeros((TOKENS, SLOTS), tl.int32)
     chosen = tl.full((TOKENS, SLOTS), float("-inf"), tl.float32)
     for k in tl.static_range(TOP_K):
-        largest = tl.max(tl.where(is_free, rank, float("-inf")), 1)
-        is_best = is_free & (rank == largest[:, None])
-        index = tl.min(tl.where(is_best, number[None, :], EXPERTS - 1), 1)
+        is_best = place == tl.max(place, 1)[:, None]
+        index = tl.minimum(tl.min(tl.where(is_best, number[None, :], EXPERTS), 1), num_experts - 1)
         is_it = number[None, :] == index[:, None]
-        is_free = is_free & ~is_it
+        place = tl.where(is_it, -0x80000000, place)
         best = tl.where(slot[None, :] == k, index[:, None], best)
         chosen = tl.where(slot[None, :] == k, tl.sum(tl.where(is_it & inside, value, 0.0), 1)[:, None], chosen)
     if SCORE == "switch":
@@ -160,7 +171,7 @@ def _route_kernel(
         weighed = weighed / tl.sum(weighed, 1)[:, None]
     else:
         weighed = tl.where(slot[None, :] < TOP_K, sigmoid(chosen), 0.0)
-        weighed = weighed / tl.maximum(tl.sum(weighed, 1), 1e-38)[:, None]
+        weighed = weighed / at_least(tl.sum(weighed, 1))[:, None]
     to = token.to(tl.int64)[:, None] * TOP_K + slot[None, :]
     is_slot = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
     tl.store(weight + to, weighed, mask=is_slot)
@@ -197,7 +208,7 @@ def _route_backward_kernel(
         is_chosen = tl.where(is_it, 1, is_chosen)
     if SCORE == "sigmoid":
         gate = tl.where(is_chosen == 1, sigmoid(value), 0.0)
-        total = tl.maximum(tl.sum(gate, 1), 1e-38)[:, None]
+        total = at_least(tl.sum(gate, 1))[:, None]
         mean = tl.sum(gate * grad, 1)[:, None] / total
         result = tl.where(is_chosen == 1, (grad - mean) / total * gate * (1.0 - gate), 0.0)
     else:

@@ -37,7 +37,8 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort token copies by expert, copies of one expert by their place.
 
     Args:
-        expert: (R,) int32 or int64, the expert of each copy, token after token; negative for a copy that is not sent.
+        expert: (R,) int32 or int64, the expert of each copy, token after token. A copy whose expert is not one of 0 to E - 1 is
+            not sent.
         num_experts: E.
 
     Returns:
@@ -133,10 +134,10 @@ def _place_kernel(
     place = tl.arange(0, BLOCK)
     copy = block * BLOCK + place
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
-    is_sent = chosen >= 0
+    is_sent = (chosen >= 0) & (chosen < num_experts)
     # Sums over comparisons in place of a gather from registers: which experts come earlier, which copies come earlier.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
     earlier = tl.sum(((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1)
-    row = start + earlier + tl.load(before + chosen * blocks + block, mask=is_sent, other=0)
+    row = start + earlier + tl.load(before + chosen.to(tl.int64) * blocks + block, mask=is_sent, other=0)
     tl.store(rows + copy, tl.where(is_sent, row, -1), mask=copy < num_copies)
     tl.store(copies + row, copy, mask=is_sent)

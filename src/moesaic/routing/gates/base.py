@@ -59,6 +59,8 @@ class BalancedAssignment(AbstractRouter):
 def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     """Return each row's expert such that no expert has more than `ceil(rows / experts)` and the summed score is largest.
 
+    A row that holds NaN or an infinity has no say: it gets a seat that the others leave.
+
     Args:
         scores: (rows, experts) float64.
 
@@ -69,5 +71,6 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     if rows == 0:
         return np.zeros(0, dtype=np.int64)
     seats = -(-rows // experts)
+    scores = np.where(np.isfinite(scores).all(axis=1, keepdims=True), scores, 0.0)
     _, columns = linear_sum_assignment(np.repeat(scores, seats, axis=1), maximize=True)
     return columns.astype(np.int64) // seats

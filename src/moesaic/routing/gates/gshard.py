@@ -47,9 +47,10 @@ class GShardTop2(AbstractRouter):
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         first = top_k_indices(scores.rank_by, 1)
-        rest = scores.rank_by.scatter(1, first, float("-inf"))
+        rest = scores.rank_by
         if noise is not None and self.second == "sampled":
             rest = rest - torch.log(-torch.log(noise.to(rest.dtype).clamp_min(torch.finfo(rest.dtype).tiny)))
+        rest = rest.clamp_min(torch.finfo(rest.dtype).min).scatter(1, first, float("-inf"))  # below all others
         choice = token_choice(torch.cat([first, top_k_indices(rest, 1)], dim=1))
         if noise is None or self.second == "sampled":
             return choice
