@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer",
+    "errors", "configfile", "codecs", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer",
     "models", "train", "testing", "testbed", "report", "reproduce", "bench", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "program", "cost", "plan", "report", "reproduce")
+TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "plan", "report", "reproduce")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 
 AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
-Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
 Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
 Order = Literal["early", "fifo", "optsche", "exact"]
 Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
+if TYPE_CHECKING:
+    Codec: TypeAlias = str
+else:
+    Codec = Literal[tuple(CODECS)]
+"""Names of registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,9 @@ class Plan:
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
+        for name in ("codec", "backward_codec"):
+            if getattr(self, name) not in CODECS:
+                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(CODECS)}")
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
@@ -68,4 +76,4 @@ class Plan:
     @property
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
-        return self.codec == self.backward_codec == "none"
+        return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless

@@ -15,10 +15,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from moesaic.codecs import CodecSpec
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
 from moesaic.experts.experts import Late, Weights
-from moesaic.kernels.codecs import CODECS, AbstractCodec, Field, codec_named
+from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
 from moesaic.runtime.call import Codecs
 
 
@@ -160,8 +161,9 @@ class VirtualCodec(AbstractCodec):
     def __init__(self, codec: AbstractCodec, accelerator: Accelerator) -> None:
         self._codec, self._accelerator = codec, accelerator
 
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return self._codec.layout(num_rows, dim, dtype)
+    @property
+    def spec(self) -> CodecSpec:
+        return self._codec.spec
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         self._accelerator.code(rows.numel() * rows.element_size())

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -31,8 +32,6 @@ Precision = Literal["float64", "float32", "autocast"]
 
 TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.12}
 """Of errors relative to the largest expected value."""
-CODEC_TOLERANCES = {"none": 0.0, "bf16": 0.06, "fp16": 0.01, "int8": 0.15, "fp8": 0.6, "zfp": 0.15}
-"""Where a coded plan is compared with the plain layer rather than with one that has the codec inserted."""
 
 OF_WHOLE_BATCH = ("expert_choice", "base")
 """Routers that look at several tokens at once: they are comparable where one rank sees all tokens."""
@@ -45,7 +44,7 @@ PLACEABLE = ("softmax", "sigmoid", "group_limited", "cosine", "hash")
 """Routers that look at each token alone and draw nothing, so that samples may be anywhere."""
 _COMMON: Precision = "float64"
 _PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
-CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
+LOSSY = [name for name, spec in CODECS.items() if not spec.is_lossless]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
-        by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
+        by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
         plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
         plain = plain and not self.capacity.is_padded and self.plan.lending == "none" and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
@@ -101,7 +100,7 @@ class Case:
         """The largest error relative to the largest expected value that passes."""
         if self.is_exact:
             return TOLERANCES[self.precision]
-        lossy = sum(CODEC_TOLERANCES[codec] for codec in (self.plan.codec, self.plan.backward_codec))
+        lossy = sum(CODECS[codec].tolerance for codec in (self.plan.codec, self.plan.backward_codec))
         return TOLERANCES[self.precision] + lossy
 
     @property
@@ -179,8 +178,8 @@ def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
 
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan, whether or not they go together."""
-    codec = rng.choice(CODECS) if rng.random() < 0.15 else "none"
-    backward_codec = rng.choice(CODECS) if codec != "none" and rng.random() < 0.3 else "none"
+    codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
+    backward_codec = rng.choice(LOSSY) if codec != "none" and rng.random() < 0.3 else "none"
     return Plan(
         schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),
         fuse=rng.random() < 0.2,
@@ -191,8 +190,8 @@ def draw_plan(rng: random.Random) -> Plan:
         all_to_all=_mostly(
             rng, "linear", [*_others(AllToAll, "linear", "multicast", "deepep"), "multicast", "multicast"]
         ),
-        codec=codec,  # type: ignore[arg-type]
-        backward_codec=backward_codec,  # type: ignore[arg-type]
+        codec=codec,
+        backward_codec=backward_codec,
         lending=_mostly(rng, "none", _others(Lending, "none")) if rng.random() < 0.4 else "none",
         order=_mostly(rng, "early", _others(Order, "early")),
     )
