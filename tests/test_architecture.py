@@ -17,11 +17,11 @@ LAB = ROOT / "lab" / "moesaic_lab"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
+    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
     "runtime", "layer", "profiling", "models", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "program", "cost", "traces", "plan", "report")
+TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "plan", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""

@@ -16,8 +16,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from moesaic.codecs import CodecSpec
 from moesaic.errors import InputError
-from moesaic.kernels.codecs import CODECS, AbstractCodec, Field, codec_named
+from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
 from moesaic.profiling.idle import IdleExperts
 from moesaic.runtime.call import Codecs
 
@@ -95,8 +96,9 @@ class VirtualCodec(AbstractCodec):
     def __init__(self, codec: AbstractCodec, accelerator: Accelerator) -> None:
         self._codec, self._accelerator = codec, accelerator
 
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return self._codec.layout(num_rows, dim, dtype)
+    @property
+    def spec(self) -> CodecSpec:
+        return self._codec.spec
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         self._accelerator.code(rows.numel() * rows.element_size())

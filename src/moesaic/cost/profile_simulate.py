@@ -127,7 +127,7 @@ class ProfiledSimulator(Simulator):
             return compute_seconds(task, slots, volumes, self._rates(dtype))
         if not is_lossy(task, slots):
             return np.zeros(volumes.num_actors)
-        rates, both_ways = self._rates(dtype), getattr(self.profile.codecs, task.codec, 0.0)
+        rates, both_ways = self._rates(dtype), self.profile.codecs.get(task.codec, 0.0)
         if both_ways and self._virtual_flops is None:
             rates = replace(rates, codec=2 * both_ways / self.profile.host.sharing)
         return compute_seconds(task, slots, volumes, rates)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
-from moesaic.cost.coded import ROWS_PER_BLOCK
 from moesaic.errors import InputError
 from moesaic.plan.arbiter_options import option_plans
 from moesaic.plan.plan import Crossing, Plan
@@ -80,7 +80,7 @@ class Compiled:
     @property
     def capacity_multiple(self) -> int:
         """What a padded capacity is rounded up to, so that its rows split evenly over tp, shards and chunks."""
-        blocks = max(ROWS_PER_BLOCK.get(codec, 1) for codec in (self.plan.codec, self.plan.backward_codec))
+        blocks = max(CODECS[codec].rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
         chunks = self.plan.chunks
         return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.links import LINKS
@@ -24,13 +25,15 @@ _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
+    Codec: TypeAlias = str
     Schedule: TypeAlias = str
 else:
     AllToAll = Literal[(*LINKS, *_OTHERS)]
+    Codec = Literal[tuple(CODECS)]
     Schedule = Literal[tuple(SCHEDULES)]
-Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
 Order = Literal["early", "fifo", "optsche", "exact"]
 Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
+"""Names of registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ class Plan:
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
-        for name, known in (("schedule", (*SCHEDULES,)), ("all_to_all", (*LINKS, *_OTHERS))):
+        codecs = ("codec", CODECS), ("backward_codec", CODECS)
+        for name, known in (("schedule", SCHEDULES), ("all_to_all", {**LINKS, **_OTHERS}), *codecs):
             if getattr(self, name) not in known:
                 raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):
@@ -105,4 +109,4 @@ class Plan:
     @property
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
-        return self.codec == self.backward_codec == "none"
+        return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless

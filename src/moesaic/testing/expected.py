@@ -18,7 +18,7 @@ from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routing import Scores
-from moesaic.testing.cases import AT_RANDOM, Case
+from moesaic.testing.cases import Case
 from moesaic.testing.coded import Travel, coded_output
 from moesaic.testing.reference import in_float64, reference_expert, reference_limit
 from moesaic.testing.workload import Batch, Workload
@@ -287,8 +287,6 @@ def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
 
 def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
     """Return what the ranks draw: each group from its seed, under tp from a seed that its first rank draws."""
-    if case.router not in AT_RANDOM or not twin.training:
-        return None
     drawn = []
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
@@ -296,7 +294,8 @@ def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
             if case.grid.tp > 1:
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
-    return torch.cat([noise for noise in drawn if noise is not None])
+    found = [noise for noise in drawn if noise is not None]
+    return torch.cat(found) if found else None
 
 
 def _sequence_of(batches: Sequence[Batch]) -> Tensor:

@@ -29,6 +29,14 @@ class GroupLimited(AbstractRouter):
 
     takes_best_ranked = False
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.inner.looks_across_tokens
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.inner.weights_sum_to_one
+
     def __init__(
         self,
         inner: AbstractRouter,

@@ -73,6 +73,14 @@ class TopologyGate(AbstractRouter):
     float32_buffers: tuple[str, ...] = ()
     inside: Tensor
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.training or self.inner.looks_across_tokens
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.inner.weights_sum_to_one
+
     def __init__(
         self,
         inner: AbstractRouter,
