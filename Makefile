@@ -10,13 +10,13 @@ PEERS := $(VENV)/.peers
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./lab
 	touch $@
 
 $(PEERS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,peers]" \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[peers]" \
 		|| echo "DeepSpeed could not be installed: the benchmarks leave it out and say so"
 	touch $@
 
@@ -44,34 +44,34 @@ bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for netw
 	$(BIN)/moesaic bench comm --json $(RESULTS)/comm.json --picture $(PICTURES)/comm.svg
 	$(BIN)/moesaic bench layer --json $(RESULTS)/layer.json --picture $(PICTURES)/layer.svg
 	$(BIN)/moesaic bench train --json $(RESULTS)/train.json --picture $(PICTURES)/train.svg
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python -m moesaic_lab.performance_page
 
 bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
-	$(BIN)/python benchmarks/netmoe.py --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
-	$(BIN)/python benchmarks/gates_loss.py --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
-	$(BIN)/python benchmarks/relocate_train.py --json $(RESULTS)/relocate_train.json
-	$(BIN)/python benchmarks/lent_weights.py --json $(RESULTS)/lent_weights.json
-	$(BIN)/python benchmarks/placement_gaps.py --json $(RESULTS)/placement_gaps.json
-	$(BIN)/python benchmarks/token_budget.py --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
-	$(BIN)/python benchmarks/moe_vs_dense.py --json $(RESULTS)/moe_vs_dense.json
-	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
-	$(BIN)/python benchmarks/schedules.py --json $(RESULTS)/schedules.json
-	$(BIN)/python benchmarks/wires.py --json $(RESULTS)/wires.json
-	$(BIN)/python benchmarks/simulator.py --json $(RESULTS)/simulator.json
+	$(BIN)/python -m moesaic_lab.netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
+	$(BIN)/python -m moesaic_lab.gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
+	$(BIN)/python -m moesaic_lab.relocate_train --json $(RESULTS)/relocate_train.json
+	$(BIN)/python -m moesaic_lab.lent_weights --json $(RESULTS)/lent_weights.json
+	$(BIN)/python -m moesaic_lab.placement_gaps --json $(RESULTS)/placement_gaps.json
+	$(BIN)/python -m moesaic_lab.token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
+	$(BIN)/python -m moesaic_lab.moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
+	$(BIN)/python -m moesaic_lab.codec_error --json $(RESULTS)/codec_error.json
+	$(BIN)/python -m moesaic_lab.schedules --json $(RESULTS)/schedules.json
+	$(BIN)/python -m moesaic_lab.wires --json $(RESULTS)/wires.json
+	$(BIN)/python -m moesaic_lab.simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
-	$(BIN)/python benchmarks/plan_table_replay.py --json $(RESULTS)/plan_table.json
-	$(BIN)/python benchmarks/topology_gate.py --json $(RESULTS)/topology_gate.json
-	$(BIN)/python benchmarks/same_curves.py --json $(RESULTS)/same_curves.json
-	$(BIN)/python benchmarks/codec_convergence.py --json $(RESULTS)/codec_convergence.json
-	$(BIN)/moesaic check --json > $(RESULTS)/check.json
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python -m moesaic_lab.plan_table_replay --json $(RESULTS)/plan_table.json
+	$(BIN)/python -m moesaic_lab.topology_gate --json $(RESULTS)/topology_gate.json
+	$(BIN)/python -m moesaic_lab.same_curves --json $(RESULTS)/same_curves.json
+	$(BIN)/python -m moesaic_lab.codec_convergence --json $(RESULTS)/codec_convergence.json
+	$(BIN)/python -m moesaic_lab.check > $(RESULTS)/check.json
+	$(BIN)/python -m moesaic_lab.performance_page
 
 docs: $(STAMP)  ## docs/performance.md from the committed results
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python -m moesaic_lab.performance_page
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

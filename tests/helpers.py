@@ -9,16 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from moesaic import MoE
+from moesaic.errors import InputError
 from moesaic.routing.gates import ROUTERS
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 from moesaic.routing.selection import token_choice, top_k_indices
 from moesaic.testing.reference import Reference, in_float64, reference
 
-TOP_K = {"switch": 1, "base": 1}
+
+def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:
+    """Whether a router can be built so and trains with that many experts per token."""
+    try:
+        ROUTERS[name](dim, num_experts).check(top_k)
+    except InputError:
+        return False
+    return True
+
+
+def fitting_top_k(name: str, num_experts: int) -> list[int]:
+    """Return the numbers of experts per token that a router trains with, ascending."""
+    return [top_k for top_k in range(1, num_experts + 1) if _trains(name, 3, num_experts, top_k)]
+
+
+TOP_K = {name: fitting_top_k(name, 4)[0] for name in ROUTERS if not _trains(name, 3, 4, 2)}
 """Experts per token for the routers that are not run with two."""
 
-DETERMINISTIC = [name for name in ROUTERS if name not in ("noisy", "gshard")]
+DETERMINISTIC = [name for name in ROUTERS if ROUTERS[name](3, 4).draw(1, torch.device("cpu")) is None]
 """Routers that draw no random numbers in training."""
 
 

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from moesaic.configfile import override
 from moesaic.train import loop, machine
-from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.checkpoint import SUMS, load_checkpoint
 from moesaic.train.config import TrainConfig
+from moesaic.train.durable import checksum
 from moesaic.train.loop import Trainer, TrainResult, train
 from moesaic.train.metrics import read_metrics
 
@@ -93,6 +94,13 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
         raise AssertionError(line)
 
     return load_checkpoint(folder / "checkpoints", refuse).model
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the checksums of a checkpoint anew, as whoever edits it on purpose does."""
+    files = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
+    sums = [f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(files) if name != SUMS]
+    (checkpoint / SUMS).write_text("".join(sums))
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

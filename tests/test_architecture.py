@@ -13,13 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
+LAB = ROOT / "lab" / "moesaic_lab"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer",
-    "models", "train", "testing", "testbed", "report", "reproduce", "bench", "cli",
+    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
+    "runtime", "layer", "profiling", "models", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "program", "cost", "plan", "report", "reproduce")
+TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "plan", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
@@ -63,7 +65,8 @@ def imports_of(path: Path) -> set[str]:
     `from package import module` counts as `package.module` too; a string passed to `import_module` counts as an import.
     """
     found = set()
-    package = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
+    root = LAB.parent if LAB in path.parents else PACKAGE.parent
+    package = path.relative_to(root).with_suffix("").parts[:-1]
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -107,6 +110,16 @@ def test_parts_import_only_parts_before_them():
     assert wrong == []
 
 
+def test_the_library_does_not_know_the_laboratory():
+    found = [name_of(p) for p in SOURCES if any(name.split(".")[0] == "moesaic_lab" for name in imports_of(p))]
+    assert found == []
+
+
+def test_the_test_bed_stands_alone():
+    beds = [path for path in SOURCES if part_of(path) == "testbed"]
+    assert set().union(*map(parts_imported, beds)) == {"testbed", "errors"}
+
+
 def test_reports_read_nothing_of_training_but_its_metrics():
     allowed = "moesaic.train.metrics"
     used = {
@@ -114,7 +127,7 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         for path in SOURCES
         if part_of(path) == "report"
         for name in imports_of(path)
-        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|plan\b)", name)
+        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|traces\b|plan\b)", name)
     }
     assert {name for name in used if not name.startswith(allowed)} == set()
 
@@ -135,7 +148,11 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_functions_are_short():
-    lengths = {place: (node.end_lineno or 0) - node.lineno + 1 for path in SOURCES for place, node in functions(path)}
+    lengths = {
+        place: (node.end_lineno or 0) - node.lineno + 1
+        for path in [*SOURCES, *LAB_SOURCES]
+        for place, node in functions(path)
+    }
     assert {place: length for place, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
@@ -174,7 +191,7 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
 def test_everything_public_has_a_docstring():
     inherited = documented_in_interfaces()
     assert {"encode", "scores", "choose"} <= inherited
-    assert [place for path in SOURCES for place in undocumented(path, inherited)] == []
+    assert [place for path in [*SOURCES, *LAB_SOURCES] for place in undocumented(path, inherited)] == []
 
 
 def module_state(path: Path) -> list[str]:
@@ -205,12 +222,12 @@ def module_state(path: Path) -> list[str]:
 
 
 def test_modules_hold_no_mutable_state():
-    assert [place for path in SOURCES for place in module_state(path)] == []
+    assert [place for path in [*SOURCES, *LAB_SOURCES] for place in module_state(path)] == []
 
 
 def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     reads = re.compile(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b.*\b(environ|getenv)\b")
-    found = [name_of(path) for path in SOURCES if reads.search(path.read_text(encoding="utf-8"))]
+    found = [name_of(path) for path in [*SOURCES, *LAB_SOURCES] if reads.search(path.read_text(encoding="utf-8"))]
     allowed = [
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
         "src/moesaic/comm/sockets_connect.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others

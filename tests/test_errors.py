@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from runs import TINY, lines, run_quietly, skip_measuring, snapshot, tiny, write_config, write_text
+from runs import TINY, lines, run_quietly, seal, skip_measuring, snapshot, tiny, write_config, write_text
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ def newer(folder: Path) -> Path:
     run = made(folder)
     path = run / "checkpoints" / "step-00000002" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    seal(path.parent)
     return run
 
 
@@ -204,7 +205,7 @@ CASES: dict[str, Case] = {
     ),
     "newer checkpoint": (
         lambda f: base(f, "--existing", "resume", "--out", str(newer(f))),
-        ["step-00000002", "format 99", "reads up to 2", "upgrade"],
+        ["step-00000002", "format 99", "reads up to 3", "upgrade"],
     ),
     # Sampling
     "sample nothing": (lambda f: ["sample"], ["run folder", "required"]),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import TOP_K, Scripted, agree, ids_for, make_layer, run
+from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, run
 from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
 from moesaic.errors import InputError
 from moesaic.routing.capacity import AbstractCapacity
@@ -36,20 +36,16 @@ EXPERTS = {
 }
 
 
+FITTING = {(name, count): fitting_top_k(name, count) for name in ROUTERS for count in (1, 2, 4, 5, 8)}
+"""Experts per token that a router trains with, by its name and the number of experts."""
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, object]:
     """A layer's sizes, options and input shape; odd ones included."""
     router = draw(st.sampled_from(sorted(ROUTERS)))
-    num_experts = draw(st.sampled_from([1, 2, 4, 5, 8]))
-    if router == "group_limited":
-        num_experts = draw(st.sampled_from([4, 8]))
-    if router == "gshard":
-        num_experts = max(num_experts, 2)
-    top_k = TOP_K.get(router) or (2 if router == "gshard" else draw(st.integers(1, num_experts)))
-    if router == "group_limited":
-        top_k = min(top_k, num_experts // 2)
-    if router in ("softmax", "sigmoid", "noisy", "group_limited") and num_experts > 1:
-        top_k = max(top_k, 2)
+    num_experts = draw(st.sampled_from([count for count in (1, 2, 4, 5, 8) if FITTING[router, count]]))
+    top_k = draw(st.sampled_from(FITTING[router, num_experts]))
     return {
         "router": router,
         "num_experts": num_experts,

@@ -106,6 +106,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise InputError(f"{where} must be a list, got {value!r}")
         return tuple(_convert(item, arguments[0], where) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise InputError(f"{where} must be a table, got {value!r}")
+        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
     if origin is not None and (origin is Union or type(None) in arguments):
         if value is None and type(None) in arguments:
             return None

@@ -27,6 +27,8 @@ from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inje
 from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routing import Routing
+from moesaic.runtime import same_weights
+from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
 from moesaic.runtime.on_mesh import OnMesh
 from moesaic.runtime.relocate import SampleMove
 from moesaic.runtime.relocate_residual import Residual
@@ -62,6 +64,7 @@ class MoE(HasLossScale, TapedModule):
     """
 
     step_counts: Tensor
+    """(num_experts,) int64: copies per expert since the last optimizer step; on a mesh of all its ranks, else of this one."""
 
     def __init__(
         self,
@@ -100,29 +103,48 @@ class MoE(HasLossScale, TapedModule):
         self.apply_weight = apply_weight
         self.eval_top_k = eval_top_k
         self.eval_capacity = eval_capacity
-        self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        # No buffer: DDP would overwrite it with the first rank's.
+        self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.on_mesh: OnMesh | None = None
+        self.data_ranks = DataRanks()
 
-    def parallelize(self, mesh: AbstractMesh, plan: Plan | Compiled, lender: AbstractLender | None = None) -> None:
+    def parallelize(
+        self,
+        mesh: AbstractMesh,
+        plan: Plan | Compiled,
+        lender: AbstractLender | None = None,
+        *,
+        broadcast: bool = False,
+    ) -> None:
         """Spread the experts over a mesh, in place; from then on all ranks call the layer together.
 
-        Call it on a layer with the same weights on every rank. Each expert's parameters become DTensors, sharded over ep
-        and etp. Ranks of one tensor group pass the same tokens and get the same result. After a backward pass of the mean
-        over a rank's own tokens, the router's gradient belongs to the data-parallel group (average it over dp), an
-        expert's is the sum over all ranks of its copy (sum it over edp and divide by dp); docs/distributed.md.
+        Every rank has the layer whole, with the same weights: one message compares the layer's settings and a hash of each
+        tensor. (Tensors on the meta device are not compared: who draws or loads them later makes them alike.) Each expert's
+        parameters become DTensors, sharded over ep and etp. Ranks of one tensor group pass the same tokens and get the same
+        result. After a backward pass of the mean over a rank's own tokens, the router's gradient belongs to the
+        data-parallel group (average it over dp), an expert's is the sum over all ranks of its copy (sum it over edp and
+        divide by dp); docs/distributed.md.
 
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
             lender: under a plan that lends copies, what decides which; None takes the policy that the plan names.
+            broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
-            InputError: if experts, plan and mesh do not fit together.
+            InputError: if experts, plan and mesh do not fit together; on every rank, if ranks have other settings or weights,
+                naming the first that differs and who has what.
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        weight_first = self.apply_weight == "before"
-        on_mesh = OnMesh(mesh.grid, mesh.wire, plan, self.experts, weight_first, lender, deepep=lambda: mesh.deepep)
+        weights = same_weights.described(self, values=not broadcast)
+        settings = {**self._settings(), "broadcast": broadcast}
+        before = self.apply_weight == "before"
+        on_mesh = OnMesh(
+            mesh.grid, mesh.wire, plan, self.experts, before, lender, settings, weights, deepep=lambda: mesh.deepep
+        )
+        if broadcast:
+            same_weights.take_first(self, mesh.wire)
         if isinstance(self.router, TopologyGate) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)
@@ -211,9 +233,17 @@ class MoE(HasLossScale, TapedModule):
             y = inject_loss(y, routed.loss * share, self.loss_scale)
         return (y, routing) if return_routing else y
 
-    def finish_step(self) -> None:
-        """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`."""
-        self.router.update(self.step_counts)
+    def finish_step(self, group: Group = "auto") -> None:
+        """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`.
+
+        Args:
+            group: as for `balance_on_step`.
+        """
+        self.data_ranks.settle(group, self.parameters())
+        load = self.step_counts
+        if self.router.adapts and self.on_mesh is None:
+            load = self.data_ranks.total(load, type(self.router).__name__)
+        self.router.update(load)
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float) -> None:
@@ -231,6 +261,19 @@ class MoE(HasLossScale, TapedModule):
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+    def _settings(self) -> dict[str, object]:
+        """Return what all ranks of a mesh must have made the layer with."""
+        names = (
+            "dim", "hidden", "num_experts", "top_k", "eval_top_k", "capacity", "eval_capacity", "losses", "apply_weight"
+        )  # fmt: skip
+        found = {f"layer.{name}": getattr(self, name) for name in names}
+        for path, part in (("router", self.router), ("experts", self.experts)):
+            found[f"layer.{path}"] = type(part).__name__
+        for path, router in self.router.named_modules(prefix="layer.router"):
+            plain = {name: value for name, value in vars(router).items() if isinstance(value, bool | int | float | str)}
+            found |= {f"{path}.{name}": value for name, value in plain.items() if name != "training"}
+        return found
 
     def _choices(self, top_k: int | None, capacity: AbstractCapacity | None) -> tuple[int, AbstractCapacity]:
         """Return the experts per token and the capacity of a call."""
@@ -251,18 +294,26 @@ class MoE(HasLossScale, TapedModule):
     ) -> Routed:
         """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
         replay = None if self.tape is None else self.tape.read(self)
-        spans_step = any(loss.needs_step for loss in self.losses)
+        counts = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
+        over_step = next((loss for loss in self.losses if loss.needs_step), None)
+        step_total = None
+        if counts and self.on_mesh is None:
+            self.data_ranks.note_wrapper()
+            if over_step is not None:
+                step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
         batch = Batch(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,
-            earlier_counts=self.step_counts if spans_step else None,
+            earlier_counts=None if over_step is None else self.step_counts.to(x.device),
+            step_total=step_total,
         )
         run = route if self.on_mesh is None else self.on_mesh.route
         routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
         if self.tape is not None and not self.tape.is_replaying:
             self.tape.write(self, routed.record)
-        if replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None):
+        if counts:
+            self.step_counts = self.step_counts.to(x.device)
             self.step_counts += routed.routing.requested
             if self.on_mesh is not None:
                 self.on_mesh.order.note(routed.record)
@@ -312,24 +363,52 @@ class MoE(HasLossScale, TapedModule):
             self.router.check_fits(top_k)
 
 
-def finish_step(model: nn.Module) -> None:
-    """Call `MoE.finish_step` on every MoE layer of `model`: once per optimizer step, before or after it."""
+def finish_step(model: nn.Module, group: Group = "auto") -> None:
+    """Call `MoE.finish_step` on every MoE layer of `model`: once per optimizer step, before or after it.
+
+    Args:
+        model: the whole of it, wrapped by DDP or FSDP2 where those are used.
+        group: as for `balance_on_step`.
+    """
+    _settle(model, group)
     for module in model.modules():
         if isinstance(module, MoE):
             module.finish_step()
 
 
-def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: Group = "auto") -> RemovableHandle:
     """Call `finish_step(model)` before every step of `optimizer`.
+
+    Layers on a mesh count the tokens of all its ranks. Others sum their counts over the ranks that train the same
+    parameters: one small message per step and layer whose router adapts, and one per call for a loss over the global batch.
+    All of those ranks step together.
 
     Where a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the tokens of the skipped
     step count towards the next one that is taken. (A fused optimizer skips inside its kernel: its `step` is called, so
     routers adapt to the skipped step.)
 
+    Args:
+        optimizer: torch's, or a wrapper that holds one as `optimizer` (Accelerate's, Fabric's).
+        model: the whole of it, wrapped by DDP or FSDP2 where those are used.
+        group: the ranks that train the layers together, each on tokens of its own: a process group; None if this process
+            trains them alone; "auto" for those of DDP or FSDP2. With several processes and neither of the two, nobody can
+            tell: a router that adapts then refuses the step, and a loss over the global batch the first forward pass.
+
     Returns:
         A handle whose `remove()` undoes it.
     """
+    _settle(model, group)
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
+
+
+def _settle(model: nn.Module, group: Group) -> None:
+    """Tell every layer which ranks train it, as far as that is known."""
+    wrapped = wrapped_by_ddp(model) if group == "auto" else {}
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.data_ranks.settle(wrapped.get(module, group), module.parameters())
 
 
 def _pick(choice: str | Callable, table: dict, what: str) -> Callable:

@@ -1,4 +1,4 @@
-"""`moesaic check`: its options, its table, its claims, and that a failure is told and makes the exit code 1."""
+"""`moesaic check`: its options, its table, its JSON, and that a failure is told and makes the exit code 1."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def test_where_a_codec_is_not_installed_no_case_has_it_and_the_table_says_so(cap
     assert "codecs that are not installed, and so in no case │ zfp" in words(capsys.readouterr().out)
     assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert "No case has these codecs, which are not installed: zfp" in str(found)
-    assert {claim["value"] for claim in found["claims"] if claim["name"] == "check.failures"} == {0}
+    assert (found["codecs_not_installed"], found["failures"], found["passed"]) == (["zfp"], [], True)
 
 
 @pytest.mark.usefixtures("without_zfpy")
@@ -65,25 +64,17 @@ def test_no_case_is_drawn_with_a_codec_that_is_not_installed():
     assert missing_codecs() == ["zfp"]
 
 
-def test_claims_as_json(few_mutants, capsys):
+def test_findings_as_json(few_mutants, capsys):
     assert main(["check", "--cases", "4", "--seed", "7", "--no-gloo", "--workers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    claims = {claim["name"]: claim for claim in found["claims"]}
-    values = {name: claim["value"] for name, claim in claims.items()}
-    assert values == {
-        "check.cases": 4,
-        "check.failures": 0,
-        "check.mutants": 2,
-        "check.mutants_caught": 2,
-        "check.gloo_worlds": None,
-    }
-    assert claims["check.cases"]["target"] == 2000
-    assert claims["check.gloo_worlds"]["reason"] == "run without processes (--no-gloo)"
-    assert {row["caught_by"] for row in found["rows"] if "mutant" in row} == {"numbers"}
-    covered = {row["balance"]: row["cases"] for row in found["rows"] if "balance" in row}
+    assert (found["passed"], found["cases"], found["failures"], found["cases_by_processes"]) == (True, 4, [], {})
+    assert [mutant["caught_by"] for mutant in found["mutants"]] == ["numbers"] * 2
+    covered = found["cases_by_balance"]
     assert list(covered) == list(BALANCE)
     drawn = [answer for seed in range(7, 11) for answer in answers(draw_case(seed))]
     assert covered == {answer: drawn.count(answer) for answer in BALANCE}
+    assert found["worst_errors"]["output"] < 1e-10
+    assert found["machine"]["cores"] >= 1
 
 
 def test_a_failure_names_the_case_and_how_to_run_it_again(few_mutants, broken, capsys):
@@ -105,9 +96,9 @@ def test_processes_are_counted_and_their_failures_are_failures(few_mutants, monk
         evidence, "run_on_gloo", lambda jobs: [{"output": 0.0 if i else 9.0} for i, _ in enumerate(jobs)]
     )
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
-    claims = {claim["name"]: claim["value"] for claim in json.loads(capsys.readouterr().out)["claims"]}
-    assert claims["check.gloo_worlds"] == 3
-    assert claims["check.failures"] == 3  # the first case of each world
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["cases_by_processes"]) == ["2", "4", "8"]
+    assert len(found["failures"]) == 3  # the first case of each world
 
 
 def test_one_case_with_all_its_errors(capsys):

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from moesaic import __version__
-from moesaic.cli import main as main_module
 from moesaic.cli import sample
-from moesaic.cli.main import COMMANDS, main
+from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.errors import InputError, TrainingError
 
 
@@ -19,7 +18,7 @@ def test_usage_lists_every_command(capsys, words):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: moesaic COMMAND")
-    for command, summary in COMMANDS.items():
+    for command, summary in {**COMMANDS, **LABORATORY}.items():
         assert f"{command} " in out
         assert summary in out
 
@@ -41,6 +40,25 @@ def test_every_command_has_help(capsys, command):
     captured = capsys.readouterr()
     assert f"moesaic {command}" in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("command", LABORATORY)
+def test_a_command_of_the_laboratory_says_how_to_get_it(capsys, monkeypatch, command):
+    monkeypatch.setattr("moesaic.cli.main.entry_points", lambda **_: ())
+    assert main([command]) == 2
+    line = f"moesaic {command}: needs the package moesaic-lab: in a clone of the repository, pip install ./lab\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
+    about = tmp_path / "others-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[moesaic.commands]\nsing = others_song:run\n")
+    (tmp_path / "others_song.py").write_text("def run(words):\n    print(*words)\n    return 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["sing", "la", "la"]) == 7
+    assert capsys.readouterr().out == "la la\n"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +105,7 @@ def test_the_module_is_the_command():
         [sys.executable, "-m", "moesaic", "nonsense"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join(main_module.COMMANDS)}\n"
+    assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
 
 
 @pytest.mark.parametrize("words", [["train", "--preset", "demo", "--help"], ["show", "--json"]])

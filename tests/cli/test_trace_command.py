@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cost.trace import Trace
 from moesaic.cost.workload import read_counts
+from moesaic.traces.trace import Trace
 
 MAKE = ("--steps", "4", "--num-layers", "2", "--sequences", "8", "--seq-len", "64", "--groups", "2")
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cost.clusters import flat
-from moesaic.bench.comm_programs import all_ep, exchange
 from moesaic.cost.cluster import Host
 from moesaic.cost.collectives import in_turn_all_to_all, pipelined_all_to_all
 from moesaic.cost.emulated import emulated
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
+from moesaic_lab.comm.programs import all_ep, exchange
 
 COMM = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comm.json"
 RATES = [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)]

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from helpers import TOP_K
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
@@ -135,7 +136,7 @@ def test_targets_of_minus_one_are_not_predicted() -> None:
 
 @pytest.mark.parametrize("router", [*ROUTERS, *ON_MESH])
 def test_every_router_that_a_config_names_trains(router: str) -> None:
-    top_k = 1 if router in ("base", "switch") else 2
+    top_k = TOP_K.get(router, 2)
     model, batch = GPT(config(moe={"router": router, "top_k": top_k}), VOCAB), tokens()
     model(batch[:, :-1], batch[:, 1:]).loss.backward()
     for name, parameter in model.named_parameters():

@@ -64,6 +64,11 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("model = 3\n", "model must be a table, got 3"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
         ("[model.moe]\nevery = 0\n", "model.moe.every=0: must be at least 1"),
+        ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
+        (
+            'model_type = "mixtral"\nhidden_size = 4096\n',
+            "the file is a Hugging Face configuration: write the sizes as",
+        ),
     ],
 )
 def test_bad_files_are_one_line(text: str, words: str, tmp_path: Path) -> None:

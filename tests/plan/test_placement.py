@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.synthetic import SyntheticRouting, make_trace
 from moesaic.errors import InputError
 from moesaic.plan.placement import PLACERS, AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Weighed
 from moesaic.plan.placement.assign import assign, by_flow, by_seats
 from moesaic.plan.placement.exact import exact, gap, seconds
 from moesaic.program.grid import Grid
+from moesaic.traces.synthetic import SyntheticRouting, make_trace
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),

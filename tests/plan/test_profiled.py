@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.plan import run
-from moesaic.cost.profile import ClusterProfile, CodecRates, HostCosts, LinkCosts, Products
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Products
 from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
@@ -174,15 +174,15 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
 def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
     """Rows are coded and decoded twice on their way, out and back; a rate is of both together."""
     fast = LinkCosts(one_sender=1e15, all_senders=1e15)
-    rates = CodecRates(int8=2e9, zfp=1e8)
+    rates = {"int8": 2e9, "zfp": 1e8}
     free = replace(PROFILE, inside=fast, outside=fast, host=HostCosts(sharing=2.0), codecs=rates)
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
-    made = compile_plan(Plan(codec=codec), GRID, host_runs_compute=True)  # type: ignore[arg-type]
+    made = compile_plan(Plan(codec=codec), GRID, host_runs_compute=True)
     coded = ProfiledSimulator(free).program_seconds(made.forward, layer, made.grid)
-    slow = replace(free, codecs=CodecRates(int8=1e9, zfp=0.5e8))
+    slow = replace(free, codecs={"int8": 1e9, "zfp": 0.5e8})
     slower = ProfiledSimulator(slow).program_seconds(made.forward, layer, made.grid)
     row_bytes = layer.tokens * layer.top_k * layer.dim * 4
-    assert slower - coded == pytest.approx(2 * 2.0 * row_bytes / getattr(rates, codec), rel=1e-6)
+    assert slower - coded == pytest.approx(2 * 2.0 * row_bytes / rates[codec], rel=1e-6)
     none = compile_plan(Plan(), GRID, host_runs_compute=True)
     plain = ProfiledSimulator(free).program_seconds(none.forward, layer, none.grid)
     assert coded - plain == pytest.approx(slower - coded, rel=1e-3), "nothing else costs the host"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.trace import Trace
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan
 from moesaic.plan.loads import fit_counts, typical_counts
@@ -17,6 +16,7 @@ from moesaic.plan.model import Job, ModelShape, MoEShape
 from moesaic.plan.predict import Predictor, hot_counts
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
+from moesaic.traces.trace import Trace
 
 TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "gpt-tiny-unbalanced"
 JOB = Job(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.cost.synthetic import SyntheticRouting, make_segment
-from moesaic.cost.trace import Trace
-from moesaic.cost.trace_file import write_segment
-from moesaic.cost.trace_load import layer_loads
 from moesaic.errors import InputError
 from moesaic.report.trace_page import drawn_layers, experts, in_words, violations, write_trace_page
+from moesaic.traces.file import write_segment
+from moesaic.traces.load import layer_loads
+from moesaic.traces.synthetic import SyntheticRouting, make_segment
+from moesaic.traces.trace import Trace
 
 
 def made(name: str = "a trace", **changes: object) -> Trace:

@@ -154,6 +154,32 @@ def test_the_router_learns_from_the_main_loss(name: str) -> None:
             assert grad.abs().max() > 0, key
 
 
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(name: str, train: bool) -> None:
+    router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
+    if router.looks_across_tokens or router.draw(1, torch.device("cpu")) is not None:
+        pytest.skip("its choice depends on other tokens, or on chance")
+    x, ids = torch.randn(9, 8), ids_for(torch.randn(9, 8))
+    scores = router.scores(x, None, ids)
+    together = router.choose(scores, top_k, None, None)
+    weights = router.weigh(scores, together, top_k)
+    for token in range(9):
+        scores = router.scores(x[token : token + 1], None, ids[token : token + 1])
+        alone = router.choose(scores, top_k, None, None)
+        assert alone.expert.tolist() == together.expert[together.token == token].tolist()
+        torch.testing.assert_close(router.weigh(scores, alone, top_k), weights[together.token == token])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_are_said_to_sum_to_one_do(name: str) -> None:
+    router, top_k = make_router(name), TOP_K.get(name, 2)
+    scores, choice, _ = ask(router, torch.randn(9, 8), top_k)
+    sums = torch.zeros(9).index_add(0, choice.token, router.weigh(scores, choice, top_k).detach())
+    if router.weights_sum_to_one:
+        torch.testing.assert_close(sums, torch.ones(9))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_finish_step_starts_the_counts_anew(name: str) -> None:
     layer, x = make_layer(name), torch.randn(16, 8)

@@ -14,8 +14,9 @@ import pytest
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity, Dropless
-from moesaic.testing.cases import OF_WHOLE_BATCH, Case, _draw_top_k, draw_case
+from moesaic.testing.cases import Case, draw_case, draw_top_k
 from moesaic.testing.equivalence import failures, run_case
+from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 TWO_LEVELS = (
     Grid(world=4, ep=4, ranks_per_node=2),
@@ -49,14 +50,14 @@ def case_of(seed: int, grid: Grid) -> Case:
         token_budget=rng.choice([None, None, 3]),
     )
     longest = max(1, *(length for of_groups in drawn.lengths for length in of_groups))
-    router = "softmax" if drawn.router in OF_WHOLE_BATCH or drawn.router == "hash" else drawn.router
-    num_experts = grid.ep * rng.choice([2] if router == "group_limited" else [1, 2, 3])
+    router = "softmax" if looks_across_tokens(drawn.router) or drawn.router == "hash" else drawn.router
+    num_experts = grid.ep * rng.choice([each for each in (1, 2, 3) if fitting_top_k(router, grid.ep * each)])
     return replace(
         drawn,
         grid=grid,
         plan=plan,
         num_experts=num_experts,
-        top_k=_draw_top_k(rng, router, num_experts),
+        top_k=draw_top_k(rng, router, num_experts),
         router=router,
         experts="swiglu" if drawn.experts == "modules" else drawn.experts,
         capacity=Dropless() if isinstance(drawn.capacity, Capacity) and drawn.capacity.is_padded else drawn.capacity,

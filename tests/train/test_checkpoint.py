@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from moesaic.models.gpt import GPT
 from moesaic.train import checkpoint as checkpoint_module
 from moesaic.train.checkpoint import (
     FORMAT,
+    SUMS,
     architecture,
     list_checkpoints,
     load_checkpoint,
@@ -28,7 +33,8 @@ from moesaic.train.checkpoint import (
 )
 from moesaic.train.config import OptimizerConfig
 from moesaic.train.state import make_optimizer
-from runs import assert_same, run_quietly, snapshot, tiny
+from runs import assert_same, run_quietly, seal, snapshot, tiny
+from train.test_checkpoint_versions import as_version_2
 
 SHAPE = ModelConfig(
     dim=16, num_layers=1, num_heads=2, seq_len=8, moe=MoEConfig(num_experts=4, hidden=8, router="sigmoid")
@@ -96,6 +102,93 @@ def test_later_checkpoints_of_a_course_given_up_do_not_push_out_a_new_one(tmp_pa
     assert load_checkpoint(tmp_path, pytest.fail).step == 6
 
 
+class Killed(BaseException):
+    """Takes the place of SIGKILL: nothing catches it."""
+
+
+@pytest.fixture(scope="module")
+def killing() -> Callable[[int | None], Iterator[list[str]]]:
+    """Return a context in which the n-th event of the file system does not happen, nor anything after it."""
+    watched = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+    state: dict[str, list] = {"seen": [], "last": [], "on": []}
+
+    def hook(event: str, arguments: tuple) -> None:
+        if state["on"] and event in watched:
+            state["seen"].append(f"{event} {arguments[0]}")
+            if len(state["seen"]) == state["last"][0]:
+                raise Killed
+
+    sys.addaudithook(hook)
+
+    @contextmanager
+    def killed_at(number: int | None) -> Iterator[list[str]]:
+        state["seen"], state["last"], state["on"] = [], [number], [True]
+        try:
+            yield state["seen"]
+        except Killed:
+            pass
+        finally:
+            state["on"] = []
+
+    return killed_at
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again):
+    step = 4 if again else 5
+    with killing(None) as events:
+        save(tmp_path / "whole", 4, keep_last)
+        events.clear()
+        save(tmp_path / "whole", step, keep_last)
+    assert len(events) > 8
+    for number in range(1, len(events) + 1):
+        folder = tmp_path / f"killed at {number}"
+        save(folder, 4, keep_last, seed=1)
+        with killing(number):
+            save(folder, step, keep_last, seed=2)
+        loaded = load_checkpoint(folder, pytest.fail)
+        assert loaded.step in (4, step)
+        known = {seed: make(seed)[0].state_dict()["embedding.weight"] for seed in (1, 2)}
+        assert any(torch.equal(loaded.model["embedding.weight"], weight) for weight in known.values()), events[
+            number - 1
+        ]
+        for last in range(
+            2
+        ):  # the run that goes on saves its step again, is killed again at the same place, and recovers
+            with killing(None if last else number):
+                save(folder, 5, keep_last, seed=3)
+            assert load_checkpoint(folder, pytest.fail).step in (4, 5)
+        assert names(folder)[-1] == "step-00000005"
+        assert not [name for name in names(folder) if name.startswith(".")]
+        assert len(names(folder)) <= keep_last
+
+
+def test_a_damaged_checkpoint_that_was_to_be_replaced_does_not_cost_the_one_before_it(tmp_path):
+    expected = save(tmp_path, 4, seed=1)
+    (tmp_path / "step-00000004").rename(tmp_path / ".replaced-00000004-0")
+    shutil.copytree(tmp_path / ".replaced-00000004-0", tmp_path / "step-00000004")
+    flip(tmp_path / "step-00000004" / "model.safetensors")
+    said: list[str] = []
+    assert_same(load_checkpoint(tmp_path, said.append).model, expected.state_dict())
+    assert "taking .replaced-00000004-0 instead" in said[0]
+    save(tmp_path, 4, keep_last=1)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_what_lies_in_a_checkpoint_besides_is_left_there(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-by-step").mkdir()
+    (tmp_path / "step-by-step" / "model.safetensors").write_text("mine")
+    save(tmp_path, 2, keep_last=1)
+    save(tmp_path, 3, keep_last=1)
+    assert sorted(snapshot(tmp_path))[0] == "step-00000001/notes.txt"
+    assert (tmp_path / "step-by-step" / "model.safetensors").read_text() == "mine"
+    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-by-step"]
+    assert load_checkpoint(tmp_path, pytest.fail).step == 3
+
+
 def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".writing-00000005")
@@ -126,9 +219,32 @@ DAMAGES = {
     ),
     "missing tensors": (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
     "missing state": (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
-    "truncated state": (lambda folder: (folder / "state.json").write_text('{"format": 1,'), "JSONDecodeError"),
-    "empty state": (lambda folder: (folder / "state.json").write_text("{}"), "KeyError: 'format'"),
+    "truncated state": (
+        lambda folder: (folder / "state.json").write_text('{"format": 1,'),
+        "state.json does not match its checksum",
+    ),
+    "flipped state": (lambda folder: flip(folder / "state.json"), "state.json does not match its checksum"),
+    "empty state": (lambda folder: rewrite(folder, lambda state: state.clear()), "KeyError: 'format'"),
+    "state of another step": (lambda folder: rewrite(folder, lambda state: state.update(step=9)), "is of step 9"),
+    "missing checksums": (lambda folder: (folder / SUMS).unlink(), "SHA256SUMS is missing"),
+    "empty checksums": (lambda folder: (folder / SUMS).write_text(""), "state.json has no checksum"),
+    "no checksum of one": (
+        lambda folder: (folder / SUMS).write_text(re.sub(".*model.saf.*\n", "", (folder / SUMS).read_text())),
+        "model.safetensors has no checksum",
+    ),
+    "format 2 without checksums": (
+        lambda folder: as_version_2(folder, lambda state: state["sha256"].clear()),
+        "model.safetensors has no checksum",
+    ),
 }
+
+
+def rewrite(folder: Path, change: Callable[[dict], object]) -> None:
+    """Change a checkpoint's description on purpose, its checksum too."""
+    state = json.loads((folder / "state.json").read_text())
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    seal(folder)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -166,8 +282,7 @@ def test_an_empty_folder_is_an_error(tmp_path):
 def test_a_newer_format_is_refused_even_where_an_older_checkpoint_is_whole(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
-    path = tmp_path / "step-00000002" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
+    rewrite(tmp_path / "step-00000002", lambda state: state.update(format=FORMAT + 1))
     with pytest.raises(InputError, match=f"has format {FORMAT + 1}, this Moesaic reads up to {FORMAT}: upgrade"):
         load_checkpoint(tmp_path, pytest.fail)
 
@@ -267,8 +382,8 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(opened[descriptor]))
     save(tmp_path / "checkpoints", 1)
     assert done == [
-        "model.safetensors", "optimizer.safetensors", "state.json", ".writing-00000001", "rename to step-00000001",
-        "checkpoints",
+        "model.safetensors", "optimizer.safetensors", "state.json", SUMS, ".writing-00000001",
+        "rename to step-00000001", "checkpoints",
     ]  # fmt: skip
 
 

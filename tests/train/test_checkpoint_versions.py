@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
-from moesaic.train.checkpoint import FORMAT, list_checkpoints
+from moesaic.train.checkpoint import FORMAT, SUMS, list_checkpoints
 from moesaic.train.durable import checksum
 from runs import assert_same, losses, parameters, run_quietly, tiny
 
 
-def as_version_1(folder: Path) -> None:
-    """Rewrite a checkpoint as the first version wrote it: queries, keys and values as one flat matrix."""
+def as_version_2(folder: Path, change: Callable[[dict], object] = lambda state: None) -> None:
+    """Rewrite a checkpoint as the second version wrote it: the checksums of the tensors stand in its description."""
+    (folder / SUMS).unlink()
     state = json.loads((folder / "state.json").read_text())
-    assert state["format"] == FORMAT == 2
+    assert state["format"] == FORMAT == 3
+    sums = {
+        path.relative_to(folder).as_posix(): checksum(path)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "state.json"
+    }
+    state |= {"format": 2, "sha256": sums}
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def as_version_1(folder: Path) -> None:
+    """Rewrite a checkpoint as the first version wrote it: queries, keys and values as one flat matrix besides."""
     changed = 0
     for name in ("model.safetensors", "optimizer.safetensors"):
         tensors = load_file(folder / name)
@@ -25,19 +40,19 @@ def as_version_1(folder: Path) -> None:
                 tensors[key] = tensor.flatten(0, 1)
                 changed += 1
         save_file(tensors, folder / name)
-        state["sha256"][name] = checksum(folder / name)
     assert changed == 2 * 3  # two layers; the weight and two moments
-    (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
+    as_version_2(folder, lambda state: state.update(format=1))
 
 
-def test_a_run_of_the_first_version_goes_on(tmp_path):
+@pytest.mark.parametrize("rewrite", [as_version_1, as_version_2])
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, rewrite):
     config = tiny(tmp_path, steps=4, save_every=2)
     run_quietly(config)
     whole = parameters(tmp_path / "run")
     expected = losses(tmp_path / "run")
     first, last = list_checkpoints(tmp_path / "run" / "checkpoints")
     (last / "state.json").unlink()
-    as_version_1(first)
+    rewrite(first)
     run_quietly(replace(config, existing="resume"))
     assert losses(tmp_path / "run") == expected
     assert_same(parameters(tmp_path / "run"), whole)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.cost.trace import Trace, samples_of, segment_name
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.routing.gates import GShardTop2
 from moesaic.routing.replay import decoded, encoded
+from moesaic.traces.trace import Trace, samples_of, segment_name
 from moesaic.train import loop, record
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.cost.trace import Trace
+from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
 from moesaic.train.record import taken_home
 from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny

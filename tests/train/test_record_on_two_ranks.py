@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.trace import Trace
+from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
 from runs import losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on

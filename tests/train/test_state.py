@@ -15,7 +15,7 @@ from moesaic.models.gpt import GPT
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.state import make_optimizer, open_run, seed_everything
 from moesaic.train.tokenizer import BPETokenizer
-from runs import assert_same, parameters, run_quietly, snapshot, tiny, write_text
+from runs import assert_same, parameters, run_quietly, seal, snapshot, tiny, write_text
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,7 @@ def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
     run_quietly(tiny(tmp_path, steps=3, save_every=1, tensorboard=True, data={"tokenizer": "bpe", "vocab_size": 300}))
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
     assert sorted(snapshot(tmp_path / "run")) == [
+        "checkpoints/step-00000001/SHA256SUMS",
         "checkpoints/step-00000001/model.safetensors",
         "checkpoints/step-00000001/optimizer.safetensors",
         "checkpoints/step-00000001/state.json",
@@ -185,6 +186,7 @@ def test_a_checkpoint_without_a_hash_of_its_data_is_taken(tmp_path):
     state = json.loads(path.read_text())
     del state["extra"]["train_tokens"]
     path.write_text(json.dumps(state))
+    seal(path.parent)
     assert open_run(tiny(tmp_path, existing="resume"), pytest.fail).step == 1
 
 

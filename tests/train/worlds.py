@@ -6,6 +6,7 @@ import datetime
 import io
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,19 +38,22 @@ class Outcome:
     """The last validation loss."""
 
 
-def train_on(world: int, runs: list[TrainConfig] | list[list[TrainConfig]]) -> list[list[Outcome]]:
+def train_on(
+    world: int, runs: list[TrainConfig] | list[list[TrainConfig]], prepare: Callable[[], object] = dict
+) -> list[list[Outcome]]:
     """Train, run after run, on `world` processes.
 
     Args:
         world: processes.
         runs: a configuration for all ranks each, or one per rank.
+        prepare: what each process does first; a function of a module.
 
     Returns:
         the outcomes per run and rank.
     """
     per_rank = [[run] * world if isinstance(run, TrainConfig) else run for run in runs]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, per_rank, folder), nprocs=world)
+        spawn(_process, args=(world, per_rank, folder, prepare), nprocs=world)
         found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     return [list(outcomes) for outcomes in zip(*found)]
 
@@ -85,8 +89,9 @@ def _eager(config: TrainConfig) -> TrainConfig:
     return replace(config, balance=replace(config.balance, least_gain=0.0, rest=0))
 
 
-def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
+def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, prepare: Callable[[], object]) -> None:
     torch.set_num_threads(1)
+    prepare()
     for module in (loop, machine):
         module.matmul_flops_per_second = lambda *_, **__: 1e9
     store = FileStore(str(Path(folder) / "store"), world)

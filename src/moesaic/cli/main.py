@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 
 from moesaic import __version__
 from moesaic.errors import InputError, TrainingError
@@ -24,11 +25,16 @@ COMMANDS = {
     "check": "prove on this machine that every plan computes what the plain layer computes",
     "trace": "look at recorded routing, or make some up",
     "testbed": "run a command on an emulated cluster on this machine",
-    "bench": "measure ways to run a layer against each other and against the limit of the links",
-    "reproduce": "published figures of five papers beside what the simulator says",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""
+LABORATORY = {
+    "bench": "measure ways to run a layer against each other and against the limit of the links",
+    "reproduce": "published figures of five papers beside what the simulator says",
+}
+"""Subcommands of the package moesaic-lab."""
+GROUP = "moesaic.commands"
+"""Entry points under which other packages offer subcommands: name to a function from arguments to an exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = words[0]
     try:
-        if command not in COMMANDS:
-            raise InputError(f"unknown command: choose one of {', '.join(COMMANDS)}")
-        code: int = import_module(f"moesaic.cli.{command}").run(words[1:])
+        code = _command(command)(words[1:])
         sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
@@ -68,11 +72,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return what runs a subcommand: ours, or one that an installed package offers.
+
+    Raises:
+        InputError: where there is none of that name.
+    """
+    run: Callable[[Sequence[str]], int]
+    if name in COMMANDS:
+        run = import_module(f"moesaic.cli.{name}").run
+        return run
+    for offered in entry_points(group=GROUP, name=name):
+        run = offered.load()
+        return run
+    if name in LABORATORY:
+        raise InputError("needs the package moesaic-lab: in a clone of the repository, pip install ./lab")
+    raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
+
+
 _EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report"}
 
 
 def _usage() -> str:
-    lines = [f"  {name:<9} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<9} {summary}" for name, summary in {**COMMANDS, **LABORATORY}.items()]
     return "\n".join(
         ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help tells what a command takes."]
     )

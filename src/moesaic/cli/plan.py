@@ -21,7 +21,6 @@ from moesaic.cost.memory import GIB
 from moesaic.cost.profile import read_profile
 from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.trace import Trace
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
@@ -33,6 +32,7 @@ from moesaic.plan.plan import AllToAll, Codec, Order, Schedule
 from moesaic.plan.planned import write_planned
 from moesaic.plan.search import search
 from moesaic.plan.words import plan_in_words
+from moesaic.traces.trace import Trace
 
 TABLES = 4
 """Calls of a trace that plans are ranked under."""

@@ -54,8 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from moesaic.bench.profile import layer_errors, measure, profile_of
     from moesaic.comm.mesh import Mesh
+    from moesaic.profiling.profile import layer_errors, measure, profile_of
     from moesaic.testbed.steady import hold_still
     from moesaic.train.launch import launch
 

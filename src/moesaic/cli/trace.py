@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.synthetic import SyntheticRouting, make_segment
-from moesaic.cost.trace import Trace, steps_in_words
-from moesaic.cost.trace_file import write_segment
-from moesaic.cost.trace_load import LayerLoad, layer_loads
 from moesaic.errors import InputError
+from moesaic.traces.file import write_segment
+from moesaic.traces.load import LayerLoad, layer_loads
+from moesaic.traces.synthetic import SyntheticRouting, make_segment
+from moesaic.traces.trace import Trace, steps_in_words
 
 USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace make FILE.npz [options]

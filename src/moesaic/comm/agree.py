@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,25 +15,35 @@ from moesaic.errors import InputError
 
 MISSING = "nothing"
 """What an error says a rank has where it does not have the field at all."""
+ADVICE = "start every rank with the same settings"
+"""What to do about most differences."""
 
 
-def check_same(wire: AbstractWire, fields: Mapping[str, object]) -> None:
-    """Compare settings over all ranks of a wire.
+def check_same(
+    wire: AbstractWire,
+    fields: Mapping[str, object],
+    *,
+    peers: tuple[int, ...] | None = None,
+    advice: Mapping[str, str] | None = None,
+) -> None:
+    """Compare settings over the ranks of a wire.
 
     Every rank sends a message of one fixed size first: how many fields, a digest of their names and values, and how long they
     are as text. If those differ, the texts follow, so that all ranks raise the same error. Nothing hangs, whatever the
     fields of each rank.
 
     Args:
-        wire: of all ranks.
-        fields: dotted names to values; two values are the same if their `str` is. The order does not count.
+        wire: this rank's.
+        fields: dotted names to values; two values are the same if their `as_text` is. The order does not count.
+        peers: ascending ranks that compare, this one among them; None for all.
+        advice: from names of fields to what to do where they differ, if not `ADVICE`.
 
     Raises:
         InputError: on every rank, naming the first field that differs, its values and who has them.
     """
-    found = {name: " ".join(str(value).split()) for name, value in fields.items()}
+    found = {name: as_text(value) for name, value in fields.items()}
     text = json.dumps(found).encode()
-    everyone = tuple(range(wire.world))
+    everyone = tuple(range(wire.world)) if peers is None else peers
     heads = [tuple(head.tolist()) for head in all_gather(wire, everyone, _head(found, text).to(wire.device))]
     if len({(count, *digest) for count, _, *digest in heads}) == 1:
         return
@@ -41,7 +52,12 @@ def check_same(wire: AbstractWire, fields: Mapping[str, object]) -> None:
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(wire, everyone, padded.to(wire.device))
     of_ranks = [json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)]
-    raise InputError(_difference(of_ranks))
+    raise InputError(_difference(dict(zip(everyone, of_ranks)), advice or {}))
+
+
+def as_text(value: object) -> str:
+    """Return what ranks compare a value by: its `str` in one line, without where objects lie in memory."""
+    return " ".join(re.sub(r" at 0x[0-9a-f]+", "", str(value)).split())
 
 
 def _head(found: Mapping[str, str], text: bytes) -> torch.Tensor:
@@ -50,16 +66,16 @@ def _head(found: Mapping[str, str], text: bytes) -> torch.Tensor:
     return torch.tensor([len(found), len(text), *halves])
 
 
-def _difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Describe the first field that differs, in rank 0's order, then the order of others' further fields."""
-    names = dict.fromkeys(name for fields in of_ranks for name in fields)
+def _difference(of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
+    """Describe the first field that differs, in the first rank's order, then the order of others' further fields."""
+    names = dict.fromkeys(name for fields in of_ranks.values() for name in fields)
     for name in names:
         holders: dict[str | None, list[int]] = {}
-        for rank, fields in enumerate(of_ranks):
+        for rank, fields in of_ranks.items():
             holders.setdefault(fields.get(name), []).append(rank)
         if len(holders) > 1:
             values = (f"{MISSING if value is None else value} on {_ranks(ranks)}" for value, ranks in holders.items())
-            return f"{name} differs: {', '.join(values)}: start every rank with the same settings"
+            return f"{name} differs: {', '.join(values)}: {advice.get(name, ADVICE)}"
     raise AssertionError("the digests differ and the fields do not")
 
 

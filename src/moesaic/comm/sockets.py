@@ -1,6 +1,6 @@
 """Ranks on CPUs talk over sockets: eager tagged messages, a connection per pair of ranks, no thread.
 
-Gloo asks the receiver before it sends, and hands every message to a thread and back (`benchmarks/wires.py` compares the two).
+Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/wires.py` compares the two).
 Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank
 computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages may arrive before their
 receive is posted: they are kept until then.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.comm.sockets_connect import connect
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+from moesaic.comm.wire import AbstractWire, MessageSizeError, Ticket, Transfer, as_bytes
 
 _HEADER = struct.Struct("<qq")
 """Tag and bytes of a message, in front of it."""
@@ -282,7 +282,9 @@ class Sockets(AbstractWire):
     def _check_size(self, line: _Line, tag: int, sent: int, expected: int) -> None:
         if sent != expected:
             self._close_line(line)  # what follows cannot be told apart
-            raise RuntimeError(f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected")
+            raise MessageSizeError(
+                f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected"
+            )
 
     def _lose(self, line: _Line) -> None:
         """Note that a peer has closed its end, which matters only to whoever still wants something of it."""

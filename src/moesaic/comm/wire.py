@@ -17,6 +17,10 @@ TAG_LIMIT = 2**31
 """Tags are below this number: what every backend takes."""
 
 
+class MessageSizeError(RuntimeError):
+    """A peer sent a message of another size than this rank expects: the two do not run the same."""
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One rank's part of one movement; transfers to oneself never reach a wire."""

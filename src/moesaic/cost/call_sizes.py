@@ -9,17 +9,12 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Shapes
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import ONCE, Op, Program
+from moesaic.program.task import ONCE, Program
 
 
 def chunks_of(program: Program) -> int:
     """Return into how many chunks a program cuts each run of copies."""
     return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
-
-
-def is_redundant(program: Program) -> bool:
-    """Whether every rank of a tensor group sends all tokens of the group, as the baseline does."""
-    return any(task.op is Op.SCALE and task.group == ("tp",) for task in program.tasks)
 
 
 def sizes_of(
@@ -58,7 +53,7 @@ def sizes_of(
     group, place = ranks // grid.tp, ranks % grid.tp
     tokens = np.full(grid.world, workload.tokens)
     share = 1
-    if is_redundant(program):
+    if program.is_redundant:
         copies = counts[group]
     else:
         share = grid.tp

@@ -1,11 +1,12 @@
-"""How many bytes rows take on their way, by codec. `kernels/codecs` does the coding; a test holds the two together."""
+"""How many bytes rows take on their way, by codec."""
 
 from __future__ import annotations
 
-import math
+from moesaic.codecs import codec_spec
+from moesaic.errors import InputError
 
-ROWS_PER_BLOCK = {"zfp": 4}
-"""Rows that a codec codes together, where it is more than one."""
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
+"""The dtype of rows that a codec codes, by the bytes of an element: planning knows no more."""
 
 
 def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
@@ -16,19 +17,13 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
         rows: of the message.
         dim: columns.
         element_bytes: of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
+
+    Raises:
+        InputError: there is no such codec, or it takes no rows of such elements.
     """
-    if rows == 0 or dim == 0:
-        return 0
-    scale = 8 if element_bytes == 8 else 4
-    if codec == "bf16":
-        return 2 * rows * dim + (2 * rows if element_bytes == 8 else 0)
-    if codec == "fp16":
-        return 2 * rows * dim + 2 * rows
-    if codec == "int8":
-        return rows * dim + scale * rows
-    if codec == "fp8":
-        return rows * dim + scale * rows * math.ceil(dim / 128)
-    if codec == "zfp":
-        blocks = math.ceil(rows / 4) * math.ceil(dim / 4)
-        return 8 * math.ceil(blocks * 16 * 8 / 64) + 2 + math.ceil(rows / 8)
-    return rows * dim * element_bytes
+    spec = codec_spec(codec)
+    if codec in ("", "none"):
+        return rows * dim * element_bytes
+    if element_bytes not in DTYPES:
+        raise InputError(f"codec {codec} takes no elements of {element_bytes} bytes: use codec none for them")
+    return spec.num_bytes(rows, dim, DTYPES[element_bytes])

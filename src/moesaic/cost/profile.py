@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from moesaic.codecs import codec_spec
 from moesaic.configfile import differing_fields, override, read_table
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops, check_above_zero, check_not_negative
 from moesaic.errors import InputError
@@ -122,17 +123,6 @@ class Products:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecRates:
-    """Bytes of rows that a rank encodes and decodes once per second of processor time; 0 where not measured."""
-
-    bf16: float = 0.0
-    fp16: float = 0.0
-    int8: float = 0.0
-    fp8: float = 0.0
-    zfp: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Errors:
     """How far the fits are off on what they were not fitted to, as a share of what was measured there."""
 
@@ -163,7 +153,9 @@ class ClusterProfile:
     """Between nodes."""
     host: HostCosts = field(default_factory=HostCosts)
     products: Products = field(default_factory=Products)
-    codecs: CodecRates = field(default_factory=CodecRates)
+    codecs: dict[str, float] = field(default_factory=dict)
+    """Bytes of rows that a rank encodes and decodes once per second of processor time, by codec; missing or 0 where nobody
+    measured it."""
     copy_bytes_per_second: float = 5e9
     """Of rows put in another order, read plus written, per second of processor time."""
     memory_gib: float = 1.0
@@ -173,6 +165,9 @@ class ClusterProfile:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise InputError(f"format={self.format}: this version reads format {FORMAT}: run moesaic profile again")
+        for codec, rate in self.codecs.items():
+            codec_spec(codec)
+            check_not_negative(f"profile.codecs.{codec}", rate)
         for name in ("nodes", "ranks_per_node", "copy_bytes_per_second", "memory_gib"):
             check_above_zero(f"profile.{name}", getattr(self, name))
         if self.ranks_per_node > 1 and not self.inside.all_senders:

@@ -15,7 +15,7 @@ import numpy as np
 
 from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
-from moesaic.cost.movement import AbstractVolumes, Movement
+from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.profile import ClusterProfile
 from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, is_lossy, layer_features
 from moesaic.cost.simulate import Simulated, Simulator
@@ -127,7 +127,7 @@ class ProfiledSimulator(Simulator):
             return compute_seconds(task, slots, volumes, self._rates(dtype))
         if not is_lossy(task, slots):
             return np.zeros(volumes.num_actors)
-        rates, both_ways = self._rates(dtype), getattr(self.profile.codecs, task.codec, 0.0)
+        rates, both_ways = self._rates(dtype), self.profile.codecs.get(task.codec, 0.0)
         if both_ways and self._virtual_flops is None:
             rates = replace(rates, codec=2 * both_ways / self.profile.host.sharing)
         return compute_seconds(task, slots, volumes, rates)
@@ -183,12 +183,7 @@ class ProfiledSimulator(Simulator):
 
 
 def _asked(program: Program, volumes: AbstractVolumes) -> Asked:
-    slots = {slot.name: slot for slot in program.slots}
-    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-    movements = [
-        volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
-        for task in program.tasks
-    ]
+    movements = movements_of(program, volumes)
     return Asked(volumes, movements, host_features(program, volumes, movements))
 
 

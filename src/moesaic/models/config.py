@@ -6,7 +6,7 @@ What decides a step's time and memory is `plan/model_shape.py`, which planning r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.errors import InputError
 from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
@@ -14,19 +14,11 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.gates import ON_MESH, ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 
-RouterName = Literal[
-    "softmax",
-    "switch",
-    "sigmoid",
-    "noisy",
-    "cosine",
-    "group_limited",
-    "gshard",
-    "base",
-    "expert_choice",
-    "hash",
-    "topology",
-]
+if TYPE_CHECKING:
+    RouterName: TypeAlias = str
+else:
+    RouterName = Literal[tuple(ROUTERS | ON_MESH)]
+"""A name of the registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from moesaic.codecs import CODECS
+from moesaic.cost.coded import DTYPES, coded_bytes
 from moesaic.cost.memory import Memory
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.layouts import Pins
@@ -13,10 +16,13 @@ from moesaic.program.grid import Grid
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))
 """What is searched unless told otherwise."""
-LOSSY: tuple[Codec, ...] = ("none", "bf16", "fp16", "int8", "fp8", "zfp")
+LOSSY: tuple[Codec, ...] = tuple(CODECS)
 """Codecs that are searched, both ways, where losses are allowed."""
-COMPRESSION = 8.0
-"""More than any codec saves of float32 rows; only floors read it."""
+_MANY = 1 << 20
+COMPRESSION = float(
+    max(math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size)) for codec in CODECS for size in DTYPES)
+)
+"""At least as much as any codec divides the bytes of any rows by; only floors read it."""
 
 
 @dataclass(frozen=True, kw_only=True)

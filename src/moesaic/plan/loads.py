@@ -6,10 +6,10 @@ import numpy as np
 
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.trace import Trace
 from moesaic.cost.workload import Workload, imbalance
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled
+from moesaic.traces.trace import Trace
 
 
 def simulate_counts(

@@ -141,7 +141,8 @@ def read_job(name: str) -> Job:
             neither time nor memory are passed over.
 
     Raises:
-        InputError: for an unknown preset, a file that does not parse, a misspelt field, or a value that cannot be.
+        InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
+            value that cannot be.
     """
     if not name.endswith((".toml", ".json")):
         if name not in PRESETS:
@@ -149,7 +150,20 @@ def read_job(name: str) -> Job:
                 f"model {name!r} is unknown{suggestion(name, list(PRESETS))}; or give a path that ends in .toml"
             )
         return PRESETS[name]
-    return job_of(read_table(Path(name)), f"model {name}")
+    table = read_table(Path(name))
+    known = [each.name for each in fields(Job)]
+    job = job_of(table, f"model {name}")
+    if not any(field in known for field in table):
+        what = (
+            "is a Hugging Face configuration"
+            if "model_type" in table or "architectures" in table
+            else "has none of them"
+        )
+        raise InputError(
+            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file {what}: "
+            "write the sizes as [model] and [model.moe] of a training configuration, as a run folder's config.json has them"
+        )
+    return job
 
 
 def job_of(table: dict[str, Any], source: str) -> Job:

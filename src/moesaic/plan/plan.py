@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import Enum
 from numbers import Integral
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.codecs import CODECS
 from moesaic.errors import InputError
+from moesaic.program.build import SCHEDULES
+from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
+from moesaic.program.task import Program
 
-AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
-Codec = Literal["none", "bf16", "fp16", "int8", "fp8", "zfp"]
-Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
+
+class Crossing(Enum):
+    """What a name of `Plan.all_to_all` is."""
+
+    LINK = "an algorithm in `LINKS`, which movements over ep are lowered to"
+    MULTICAST = "a pass that changes what is sent: a token once per node, and once per rank there"
+    DEEPEP = "DeepEP's kernels in place of the programs' movements"
+
+
+_OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
+
+if TYPE_CHECKING:
+    AllToAll: TypeAlias = str
+    Codec: TypeAlias = str
+    Schedule: TypeAlias = str
+else:
+    AllToAll = Literal[(*LINKS, *_OTHERS)]
+    Codec = Literal[tuple(CODECS)]
+    Schedule = Literal[tuple(SCHEDULES)]
 Order = Literal["early", "fifo", "optsche", "exact"]
 Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
+"""Names of registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +80,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        if self.order not in ORDERS:
-            raise InputError(f"plan.order={self.order!r} is unknown: choose one of {', '.join(ORDERS)}")
+        names = ("schedule", SCHEDULES), ("all_to_all", {**LINKS, **_OTHERS}), ("order", ORDERS)
+        for name, known in (*names, ("codec", CODECS), ("backward_codec", CODECS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
@@ -71,9 +95,24 @@ class Plan:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
 
     @property
+    def program(self) -> Program:
+        """What its schedule builds, before any pass."""
+        return SCHEDULES[self.schedule](False)
+
+    @property
+    def crossing(self) -> Crossing:
+        """What `all_to_all` names."""
+        return _OTHERS.get(self.all_to_all, Crossing.LINK)
+
+    @property
+    def link(self) -> str:
+        """The algorithm in `LINKS` that movements over ep are lowered to; linear, which leaves them as they are, for others."""
+        return self.all_to_all if self.crossing is Crossing.LINK else "linear"
+
+    @property
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
-        return self.codec == self.backward_codec == "none"
+        return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless
 
 
 def _check_kinds(plan: Plan) -> None:

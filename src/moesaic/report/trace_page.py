@@ -11,13 +11,13 @@ import plotly.io
 from plotly.offline import get_plotlyjs
 
 from moesaic import __version__
-from moesaic.cost.trace import Trace, steps_in_words
-from moesaic.cost.trace_load import LayerLoad
 from moesaic.errors import InputError
 from moesaic.report.assets import CSS
 from moesaic.report.layers import load_heatmap
 from moesaic.report.style import INK, figure, layer_colours, line
 from moesaic.report.summary import LayerSeries, Series, mean_over_layers
+from moesaic.traces.load import LayerLoad
+from moesaic.traces.trace import Trace, steps_in_words
 
 MOST_HEATMAPS = 12
 """Layers whose experts are drawn; of deeper models as many, evenly spread."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,9 @@ class Batch:
     """The whole batch is this many sequences of equal length, for losses per sequence."""
     earlier_counts: Tensor | None = None
     """(num_experts,) copies since the last optimizer step, over all ranks, for losses over the global batch."""
+    step_total: Callable[[Tensor], Tensor] | None = None
+    """Sums counts of the step over the ranks that train the layer on other tokens, where the route stage does not hear of
+    those; None for none."""
     noise: Tensor | None = None
     """What the router's `draw` returned for these tokens; None to draw now."""
     first_token: int = 0
@@ -103,6 +106,9 @@ def route(
         weight_N = router.weigh(scores, choice, top_k)
         alive_N = _alive(choice, batch.valid_T)
         earlier = batch.earlier_counts if replay is None else replay.earlier_counts
+        if replay is None and earlier is not None and batch.step_total is not None:
+            own = count(choice.expert, alive_N, router.num_experts)
+            earlier = batch.step_total(earlier + own) - own
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:

@@ -31,6 +31,17 @@ class AbstractRouter(KeepsFloat32, ABC):
     takes_best_ranked = True
     """True if each token's experts are ranked by `Scores.rank_by` alone, so that -inf there excludes an expert."""
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        """Whether the choice for a token depends, as the router stands (training or not), on which rank it is on or on which
+        other tokens are there."""
+        return False
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Whether the weights of every token that gets its `top_k` experts sum to one, whatever the parameters."""
+        return False
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         if dim < 1 or num_experts < 1:
@@ -84,12 +95,17 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Raise InputError, in one line, if this router cannot train with `top_k` experts per token."""
         self.check_fits(top_k)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether `update` does something; a router that wraps another one answers for it."""
+        return type(self).update is not AbstractRouter.update
+
     def update(self, load_E: Tensor) -> None:
         """Adapt to the load of one optimizer step; does nothing unless the method asks for it.
 
         Args:
-            load_E: (num_experts,) int64 token copies per expert since the last step, without padding,
-                evaluation and recomputation.
+            load_E: (num_experts,) int64 token copies per expert since the last step, of all ranks that train the layer,
+                without padding, evaluation and recomputation.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from moesaic.comm import deepep
@@ -11,10 +12,19 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
+from moesaic.runtime.same_weights import ADVICE
 
 
-def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: AbstractExperts) -> Compiled:
+def fitting(
+    plan: Plan | Compiled,
+    grid: Grid,
+    wire: AbstractWire,
+    experts: AbstractExperts,
+    settings: Mapping[str, object] | None = None,
+    weights: Mapping[str, str] | None = None,
+) -> Compiled:
     """Return the compiled plan of a layer. All ranks call it together.
 
     Args:
@@ -22,10 +32,13 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
         grid: the mesh of the layer.
         wire: between its ranks.
         experts: of the layer.
+        settings: of the layer, which all ranks must have alike.
+        weights: names of tensors to what they are compared by.
 
     Raises:
-        InputError: on every rank, if ranks brought different plans or meshes; if the plan does not fit the mesh, or was
-            compiled for another one or for experts with other parameters; if a codec's package is missing on any rank.
+        InputError: on every rank, if ranks brought different plans, meshes, settings or weights; if the plan does not fit the
+            mesh, or was compiled for another one or for experts with other parameters; if a codec's package is missing on any
+            rank.
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     fields: dict[str, object] = {f"mesh.{name}": value for name, value in asdict(grid).items()}
@@ -34,9 +47,10 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
         fields["compiled plan"] = plan.digest.hex()
     codecs = (choices.codec, choices.backward_codec)
     fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
-    if choices.all_to_all == "deepep":
+    if choices.crossing is Crossing.DEEPEP:
         fields["why deepep cannot run"] = deepep.missing()
-    check_same(wire, fields)
+    of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
+    check_same(wire, {**fields, **(settings or {}), **of_weights}, advice=dict.fromkeys(of_weights, ADVICE))
     if fields.get("why deepep cannot run"):
         raise InputError(
             f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.lending.lender import AbstractLender
 from moesaic.plan.lending.slices import Cut
+from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
@@ -32,7 +33,7 @@ from moesaic.runtime.counts import counts_of, even_counts, share_of_each
 from moesaic.runtime.fitting import compiled_for, fitting
 from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.padding import pad_copies
-from moesaic.runtime.peers import Peers, check_digests
+from moesaic.runtime.peers import Peers
 from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
 from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
@@ -63,10 +64,11 @@ class OnMesh:
         experts: of the layer, sharded already.
         weight_first: multiply by the routing weight before the expert.
         lender: under plans that lend copies, decides which; None takes the policy that the plan names.
+        settings, weights: of the layer, as for `fitting`.
         deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
 
     Raises:
-        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans.
+        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans or layers.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class OnMesh:
         experts: AbstractExperts,
         weight_first: bool,
         lender: AbstractLender | None = None,
+        settings: Mapping[str, object] | None = None,
+        weights: Mapping[str, str] | None = None,
         deepep: Callable[[], DeepEP] | None = None,
     ) -> None:
-        compiled = fitting(plan, grid, wire, experts)
+        compiled = fitting(plan, grid, wire, experts, settings, weights)
         self._mesh, self.wire, self.rank = grid, wire, wire.rank
         self.num_experts, self._dim, self._given_lender = experts.num_experts, experts.dim, lender
         self.codecs: Codecs = known_codec
@@ -88,7 +92,7 @@ class OnMesh:
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._place = grid.coordinate(self.rank, "tp")
-        by_deepep = compiled.plan.all_to_all == "deepep"
+        by_deepep = compiled.plan.crossing is Crossing.DEEPEP
         if by_deepep and weight_first:
             raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
         assert deepep is not None or not by_deepep
@@ -109,7 +113,7 @@ class OnMesh:
         way = self._ways.get(_key(plan))
         if way is None:
             choices = plan if isinstance(plan, Plan) else plan.plan
-            if choices.all_to_all == "deepep":
+            if choices.crossing is Crossing.DEEPEP:
                 raise InputError(
                     "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
                     "parallelize the layer with deepep"
@@ -121,7 +125,7 @@ class OnMesh:
             self.peers.all_agree = False
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
-        slices = compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+        slices = compiled.routes_slices
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
@@ -154,6 +158,9 @@ class OnMesh:
         replay: RoutingRecord | None,
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
+        settings = {"dtype": compute_dtype(x_TD), "top_k": top_k, "capacity": capacity, "losses": losses}
+        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+            self._agreed = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         if not self._slices:
@@ -210,7 +217,7 @@ class OnMesh:
             visits = self.peers.visits(routed.record) or self._visits(token, expert, routing.num_tokens)
         indices = {"index": token.unsqueeze(1)} if visits is None else dict(visits.indices)
         if padded_rows is None or not self._agreed:
-            self._check_digests(routed)
+            self._check_digests(routed, together=padded_rows is None)
         if padded_rows is None:
             copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
         else:
@@ -279,8 +286,12 @@ class OnMesh:
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
 
-    def _check_digests(self, routed: Routed) -> None:
+    def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
         """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
+
+        Args:
+            routed: what `route` returned.
+            together: all ranks do this in this call.
 
         Raises:
             InputError: on every rank, if they do not.
@@ -288,9 +299,10 @@ class OnMesh:
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
-            check_digests(torch.from_numpy(digests), self.peers.ranks)
+            self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
-                "the layer's plan was changed between a forward pass and its recomputation: call MoE.use_plan between steps"
+                "the layer's plan, or the dtype of the call, was changed between a forward pass and its recomputation: call "
+                "MoE.use_plan between steps"
             )
         self._agreed = True
 
@@ -322,7 +334,7 @@ class OnMesh:
         units: int,
     ) -> list[Slice]:
         """Return what each slice of a call runs; `routing` is token and expert of this rank's rows."""
-        alone = self._slices or compiled.plan.schedule == "baseline"
+        alone = self._slices or compiled.is_redundant
         find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
 
         def bind(lent: np.ndarray | None, copies: np.ndarray, visits: Visits | None) -> Sizes:
@@ -332,7 +344,7 @@ class OnMesh:
 
     def _visits(self, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
         """Find the visits of the copies that this rank sends."""
-        if self.compiled.plan.schedule == "s2" and self.grid.tp > 1:
+        if not self._slices and self.grid.tp > 1:
             counts_E = torch.bincount(expert, minlength=self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.comm.agree import as_text, check_same
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.wire import AbstractWire, MessageSizeError
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
@@ -23,6 +26,8 @@ from moesaic.runtime.visits import Visits
 
 CHUNKS = 4
 """For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
+CALLS = "call the layer alike on every rank"
+"""What to do where calls differ."""
 
 
 class Peers(AbstractPeers):
@@ -54,7 +59,9 @@ class Peers(AbstractPeers):
         self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
         self.slices = grid.tp if slices else 1
         self.slice = grid.coordinate(wire.rank, "tp") if slices else 0
-        self.digest = torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
+        self._of_plan = digest
+        self._settings: dict[str, object] = {}
+        self.digest = _as_numbers(digest)
         self._find = find if self.number == wire.world else None
         self._order, self._tell = order, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
@@ -114,19 +121,57 @@ class Peers(AbstractPeers):
             InputError: on every rank, if they do not run the same.
         """
         if self.all_agree or self._hear_all:
-            return torch.stack(all_gather(self._wire, self.ranks, message))
+            return self._heard(self.ranks, message)
         everyone = tuple(range(self._wire.world))
-        told = torch.stack(all_gather(self._wire, everyone, torch.cat([message, self.digest.to(message)])))
-        check_digests(told[:, -len(self.digest) :].cpu(), everyone)
+        told = self._heard(everyone, torch.cat([message, self.digest.to(message)]))
+        self.check(told[:, -len(self.digest) :].cpu(), everyone)
         self.all_agree = True
         return told[list(self.ranks), : -len(self.digest)]
 
+    def _heard(self, ranks: tuple[int, ...], message: Tensor) -> Tensor:
+        try:
+            return torch.stack(all_gather(self._wire, ranks, message))
+        except MessageSizeError as error:  # a message is as long as there are choices, sums and experts to tell of
+            mine = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
+            raise InputError(
+                f"ranks call a layer differently ({error}); rank {self._wire.rank}: {mine}: {CALLS}"
+            ) from error
 
-def check_digests(digests: Tensor, ranks: Sequence[int]) -> None:
-    """Raise InputError if `ranks` have different digests, (ranks, 4)."""
-    if bool((digests != digests[0]).any()):
+    def call_with(self, settings: Mapping[str, object]) -> bool:
+        """Note how the layer is called from now on; return whether it was called otherwise before.
+
+        Args:
+            settings: what all ranks must call it with, by name; ranks compare it as text.
+        """
+        if settings == self._settings:
+            return False
+        self._settings = dict(settings)
+        text = json.dumps({name: as_text(value) for name, value in settings.items()}, sort_keys=True).encode()
+        self.digest = _as_numbers(hashlib.blake2b(self._of_plan + text, digest_size=len(self._of_plan)).digest())
+        return True
+
+    def check(self, digests: Tensor, ranks: tuple[int, ...], *, together: bool = True) -> None:
+        """Make sure that ranks run the same.
+
+        Args:
+            digests: (ranks, 4) of `digest`, that of each rank.
+            ranks: ascending, this one among them.
+            together: all of them call this with the same digests; they then tell each other what their calls differ in.
+
+        Raises:
+            InputError: if they do not run the same.
+        """
+        if not bool((digests != digests[0]).any()):
+            return
+        if together:
+            check_same(self._wire, self._settings, peers=ranks, advice=dict.fromkeys(self._settings, CALLS))
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
+        calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
-            f"ranks {wrong} run another plan or mesh than rank {ranks[0]}: give every rank the same plan, and the same "
+            f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank the same plan, and the same "
             "settings to what lends"
         )
+
+
+def _as_numbers(digest: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))

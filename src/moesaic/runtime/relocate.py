@@ -33,18 +33,15 @@ from moesaic.comm.collectives import all_gather
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
+from moesaic.plan.plan import Crossing
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import SampleShapes
 from moesaic.routing.capacity import AbstractCapacity, Dropless
-from moesaic.routing.gates import BalancedAssignment, ExpertChoice, TopologyGate
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.relocate_rest import Rest
 from moesaic.runtime.relocate_rows import carry
-
-ACROSS_TOKENS = (ExpertChoice, BalancedAssignment, TopologyGate)
-"""Routers whose choice for a token depends on where it is, or which others are there; all but the first in training only."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class Relocator:
         Raises:
             InputError: for a plan under which samples cannot move.
         """
-        if plain.plan.all_to_all == "deepep":
+        if plain.plan.crossing is Crossing.DEEPEP:
             raise InputError(
                 "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: "
                 "choose linear"
@@ -336,7 +333,7 @@ def _whole_parameters(router: nn.Module) -> Iterator[None]:
 
 def _check_router(router: AbstractRouter, device: torch.device) -> None:
     """Raise InputError for a router whose choices depend on where samples are."""
-    if isinstance(router, ACROSS_TOKENS) and (router.training or isinstance(router, ExpertChoice)):
+    if router.looks_across_tokens:
         raise InputError(
             f"sample placement clashes with the router {type(router).__name__}, whose choice for a token depends on its rank "
             "or on the others there: choose one that looks at each token alone, such as softmax"

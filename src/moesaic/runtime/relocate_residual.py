@@ -23,7 +23,6 @@ from torch.func import functional_call
 
 from moesaic.experts.experts import AbstractExperts, Late, Weights, compute_dtype
 from moesaic.plan import Plan
-from moesaic.routing.gates import Hash, SoftmaxTopK
 from moesaic.routing.router import AbstractRouter
 
 
@@ -51,9 +50,8 @@ def rides_along(
     """
     if residual is None or weight_first or mask is not None or not plan.is_lossless:
         return False
-    sums_to_one = isinstance(router, Hash) or (isinstance(router, SoftmaxTopK) and router.normalize == "after")
     dtype = residual.x.dtype
-    return sums_to_one and compute_dtype(residual.x) is dtype and dtype.itemsize >= 4
+    return router.weights_sum_to_one and compute_dtype(residual.x) is dtype and dtype.itemsize >= 4
 
 
 class WithResidual(AbstractExperts):

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
@@ -19,12 +20,16 @@ from moesaic.plan.lending.lender import AbstractLender, Lent
 from moesaic.plan.lending.published import Published
 from moesaic.plan.lending.shadow import Shadow
 from moesaic.plan.lending.spill import Spill
-from moesaic.plan.plan import AllToAll, Lending, Order
+from moesaic.plan.plan import Crossing, Lending, Order
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
+from moesaic.program.links import LINKS
 from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.gates import ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.testing.any_option import AnyOption
+from moesaic.testing.routers import draws_noise, fitting_top_k, looks_across_tokens
 
 T = TypeVar("T")
 Precision = Literal["float64", "float32", "autocast"]
@@ -32,21 +37,13 @@ Precision = Literal["float64", "float32", "autocast"]
 
 TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.12}
 """Of errors relative to the largest expected value."""
-CODEC_TOLERANCES = {"none": 0.0, "bf16": 0.06, "fp16": 0.01, "int8": 0.15, "fp8": 0.6, "zfp": 0.15}
-"""Where a coded plan is compared with the plain layer rather than with one that has the codec inserted."""
 
-OF_WHOLE_BATCH = ("expert_choice", "base")
-"""Routers that look at several tokens at once: they are comparable where one rank sees all tokens."""
-AT_RANDOM = ("noisy", "gshard")
-TOP_1 = ("switch", "base")
-TOP_2_UP = ("softmax", "sigmoid", "group_limited", "noisy")
-ROUTERS = (*TOP_2_UP, "softmax", "sigmoid", "cosine", "hash", *AT_RANDOM, *OF_WHOLE_BATCH, "switch")
+DRAWN_ROUTERS = (*ROUTERS, "softmax", "sigmoid", "noisy")
+"""All of them, the usual ones twice."""
 EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
-PLACEABLE = ("softmax", "sigmoid", "group_limited", "cosine", "hash")
-"""Routers that look at each token alone and draw nothing, so that samples may be anywhere."""
 _COMMON: Precision = "float64"
 _PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
-CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
+LOSSY = [name for name, spec in CODECS.items() if not spec.is_lossless]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +88,8 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
-        by_rows = {self.plan.codec, self.plan.backward_codec} <= {"none", "bf16", "fp16", "int8", "fp8"}
-        plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
+        by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
+        plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
         plain = plain and not self.capacity.is_padded and self.plan.lending == "none" and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
@@ -102,14 +99,14 @@ class Case:
         """The largest error relative to the largest expected value that passes."""
         if self.is_exact:
             return TOLERANCES[self.precision]
-        lossy = sum(CODEC_TOLERANCES[codec] for codec in (self.plan.codec, self.plan.backward_codec))
+        lossy = sum(CODECS[codec].tolerance for codec in (self.plan.codec, self.plan.backward_codec))
         return TOLERANCES[self.precision] + lossy
 
     @property
     def replicates_bits(self) -> bool:
-        """Whether ranks that must agree have the same bits. Under the baseline the ranks of a tensor group send copies of
-        their own, which are multiplied at different places of one product: they agree to rounding only."""
-        return self.plan.schedule != "baseline" or self.grid.tp == 1
+        """Whether ranks that must agree have the same bits. Where the ranks of a tensor group send copies of
+        their own (baseline), these are multiplied at different places of one product: they agree to rounding only."""
+        return not self.plan.program.is_redundant or self.grid.tp == 1
 
     @property
     def lender(self) -> AbstractLender | None:
@@ -176,7 +173,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
 
 def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     """Return a grid on which multicast mostly has two levels, for plans with multicast."""
-    if plan.all_to_all != "multicast" or grid.world < 4:
+    if plan.crossing is not Crossing.MULTICAST or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
@@ -194,20 +191,20 @@ def missing_codecs() -> list[str]:
 
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan, whether or not they go together."""
-    codec = rng.choice(CODECS) if rng.random() < 0.15 else "none"
-    backward_codec = rng.choice(CODECS) if codec != "none" and rng.random() < 0.3 else "none"
+    codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
+    backward_codec = rng.choice(LOSSY) if codec != "none" and rng.random() < 0.3 else "none"
     return Plan(
-        schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),
+        schedule=rng.choice([name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
         all_to_all=_mostly(
-            rng, "linear", [*_others(AllToAll, "linear", "multicast", "deepep"), "multicast", "multicast"]
+            rng, Plan().link, [*(name for name in LINKS if name != Plan().link), "multicast", "multicast"]
         ),
-        codec=codec,  # type: ignore[arg-type]
-        backward_codec=backward_codec,  # type: ignore[arg-type]
+        codec=codec,
+        backward_codec=backward_codec,
         lending=_mostly(rng, "none", _others(Lending, "none")) if rng.random() < 0.4 else "none",
         order=_mostly(rng, "early", _others(Order, "early")),
     )
@@ -237,19 +234,17 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
-    one_sees_all = grid.dp == 1 and (plan.schedule != "s1" or grid.tp == 1)
-    router = rng.choice([name for name in ROUTERS if one_sees_all or name not in OF_WHOLE_BATCH])
-    num_experts = max(grid.ep * rng.choice([1, 1, 2, 3]), 2 if router in TOP_2_UP or router == "gshard" else 1)
-    num_experts += num_experts % 2 if router == "group_limited" else 0
-    num_experts = -(-num_experts // grid.ep) * grid.ep
-    if router == "group_limited" and num_experts % 2:
-        num_experts *= 2
+    one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
+    router = rng.choice([name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)])
+    num_experts = grid.ep * rng.choice([1, 1, 2, 3])
+    while not fitting_top_k(router, num_experts):
+        num_experts += grid.ep
     micro_batches = rng.choice([1, 1, 1, 1, 2])
     longest = rng.choice([1, 3, 5, 5])
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
-    if even and plan.all_to_all != "multicast" and plan.lending == "none" and rng.random() < 0.5:
+    if even and plan.crossing is Crossing.LINK and plan.lending == "none" and rng.random() < 0.5:
         longest += -longest % grid.tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
     if even:
@@ -259,7 +254,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         grid=grid,
         plan=plan,
         num_experts=num_experts,
-        top_k=_draw_top_k(rng, router, num_experts),
+        top_k=draw_top_k(rng, router, num_experts),
         router=router,
         experts=rng.choice([name for name in EXPERTS if name != "modules" or grid.etp == 1]),
         shared=rng.random() < 0.2,
@@ -278,8 +273,8 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
 
 def _with_placement(rng: random.Random, case: Case) -> Case:
     """Let samples move in some of the cases in which they can once the plan and the tokens are changed to suit."""
-    alone = case.router in PLACEABLE and case.grid.tp == 1 and case.grid.world > 1
-    if not alone or rng.random() > 0.4:
+    alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
+    if not alone or case.grid.tp > 1 or case.grid.world == 1 or rng.random() > 0.4:
         return case
     plan = replace(
         case.plan,
@@ -289,7 +284,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         codec="none",
         backward_codec="none",
         token_budget=None,
-        all_to_all="linear" if case.plan.all_to_all == "multicast" else case.plan.all_to_all,
+        all_to_all=case.plan.link,
     )
     longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
     placed = replace(
@@ -321,15 +316,10 @@ def _with_moves(rng: random.Random, case: Case) -> Case:
     return replace(case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25)
 
 
-def _draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
-    if router in TOP_1:
-        return 1
-    if router == "gshard":
-        return 2
-    if router == "group_limited":
-        return rng.randint(2, num_experts // 2) if num_experts >= 4 else num_experts
-    least = 2 if router in TOP_2_UP and num_experts > 1 else 1
-    return rng.choice([least, rng.randint(least, min(num_experts, 4)), num_experts])
+def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
+    """Draw experts per token: the fewest that the router trains with, a few, or the most."""
+    fitting = fitting_top_k(router, num_experts)
+    return rng.choice([fitting[0], rng.choice(fitting[:4]), fitting[-1]])
 
 
 def _draw_capacity(rng: random.Random) -> AbstractCapacity:

@@ -59,8 +59,43 @@ class RankResult:
     """Of all gradients; None where nothing computed it."""
 
 
+@dataclass(frozen=True)
+class Ran:
+    """A case that ran, with what it must give."""
+
+    case: Case
+    work: Workload
+    expected: Expected
+    results: list[RankResult]
+    """By rank."""
+
+    @property
+    def errors(self) -> Errors:
+        """The largest error of each quantity over all ranks."""
+        return compare(self.case, self.work, self.expected, self.results)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One value of one rank beside what it must be."""
+
+    quantity: str
+    """Among those that errors are reported for."""
+    name: str
+    """Which of them: the name of a parameter or of a loss, the number of a micro-batch; empty where there is one."""
+    actual: Tensor | None
+    """None stands for zeros."""
+    expected: Tensor | None
+    """Likewise."""
+
+
 def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
-    """Run a case on loopback and compare it.
+    """Run a case on loopback and compare it; see `ran_case`."""
+    return ran_case(case, change, patch).errors
+
+
+def ran_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Ran:
+    """Run a case on loopback.
 
     Args:
         case: what to run.
@@ -76,7 +111,7 @@ def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontex
             return run_rank(case, work, compiled, Mesh(case.grid, wire))
 
         results = run_ranks(case.grid.world, rank, seed=case.seed)
-    return compare(case, work, expected, results)
+    return Ran(case, work, expected, results)
 
 
 def compile_case(case: Case, change: Change | None = None) -> Compiled:
@@ -120,8 +155,8 @@ def compare(case: Case, work: Workload, expected: Expected, results: list[RankRe
     """Return the largest error of each quantity over all ranks."""
     errors: Errors = {}
     for rank, result in enumerate(results):
-        for quantity, error in _errors_of(case, work, expected, rank, result):
-            errors[quantity] = max(errors.get(quantity, 0.0), error)
+        for pair in pairs_of(case, work, expected, rank, result):
+            errors[pair.quantity] = max(errors.get(pair.quantity, 0.0), _error(pair))
     for rank, result in enumerate(results):
         if not case.replicates_bits:
             break
@@ -181,36 +216,50 @@ def _local(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _errors_of(
-    case: Case, work: Workload, expected: Expected, rank: int, result: RankResult
-) -> Iterator[tuple[str, float]]:
-    """Yield every quantity of one rank with its error."""
+def pairs_of(case: Case, work: Workload, expected: Expected, rank: int, result: RankResult) -> Iterator[Pair]:
+    """Yield every quantity of one rank beside what it must be."""
     group = case.grid.coordinate(rank, "dp")
     for micro in range(len(work.shares)):
-        yield "output", relative(result.outputs[micro], expected.outputs[micro][group])
-        yield "input gradient", relative(result.input_gradients[micro], expected.input_gradients[micro][group])
-        yield "counts", float(result.requested[micro] != expected.requested[micro])
-        yield "counts", float(result.sent[micro] != expected.sent[micro])
+        number = str(micro)
+        yield Pair("output", number, result.outputs[micro], expected.outputs[micro][group])
+        yield Pair("input gradient", number, result.input_gradients[micro], expected.input_gradients[micro][group])
+        yield Pair("counts", "requested", *_counts(result.requested[micro], expected.requested[micro]))
+        yield Pair("counts", "sent", *_counts(result.sent[micro], expected.sent[micro]))
         for name, value in expected.losses[micro].items():
-            yield "auxiliary loss", relative(result.losses[micro].get(name), value)
+            yield Pair("auxiliary loss", name, result.losses[micro].get(name), value)
     if expected.evaluated is not None:
-        yield "evaluation", relative(result.evaluated, expected.evaluated[group])
-    yield "counts", float(result.step_counts != [sum(of_expert) for of_expert in zip(*expected.requested)])
+        yield Pair("evaluation", "", result.evaluated, expected.evaluated[group])
+    of_step = [sum(of_expert) for of_expert in zip(*expected.requested)]
+    yield Pair("counts", "step", *_counts(result.step_counts, of_step))
     for name, buffer in expected.buffers.items():
-        yield "router state", relative(result.buffers[name], buffer)
+        yield Pair("router state", name, result.buffers[name], buffer)
     if result.norm is not None:
-        yield "gradient norm", abs(result.norm - expected.norm) / max(expected.norm, 1.0)
+        norms = torch.tensor([result.norm, expected.norm], dtype=torch.float64)
+        yield Pair("gradient norm", "", norms[0], norms[1])
     for name, whole in expected.gradients.items():
         kind, own = name.split(".")[0], name.split(".")[-1]
         if kind == "experts" and case.experts == "modules":
             if name in result.gradients:
-                yield "expert gradient", relative(result.gradients[name], whole)
+                yield Pair("expert gradient", name, result.gradients[name], whole)
         elif kind == "experts":
             dim = work.layer.experts.shard_dim(own)
             mine = None if whole is None else shard_of(whole, case.grid, rank, dim)
-            yield "expert gradient", relative(result.gradients[name], mine)
+            yield Pair("expert gradient", name, result.gradients[name], mine)
         else:
-            yield f"{kind} gradient", relative(result.gradients[name], whole)
+            yield Pair(f"{kind} gradient", name, result.gradients[name], whole)
+
+
+def _counts(actual: list[int], expected: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(actual), torch.tensor(expected)
+
+
+def _error(pair: Pair) -> float:
+    """Return the error of a value; of counts, whether any differs."""
+    if pair.quantity == "counts":
+        assert pair.actual is not None
+        assert pair.expected is not None
+        return float(not torch.equal(pair.actual, pair.expected))
+    return relative(pair.actual, pair.expected)
 
 
 def _difference(first: RankResult, other: RankResult) -> float:

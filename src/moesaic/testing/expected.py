@@ -18,7 +18,7 @@ from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routing import Scores
-from moesaic.testing.cases import AT_RANDOM, Case
+from moesaic.testing.cases import Case
 from moesaic.testing.coded import Travel, coded_output
 from moesaic.testing.reference import in_float64, reference_expert, reference_limit
 from moesaic.testing.workload import Batch, Workload
@@ -46,6 +46,16 @@ class Expected:
     """The router's buffers after `finish_step`."""
     norm: float
     """Of all gradients together."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The gradients of the router and of the input, split into what they come from; each sums to the whole gradient."""
+
+    router: dict[str, dict[str, Tensor]]
+    """By the name of a parameter, then by source: "the outputs" or an auxiliary loss."""
+    inputs: list[list[dict[str, Tensor]]]
+    """By micro-batch, group and source: "the experts", "the routing weights", "the shared expert" or an auxiliary loss."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,45 @@ def expect(case: Case, work: Workload) -> Expected:
     )
 
 
-def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Batch]) -> Pass:
+def expect_parts(case: Case, work: Workload) -> Parts:
+    """Compute what the gradients of a case must come from: the tokens are three leaves, one for each use of them."""
+    twin = in_float64(work.layer)
+    weights = {name: p for name, p in twin.named_parameters() if name.startswith("router")}
+    router: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
+    inputs = []
+    for share, batches in zip(work.shares, work.batches):
+        routed, computed, shared = (
+            [batch.x.detach().double().clone().requires_grad_() for batch in batches] for _ in range(3)
+        )
+        done = dense_pass(case, twin, routed, batches, computed, shared)
+        cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
+        totals = {"the outputs": (done.y_TD * cotangents).sum() / case.grid.dp}
+        totals |= {loss.name: loss.coefficient * done.losses[loss.name] for loss in twin.losses}
+        of_groups: list[dict[str, Tensor]] = [{} for _ in batches]
+        for source, total in totals.items():
+            leaves = [*routed, *computed, *shared]
+            wanted = [*leaves, *weights.values()]
+            zero = 0 * sum(leaf.sum() for leaf in wanted)
+            found = torch.autograd.grad(share * total + zero, wanted, retain_graph=True)
+            for name, gradient in zip(weights, found[len(leaves) :]):
+                router[name][source] = router[name].get(source, 0) + gradient
+            uses = ("the routing weights", "the experts", "the shared expert") if source == "the outputs" else (source,)
+            for number, use in enumerate(uses):
+                for group, gradients in enumerate(of_groups):
+                    gradients[use] = case.grid.dp * found[number * len(batches) + group]
+        twin.step_counts += torch.tensor(done.requested)
+        inputs.append(of_groups)
+    return Parts(router, inputs)
+
+
+def dense_pass(
+    case: Case,
+    twin: MoE,
+    xs: Sequence[Tensor],
+    batches: Sequence[Batch],
+    to_experts: Sequence[Tensor] | None = None,
+    to_shared: Sequence[Tensor] | None = None,
+) -> Pass:
     """Run the layer on all groups' tokens.
 
     Args:
@@ -99,8 +147,12 @@ def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Ba
         twin: the layer in float64, in training or evaluation.
         xs: (sequences, length, dim) float64 per group.
         batches: what else belongs to them.
+        to_experts: the same values, where the experts' gradients are to be told from the router's; None for `xs`.
+        to_shared: likewise for the shared expert.
     """
-    x_TD = torch.cat([x.flatten(0, 1) for x in xs])
+    x_TD, seen_TD, common_TD = (
+        torch.cat([x.flatten(0, 1) for x in (xs if way is None else way)]) for way in (xs, to_experts, to_shared)
+    )
     ids = torch.cat([batch.ids.flatten() for batch in batches])
     valid = torch.ones(len(x_TD), dtype=torch.bool)
     if case.padding:
@@ -118,14 +170,14 @@ def dense_pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Ba
     weight_TE = weight_TE.index_put(pairs, weight_N[admitted].to(weight_TE.dtype))
     is_sent_TE = torch.zeros(weight_TE.shape, dtype=torch.bool).index_put(pairs, torch.tensor(True))
     if case.plan.is_lossless or not case.is_exact:
-        y_TD = plain_output(twin, x_TD, weight_TE, is_sent_TE)
+        y_TD = plain_output(twin, seen_TD, weight_TE, is_sent_TE)
     else:
         order = [(int(choice.token[n]), int(choice.expert[n])) for n in admitted]
         y_TD = coded_output(
-            twin, x_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
+            twin, seen_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
         )
     if twin.shared is not None:
-        y_TD = y_TD + reference_expert(twin.shared, 0, x_TD).masked_fill(~valid.unsqueeze(1), 0.0)
+        y_TD = y_TD + reference_expert(twin.shared, 0, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
     taken = torch.tensor(chosen, dtype=torch.int64)
     copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
     copies_TE[choice.token[taken], choice.expert[taken]] = 1.0
@@ -224,7 +276,7 @@ def _admit(
 
 def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
     """Return the tokens that each routing rank has: groups, or under s1 their slices over tp."""
-    parts = case.grid.tp if case.plan.schedule == "s1" else 1
+    parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains, start = [], 0
     for batch in batches:
         count = batch.x.shape[:2].numel()
@@ -235,8 +287,6 @@ def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
 
 def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
     """Return what the ranks draw: each group from its seed, under tp from a seed that its first rank draws."""
-    if case.router not in AT_RANDOM or not twin.training:
-        return None
     drawn = []
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
@@ -244,7 +294,8 @@ def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
             if case.grid.tp > 1:
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
-    return torch.cat([noise for noise in drawn if noise is not None])
+    found = [noise for noise in drawn if noise is not None]
+    return torch.cat(found) if found else None
 
 
 def _sequence_of(batches: Sequence[Batch]) -> Tensor:

@@ -5,7 +5,7 @@ Each is a real mistake, made in one place; what it imitates stands with the muta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,18 +17,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moesaic.layer as layer_module
+from moesaic.comm.collectives import all_reduce_sum, share
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
+from moesaic.program.grid import Axis, Grid
 from moesaic.program.links import LINKS, Hier2D
 from moesaic.program.links.link import Leg, Places, legs_of
 from moesaic.program.task import Op, Program, State, Task
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity
+from moesaic.routing.gates import SigmoidTopK
+from moesaic.routing.losses import LoadBalance, RouterStatistics
+from moesaic.routing.peers import Gathered
+from moesaic.routing.routing import Scores
 from moesaic.runtime import compute, function, gradients, interpret, on_mesh, parcels, peers
 from moesaic.runtime.tape import RoutingTape
 from moesaic.runtime.visits import Visits, find_visits
+from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
 from moesaic.train import norm as norm_module
 
@@ -73,6 +80,15 @@ def gradients_coded(compiled: Compiled) -> Compiled:
     return replace(compiled, backward=coded.backward)
 
 
+def shards_not_summed_backward(compiled: Compiled) -> Compiled:
+    """Backward, the gradient of gathered rows is taken to be the same on all shards of an expert, and not summed."""
+    slots = tuple(
+        replace(slot, state=(("etp", State.REPLICATED),)) if slot.name.startswith("h.") and "'" in slot.name else slot
+        for slot in compiled.backward.slots
+    )
+    return replace(compiled, backward=replace(compiled.backward, slots=slots))
+
+
 def edge_removed(compiled: Compiled) -> Compiled:
     """The experts run before the rows have been asked for."""
     tasks = sorted(compiled.forward.tasks, key=lambda task: task.op is not Op.EXPERT)
@@ -115,11 +131,40 @@ def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) 
     return replaced(gradients, "average_gradients", spoiled)
 
 
-def experts_times_ep(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-    """Expert gradients are ep times too large."""
-    for parameter in gradients.expert_parameters(module):
-        if parameter.grad is not None:
-            parameter.grad *= mesh.grid.ep
+def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
+    """Expert gradients are off by a factor, which depends on the layer and the mesh."""
+
+    def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        for parameter in gradients.expert_parameters(module):
+            if parameter.grad is not None:
+                parameter.grad *= factor(module, mesh.grid)
+
+    return gradients_then(scaled)
+
+
+def everything_times(factor: Callable[[Grid], float]) -> Patch:
+    """All gradients are off by a factor."""
+
+    def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor(mesh.grid)
+
+    return gradients_then(scaled)
+
+
+def experts_summed_over(axis: Axis | None) -> Patch:
+    """Expert gradients are summed over the ranks of a wrong axis, or not at all, and divided as they should be."""
+
+    def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
+        spread = {id(parameter) for parameter in gradients.expert_parameters(module)}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in spread and parameter.grad is not None:
+                local = before.get(name, torch.zeros_like(parameter.grad))
+                parameter.grad.copy_(all_reduce_sum(mesh.wire, group, local) / mesh.grid.dp)
+
+    return gradients_then(summed)
 
 
 def router_of_own_group(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
@@ -127,6 +172,94 @@ def router_of_own_group(module: nn.Module, mesh: Any, before: dict[str, Tensor])
     for name, parameter in module.named_parameters():
         if name.startswith("router") and name in before:
             parameter.grad = before[name]
+
+
+def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+    """A shared expert is taken for a routed one: its gradient is summed over the ranks that hold the same routed experts."""
+    group = mesh.grid.group(mesh.rank, ("edp",))
+    for name, parameter in module.named_parameters():
+        if name.startswith("shared") and name in before:
+            parameter.grad = all_reduce_sum(mesh.wire, group, before[name]) / mesh.grid.dp
+
+
+def averaged_over_peers(wire: AbstractWire, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """What ranks use on slices of their own gets the mean of their gradients, where it must get the sum."""
+    return share(wire, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity; the gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+def input_gradient_summed_over_tp() -> AbstractContextManager[object]:
+    """What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
+    original = on_mesh.OnMesh.run_experts
+
+    def wrapped(self: Any, experts: Any, x_TD: Tensor, *rest: Any) -> Tensor:
+        return original(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest)
+
+    return mock.patch.object(on_mesh.OnMesh, "run_experts", wrapped)
+
+
+def weights_without_gradient() -> AbstractContextManager[object]:
+    """Routing weights reach the experts without a gradient: only the auxiliary losses train the router."""
+    original = route_module._routing
+    return mock.patch.object(
+        route_module, "_routing", lambda record, weight_N, *rest: original(record, weight_N.detach(), *rest)
+    )
+
+
+def weights_of_local_experts() -> AbstractContextManager[object]:
+    """Routing weights get a gradient from the experts of their own rank only."""
+    original = on_mesh.OnMesh.run_experts
+
+    def wrapped(self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any) -> Tensor:
+        routing = routed.routing
+        local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(self.rank, "ep")
+        weight = torch.where(local, routing.weight, routing.weight.detach())
+        return original(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
+
+    return mock.patch.object(on_mesh.OnMesh, "run_experts", wrapped)
+
+
+def norm_with(
+    of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
+) -> AbstractContextManager[object]:
+    """The norm's square is a sum in which the experts' part or that of all others has a factor."""
+    original = processes.gradient_norm
+
+    def wrapped(parameters: Iterable[nn.Parameter], ranks: Any, experts: Iterable[nn.Parameter]) -> Tensor:
+        spread, grid = list(experts), ranks.mesh.grid
+        known = {id(parameter) for parameter in spread}
+        others = [parameter for parameter in parameters if id(parameter) not in known]
+        of_spread = original(spread, ranks, spread).square() * of_experts(grid)
+        return (of_spread + original(others, ranks).square() * of_others(grid)).sqrt()
+
+    return mock.patch.object(processes, "gradient_norm", wrapped)
+
+
+def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
+    """Experts count on one rank of every tensor group, as dense parameters do, though the others hold other experts."""
+    return norm_with(lambda grid: 1 / grid.tp, lambda grid: 1)
+
+
+def norm_of_every_tensor_rank() -> AbstractContextManager[object]:
+    """A weight that the ranks of a tensor group hold alike counts once per rank."""
+    return norm_with(lambda grid: 1, lambda grid: grid.tp)
+
+
+def norm_of_every_expert_copy() -> AbstractContextManager[object]:
+    """Experts count once per copy."""
+    return norm_with(lambda grid: grid.edp, lambda grid: 1)
 
 
 @contextmanager
@@ -190,6 +323,138 @@ def padding_counts() -> AbstractContextManager[object]:
     return mock.patch.object(MoE, "_route", wrapped)
 
 
+def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
+    """Count something else than the copies of a call for the load that the router adapts to."""
+    original = MoE._route
+
+    def wrapped(self: MoE, *args: Any) -> Any:
+        before = self.step_counts.clone()
+        routed = original(self, *args)
+        if not torch.equal(self.step_counts, before):
+            self.step_counts.copy_(before + count(self, routed))
+        return routed
+
+    return replaced(MoE, "_route", wrapped)
+
+
+def own_copies(layer: MoE, routed: Any) -> Tensor:
+    """Return the copies of this rank's tokens alone, (num_experts,)."""
+    choice = routed.record.choice
+    return route_module.count(choice.expert, choice.sent, layer.num_experts)
+
+
+def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
+    """Return the copies added up over ranks of which tp have the same tokens, (num_experts,)."""
+    assert layer.on_mesh is not None
+    counts: Tensor = routed.routing.requested * layer.on_mesh.grid.tp
+    return counts
+
+
+def padding_mask_of_others() -> AbstractContextManager[object]:
+    """The padding mask is cut over another group of ranks than the tokens."""
+    original = MoE._route
+
+    def wrapped(self: MoE, x_TD: Tensor, x: Tensor, mask: Tensor | None, *args: Any) -> Any:
+        other = None if mask is None else mask.flatten().roll(1).view(mask.shape)
+        return original(self, x_TD, x, other, *args)
+
+    return mock.patch.object(MoE, "_route", wrapped)
+
+
+def noise_of_every_rank() -> AbstractContextManager[object]:
+    """Every rank of a tensor group draws noise of its own for the tokens that they all have."""
+
+    def draw(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.rank)
+            return router.draw(len(x_TD), x_TD.device)
+
+    return mock.patch.object(on_mesh.OnMesh, "_draw", draw)
+
+
+def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Patch:
+    """Replace the formula of the load-balance loss."""
+    return replaced(LoadBalance, "value", value)
+
+
+def balance_over_wrong_pairs(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Shares and mean scores are broadcast against each other: all pairs are summed, which hardly depends on the routing."""
+    share = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
+    score = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
+    return (share.unsqueeze(1) * score).sum()
+
+
+def balance_without_experts(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """The number of experts is forgotten."""
+    return _right_balance(loss, statistics) / statistics.counts_GE.shape[1]
+
+
+def balance_of_choices(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Copies are divided by tokens rather than by copies, so shares add up to top_k."""
+    return _right_balance(loss, statistics) * statistics.counts_GE.sum() / statistics.tokens_G.sum().clamp_min(1)
+
+
+def balance_of_this_micro_batch(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Copies of the whole step are divided by those of the micro-batch."""
+    return _right_balance(loss, statistics) * statistics.step_counts_E.sum() / statistics.counts_GE.sum().clamp_min(1)
+
+
+_right_balance = LoadBalance.value
+
+
+def softmax_again() -> AbstractContextManager[object]:
+    """What the losses take for logits are probabilities already."""
+    original = RouterStatistics.of.__func__  # type: ignore[attr-defined]
+
+    def wrapped(cls: type, scores: Scores, *args: Any, **options: Any) -> Any:
+        return original(cls, scores._replace(probs=scores.probs.softmax(-1)), *args, **options)
+
+    return mock.patch.object(RouterStatistics, "of", classmethod(wrapped))
+
+
+def losses_of_own_tokens() -> AbstractContextManager[object]:
+    """Every rank evaluates its losses on its own tokens, though they are losses over all."""
+    return mock.patch.object(Gathered, "statistics", lambda self, local, *rest: local)
+
+
+def biased_weights() -> AbstractContextManager[object]:
+    """The bias that the selection adds gets into the routing weights."""
+    original = SigmoidTopK.weigh
+
+    def wrapped(self: SigmoidTopK, scores: Scores, *rest: Any) -> Tensor:
+        return original(self, scores._replace(gates=scores.gates + self.bias), *rest)
+
+    return mock.patch.object(SigmoidTopK, "weigh", wrapped)
+
+
+def first_expert_skipped() -> AbstractContextManager[object]:
+    """A combine takes expert 0 for "no expert"."""
+    original = route_module._routing
+
+    def wrapped(*args: Any) -> Any:
+        routing = original(*args)
+        return replace(routing, weight=routing.weight * (routing.expert > 0))
+
+    return mock.patch.object(route_module, "_routing", wrapped)
+
+
+def shared_partial() -> AbstractContextManager[object]:
+    """The shared expert's partial sums over tp are not added up: each rank has its share."""
+    original = MoE.forward
+
+    def wrapped(self: MoE, *args: Any, **options: Any) -> Any:
+        if self.shared is None or self.on_mesh is None:
+            return original(self, *args, **options)
+        tp = self.on_mesh.grid.tp
+        hook = self.shared.register_forward_hook(lambda module, inputs, out: out / tp)
+        try:
+            return original(self, *args, **options)
+        finally:
+            hook.remove()
+
+    return mock.patch.object(MoE, "forward", wrapped)
+
+
 def bias_each_micro_batch() -> AbstractContextManager[object]:
     """The router adapts after every micro-batch."""
     original = MoE.forward
@@ -218,8 +483,8 @@ def counted_over_tp() -> AbstractContextManager[object]:
     """Counts are exchanged over the tensor group, whose ranks have the same tokens."""
     original = peers.Peers.__init__
 
-    def wrapped(self: Any, wire: AbstractWire, grid: Any, *rest: Any) -> None:
-        original(self, wire, grid, *rest)
+    def wrapped(self: Any, wire: AbstractWire, grid: Any, *rest: Any, **options: Any) -> None:
+        original(self, wire, grid, *rest, **options)
         self.ranks = grid.group(wire.rank, ("tp",))
         self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
 
@@ -235,6 +500,12 @@ def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, 
         return compute.placed(parts, places, num_rows, False)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
     return out.index_copy_(0, compute.index_like(places, out), torch.cat([*parts]))
+
+
+def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+    """Rows are put back by the order that sorted them, where its inverse is due."""
+    is_order = not sums and len(places) == num_rows and len(set(places.tolist())) == num_rows
+    return compute.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
 
 
 class StrideByColumns(Hier2D):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
-from moesaic.routing.gates import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited
-from moesaic.testing.cases import TOP_1, Case
+from moesaic.testing.cases import Case
+from moesaic.testing.routers import DIM, small_router
 
 M = TypeVar("M", bound=nn.Module)
 
-DIM, HIDDEN, SHARED_HIDDEN = 4, 4, 3
+HIDDEN, SHARED_HIDDEN = 4, 3
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ def draw_workload(case: Case) -> Workload:
 def _cloned(module: M) -> M:
     """Return what `deepcopy` would; a tenth of a case's time went there."""
     twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # hooks: what is registered on a copy stays there
+            setattr(twin, name, copy.copy(value))
     twin._parameters = {
         name: None if value is None else nn.Parameter(value.detach().clone())
         for name, value in module._parameters.items()
@@ -97,7 +100,7 @@ def _build_layer(case: Case) -> MoE:
             HIDDEN,
             case.num_experts,
             case.top_k,
-            router=_router(case),
+            router=small_router(case.router, case.num_experts, case.top_k),
             experts=experts,  # type: ignore[arg-type]
             capacity=case.capacity,
             losses=case.losses,
@@ -112,20 +115,6 @@ def _build_layer(case: Case) -> MoE:
                 if name.endswith("bias"):
                     buffer.uniform_(-0.2, 0.2)
     return layer
-
-
-def _router(case: Case) -> RouterFactory:
-    if case.router == "cosine":
-        return partial(CosineTopK, projection=3, temperature=0.5)
-    if case.router == "hash":
-        return partial(Hash, buckets=16)
-    if case.router == "group_limited":
-        top_groups = 2 if case.top_k > case.num_experts // 2 else 1
-        return partial(group_limited, num_groups=2, top_groups=top_groups, bias_rate=0.1)
-    if case.router == "sigmoid":
-        return partial(SigmoidTopK, bias_rate=0.1)
-    assert case.router not in TOP_1 or case.top_k == 1
-    return ROUTERS[case.router]
 
 
 def _own_expert(dim: int, hidden: int) -> nn.Module:

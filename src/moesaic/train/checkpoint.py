@@ -1,9 +1,11 @@
 """Checkpoints: tensors and JSON, written aside and renamed, so that a folder that has its name is whole.
 
-    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json     by one process
-    checkpoints/step-00000250/  shards/*                                  state.json     by several ranks
+    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json  SHA256SUMS    by one process
+    checkpoints/step-00000250/  shards/*                                  state.json  SHA256SUMS    by several ranks
 
-`state.json` holds a checksum of each tensor file; loading takes the newest checkpoint whose checksums hold.
+`SHA256SUMS` holds a checksum of every other file, as the command sha256sum writes and checks it; loading takes the newest
+checkpoint whose checksums hold. A step that is saved again has its earlier checkpoint set aside under another name until the
+new one has its own, so that there is a whole one at every instant.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,14 @@ from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, wr
 from moesaic.train.durable import checksum, flush
 from moesaic.train.ranks import Ranks
 
-FORMAT = 2
-"""Version of the layout; a reader refuses newer ones. Up to 1, queries, keys and values were one flat matrix."""
+FORMAT = 3
+"""Version of the layout; a reader refuses newer ones. Up to 1, queries, keys and values were one flat matrix; up to 2, the
+checksums stood in `state.json`, which itself had none."""
+STATE, SUMS = "state.json", "SHA256SUMS"
+"""The files of a checkpoint's description and of its checksums."""
+OWN_FILES = (STATE, SUMS, "model.safetensors", "optimizer.safetensors", f"{SHARDS}/.metadata*", f"{SHARDS}/__*.distcp")
+"""All files that saving writes into a checkpoint; nothing else in its folder is ever deleted."""
+_NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -96,30 +105,52 @@ def save_checkpoint(
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".writing-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            aside.mkdir()
+                remove_checkpoint(leftover)
+            aside.mkdir(exist_ok=True)
     with _refusing(target, aside, ranks):
-        state["sha256"] = _write_whole(aside, tensors) if ranks.mesh is None else write_shards(aside, tensors, ranks)
+        sums = _write_whole(aside, tensors) if ranks.mesh is None else write_shards(aside, tensors, ranks)
     with _refusing(target, aside, ranks):
         if ranks.is_first:
-            _publish(aside, target, state, keep_last)
+            _describe(aside, state, sums)
+            _publish(aside, target, keep_last)
     return target
 
 
-def _publish(aside: Path, target: Path, state: dict[str, Any], keep_last: int) -> None:
-    """Write the description of a checkpoint whose tensors are there, rename its folder, delete old checkpoints."""
-    (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-    for path in (aside / "state.json", aside):  # what the name promises must be on the disk before the name is
+def _describe(aside: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
+    """Write the description of a checkpoint whose tensors are there and the checksums of all, and flush them."""
+    (aside / STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+    sums[STATE] = checksum(aside / STATE)
+    lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
+    (aside / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
+    for path in (aside / STATE, aside / SUMS, aside):  # what the name promises must be on the disk before the name is
         flush(path)
     if (aside / SHARDS).exists():
         flush(aside / SHARDS)
-    shutil.rmtree(target, ignore_errors=True)
+
+
+def _publish(aside: Path, target: Path, keep_last: int) -> None:
+    """Give a whole checkpoint its name, then delete old ones."""
+    folder, step = target.parent, _step_of(target)
+    if target.exists():
+        names = (folder / f".replaced-{step:08d}-{number}" for number in count())
+        os.replace(target, next(name for name in names if not name.exists()))
     os.replace(aside, target)
-    flush(target.parent)
-    upto = [path for path in list_checkpoints(target.parent) if path.name <= target.name]
-    for path in list_checkpoints(target.parent):
-        if path not in upto[-keep_last:]:
-            shutil.rmtree(path, ignore_errors=True)
+    flush(folder)
+    found = list_checkpoints(folder)
+    kept = [path for path in found if _step_of(path) <= step and path.name.startswith("step-")][-keep_last:]
+    for path in found:
+        if path not in kept:
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete the files of a checkpoint, and its folder unless something else lies there."""
+    for file in _own_files(path):
+        with suppress(OSError):
+            file.unlink()
+    for folder in (path / SHARDS, path):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager
@@ -129,7 +160,7 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_checkpoint(aside)
             full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
             text = " ".join(str(error).split())
             reason = "the disk is full: free space" if full else f"{text:.300}: check the folder"
@@ -139,8 +170,20 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Return the checkpoints of a run, oldest first; before one of a step, those that it is about to replace."""
+    found = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
+
+
+def _step_of(path: Path) -> int:
+    """Return the step that a checkpoint's name says."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _own_files(path: Path) -> list[Path]:
+    return [file for pattern in OWN_FILES for file in path.glob(pattern)]
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: bool = True) -> Checkpoint:
@@ -193,6 +236,8 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
     """
     try:
         restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists())
+    except InputError:
+        raise
     except (ValueError, RuntimeError, CheckpointException) as error:
         raise _does_not_fit(checkpoint, error) from error
 
@@ -282,17 +327,10 @@ def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _read(path: Path, with_tensors: bool) -> Checkpoint:
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if state["format"] > FORMAT:
-            raise InputError(
-                f"checkpoint {path} has format {state['format']}, this Moesaic reads up to {FORMAT}: upgrade it"
-            )
-        for name, expected in state["sha256"].items():
-            if checksum(path / name) != expected:
-                raise _DamagedError(f"{name} does not match its checksum")
+        state = _checked_state(path)
         return Checkpoint(
             step=state["step"],
-            model_config=override(ModelConfig(), state["model_config"], source=str(path / "state.json")),
+            model_config=override(ModelConfig(), state["model_config"], source=str(path / STATE)),
             vocab_size=state["vocab_size"],
             model=_whole(path, "model", state["format"]) if with_tensors else {},
             optimizer=_whole(path, "optimizer", state["format"]) if with_tensors else {},
@@ -305,6 +343,51 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
         if isinstance(error, InputError):
             raise
         raise _DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _checked_state(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's description, after every file has proven to be as it was written.
+
+    Raises:
+        InputError: for a format that a newer version wrote.
+        _DamagedError, OSError, ValueError, KeyError, TypeError: for a checkpoint that is not whole.
+    """
+    sums = _listed_sums(path)
+    if sums is not None:
+        _compare(path, sums)
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    if sums is None:
+        if state["format"] > 2:
+            raise _DamagedError(f"{SUMS} is missing")
+        _compare(path, state["sha256"] | {STATE: checksum(path / STATE)})
+    if state["format"] > FORMAT:
+        raise InputError(
+            f"checkpoint {path} has format {state['format']}, this Moesaic reads up to {FORMAT}: upgrade it"
+        )
+    if type(state["step"]) is not int or state["step"] != _step_of(path):
+        raise _DamagedError(f"{STATE} is of step {state['step']}")
+    return state
+
+
+def _listed_sums(path: Path) -> dict[str, str] | None:
+    """Return the checksums beside a checkpoint's files, by path; None for none, as up to format 2."""
+    try:
+        text = (path / SUMS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    rows = [line.partition("  ") for line in text.splitlines()]
+    return {name: value for value, _, name in rows}
+
+
+def _compare(path: Path, sums: dict[str, str]) -> None:
+    """Raise _DamagedError for a file that is not as it was, or of which no checksum is known; FileNotFoundError for none."""
+    for name, expected in sums.items():
+        if checksum(path / name) != expected:
+            raise _DamagedError(f"{name} does not match its checksum")
+    for file in _own_files(path):
+        name = file.relative_to(path).as_posix()
+        if name not in (SUMS, *sums):
+            raise _DamagedError(f"{name} has no checksum")
 
 
 def _whole(path: Path, part: str, version: int) -> dict[str, Tensor]:

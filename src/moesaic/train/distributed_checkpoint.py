@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from moesaic.train.durable import checksum, flush
 from moesaic.train.ranks import Ranks
+from moesaic.train.shard_metadata import ShardReader
 
 SHARDS = "shards"
 """The folder of a sharded checkpoint's files, inside the checkpoint."""
@@ -53,7 +53,7 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     wanted = {name: tensor for name, tensor in wanted.items() if name.startswith(prefix)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it remarks that this is one process
-        state_dict_loader.load(wanted, checkpoint_id=folder / SHARDS, no_dist=True)
+        state_dict_loader.load(wanted, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
 
 
@@ -77,7 +77,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
         raise ValueError(f"{len(odd)} tensors are only in one of them, {odd[0]} for one")
     targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
     if sharded:
-        state_dict_loader.load(targets, checkpoint_id=folder / SHARDS)
+        state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS))
         return
     for part in ("model", "optimizer"):
         with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
@@ -88,7 +88,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
 
 def _listed(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return size and dtype of every tensor of a sharded checkpoint."""
-    entries = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    entries = ShardReader(folder / SHARDS).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
 
 

@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.comm.collectives import share_of
-from moesaic.cost.trace import (
-    FOLDER,
-    PATTERN,
-    Trace,
-    differences,
-    segment_name,
-)
-from moesaic.cost.trace_file import Segment, read_header, write_segment
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
 from moesaic.runtime.relocate import SampleTrip
 from moesaic.runtime.tape import RoutingTape, TapedModule
+from moesaic.traces.file import Segment, read_header, write_segment
+from moesaic.traces.trace import (
+    FOLDER,
+    PATTERN,
+    Trace,
+    differences,
+    segment_name,
+)
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import flush
 from moesaic.train.ranks import Ranks
@@ -280,10 +280,7 @@ def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:
 
 def _slices(layer: MoE) -> bool:
     """Whether each rank of a tensor group routes a slice of its tokens (S1)."""
-    if layer.on_mesh is None:
-        return False
-    compiled = layer.on_mesh.compiled
-    return compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+    return layer.on_mesh is not None and layer.on_mesh.compiled.routes_slices
 
 
 def _tensor_slice(tokens: int, ranks: Ranks) -> slice:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from moesaic.cost.trace import PATTERN, Trace, differences, segments_of, steps_in_words
-from moesaic.cost.trace_file import Segment, TraceShape, read_header, read_table, write_segment
 from moesaic.errors import InputError
+from moesaic.traces.file import Segment, TraceShape, read_header, read_table, write_segment
+from moesaic.traces.trace import PATTERN, Trace, differences, segments_of, steps_in_words
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import checksum
 

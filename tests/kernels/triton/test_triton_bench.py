@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.bench import gpu_device, gpu_layers, gpu_timing, gpu_tune
-from moesaic.bench.gpu_claims import claims
-from moesaic.bench.gpu_device import Options, measure
-from moesaic.bench.gpu_layers import Inputs, errors, grouped_mm, ours
-from moesaic.bench.gpu_shapes import LARGEST, LAYERS, Layer
 from moesaic.errors import InputError
+from moesaic_lab.gpu import layers as gpu_layers
+from moesaic_lab.gpu import run as gpu_device
+from moesaic_lab.gpu import timing as gpu_timing
+from moesaic_lab.gpu import tune as gpu_tune
+from moesaic_lab.gpu.claims import claims
+from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours
+from moesaic_lab.gpu.run import Options, measure
+from moesaic_lab.gpu.shapes import LARGEST, LAYERS, Layer
 
 TINY = Layer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 

@@ -1,8 +1,13 @@
-"""The codecs, one a file: rows to fewer bytes and back. They know no wire. To add one: a new file and a line in `CODECS`."""
+"""The codecs, one a file: rows to fewer bytes and back. They know no wire.
+
+`moesaic.codecs.CODECS` lists them: to add one, a new file here and a line there.
+"""
 
 from __future__ import annotations
 
-from moesaic.errors import InputError
+from importlib import import_module
+
+from moesaic import codecs
 from moesaic.kernels.codecs.codec import AbstractCodec, Field
 from moesaic.kernels.codecs.fp8 import Fp8
 from moesaic.kernels.codecs.identity import Identity
@@ -10,14 +15,15 @@ from moesaic.kernels.codecs.int8 import Int8
 from moesaic.kernels.codecs.sixteen import Bf16, Fp16
 from moesaic.kernels.codecs.zfp import Zfp
 
-CODECS: dict[str, type[AbstractCodec]] = {
-    "none": Identity,
-    "bf16": Bf16,
-    "fp16": Fp16,
-    "int8": Int8,
-    "fp8": Fp8,
-    "zfp": Zfp,
-}
+
+def _class_of(implementation: str) -> type[AbstractCodec]:
+    file, name = implementation.split(".")
+    found: type[AbstractCodec] = getattr(import_module(f"{__name__}.{file}"), name)
+    return found
+
+
+CODECS = {name: _class_of(spec.implementation) for name, spec in codecs.CODECS.items()}
+"""The classes of the codecs that `moesaic.codecs.CODECS` lists, by the same names."""
 
 
 def codec_named(name: str) -> AbstractCodec:
@@ -26,9 +32,8 @@ def codec_named(name: str) -> AbstractCodec:
     Raises:
         InputError: there is no such codec, or a package that it needs is not installed.
     """
-    if name not in CODECS:
-        raise InputError(f"codec {name!r} is unknown: write one of {', '.join(CODECS)}")
-    codec = CODECS[name]()
+    codecs.codec_spec(name)
+    codec = CODECS[name or "none"]()
     codec.check_available()
     return codec
 

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from moesaic.codecs import CODECS, CodecSpec
 from moesaic.errors import InputError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,17 +35,33 @@ class Field(NamedTuple):
 class AbstractCodec(ABC):
     """Turns rows into bytes and back.
 
-    A leaf says how a message is laid out and fills and reads the parts. Rows that hold an infinity or a NaN never come
-    back finite: a codec without a shared scale keeps each such value; one with a shared scale gives back NaN for all
-    values under that scale (`docs/codecs.md`).
+    `moesaic.codecs.CODECS` says how a message is laid out; a leaf fills and reads the parts. Rows that hold an infinity or
+    a NaN never come back finite: a codec without a shared scale keeps each such value; one with a shared scale gives back
+    NaN for all values under that scale (`docs/codecs.md`).
     """
 
     name: ClassVar[str]
-    """As in `CODECS`."""
-    is_lossless: ClassVar[bool] = False
-    """Whether decoded rows equal the rows bit for bit, whatever they are."""
-    rows_per_block: ClassVar[int] = 1
-    """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+    """As in `moesaic.codecs.CODECS`."""
+
+    @property
+    def spec(self) -> CodecSpec:
+        """What everyone else knows of the codec: its line in `moesaic.codecs.CODECS`, with this instance's options."""
+        return CODECS[self.name]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoded rows equal the rows bit for bit, whatever they are."""
+        return self.spec.is_lossless
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+        return self.spec.rows_per_block
+
+    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        """Return the parts of a message of (num_rows, dim) rows in `dtype`, neither number being 0."""
+        parts = self.spec.layout(num_rows, dim, str(dtype).removeprefix("torch."))
+        return tuple(Field(tuple(map(int, shape)), getattr(torch, name)) for shape, name in parts)
 
     def num_bytes(self, num_rows: int, dim: int, dtype: torch.dtype) -> int:
         """Return the length of the message of (num_rows, dim) rows in `dtype`, in bytes; 0 for no rows."""
@@ -104,10 +121,6 @@ class AbstractCodec(ABC):
 
     def check_available(self) -> None:  # noqa: B027 (most codecs need nothing)
         """Raise InputError, in one line, if a package that the codec needs is not installed."""
-
-    @abstractmethod
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        """Return the parts of a message, those of wide elements first, so that each is aligned."""
 
     @abstractmethod
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.int8 import scales
 from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
 
@@ -28,10 +28,6 @@ class Fp8(AbstractCodec):
     """
 
     name: ClassVar[str] = "fp8"
-
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        scale = Field((num_rows, -(-dim // WIDTH)), compute_dtype(dtype))
-        return scale, Field((num_rows, dim), torch.float8_e4m3fn)
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         scale, eighths = fields

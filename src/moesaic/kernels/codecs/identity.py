@@ -7,7 +7,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec
 
 
 @final
@@ -15,10 +15,6 @@ class Identity(AbstractCodec):
     """The rows' own bytes, bit for bit, of any dtype. Contiguous rows are not copied: the message is a view of them."""
 
     name: ClassVar[str] = "none"
-    is_lossless: ClassVar[bool] = True
-
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return (Field((num_rows, dim), dtype),)
 
     def encode(self, rows: Tensor) -> Tensor:
         self._check(rows)

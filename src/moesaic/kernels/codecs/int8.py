@@ -11,7 +11,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
 
 LEVELS = 127
@@ -27,9 +27,6 @@ class Int8(AbstractCodec):
     """
 
     name: ClassVar[str] = "int8"
-
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return Field((num_rows, 1), compute_dtype(dtype)), Field((num_rows, dim), torch.int8)
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         scale, integers = fields

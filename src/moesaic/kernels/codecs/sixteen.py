@@ -12,7 +12,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.rounding import (
     cast_error,
     compute_dtype,
@@ -31,13 +31,9 @@ class AbstractSixteenBit(AbstractCodec):
     top: ClassVar[int]
     """The row's largest value is moved below 2**top; rounding up to 2**top must not overflow `wire`."""
 
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        values = Field((num_rows, dim), self.wire)
-        return (Field((num_rows, 1), torch.int16), values) if self._is_scaled(dtype) else (values,)
-
     def _is_scaled(self, dtype: torch.dtype) -> bool:
-        """Whether `dtype` reaches further than the wire (float32 and bfloat16 differ by less than a binary order)."""
-        return torch.finfo(dtype).max > 2 * torch.finfo(self.wire).max
+        """Whether `dtype` reaches further than the wire, so that a power of two travels with each row."""
+        return len(self.layout(1, 1, dtype)) > 1
 
     def _shift(self, values: Tensor) -> Tensor:
         """Return (R, 1) int32, the exponents that rows are multiplied with; values that are not finite have no say."""

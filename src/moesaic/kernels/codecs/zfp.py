@@ -6,7 +6,8 @@ device are copied there and back, which waits for the device. Fixed rate is what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.codecs import CodecSpec, blocks_of_bits
 from moesaic.errors import InputError
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.rounding import compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.zfp_bound import BLOCK, block_errors
 
@@ -42,7 +44,6 @@ class Zfp(AbstractCodec):
     """
 
     name: ClassVar[str] = "zfp"
-    rows_per_block: ClassVar[int] = BLOCK
 
     rate: int = 8
     """Bits per value, 4 to 32."""
@@ -55,10 +56,9 @@ class Zfp(AbstractCodec):
     def check_available(self) -> None:
         _zfpy()
 
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        num_bits = -(-num_rows // BLOCK) * -(-dim // BLOCK) * BLOCK * BLOCK * self.rate
-        stream = Field((-(-num_bits // 64) * 8,), torch.uint8)  # zfp writes and reads words of 64 bits
-        return Field((1,), torch.int16), stream, Field((-(-num_rows // 8),), torch.uint8)
+    @property
+    def spec(self) -> CodecSpec:
+        return replace(super().spec, layout=partial(blocks_of_bits, rate=self.rate))
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         values, shift, bad = prepare(rows)

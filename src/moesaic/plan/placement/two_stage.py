@@ -19,7 +19,7 @@ from moesaic.plan.placement.load import SampleLoad
 LEAST_GAIN = 0.1
 """Share of the rows between nodes that moves must promise to save. Samples that hardly differ promise 6 to 9 % by chance, of
 which nothing is left once the next layer has routed; those that do (locality 0.2 as `moesaic trace show` has it) promise 15 %
-and more (benchmarks/netmoe.py, benchmarks/relocate_train.py)."""
+and more (`moesaic_lab/netmoe`, `moesaic_lab/relocate_train.py`)."""
 
 
 REST = 15

@@ -31,6 +31,10 @@ class BalancedAssignment(AbstractRouter):
 
     takes_best_ranked = False
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.training
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts)

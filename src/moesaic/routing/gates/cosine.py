@@ -35,7 +35,7 @@ class CosineTopK(AbstractRouter):
             raise InputError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
         self.projection = linear_scores(dim, projection)
         self.embedding = linear_scores(projection, num_experts)
-        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))  # FSDP2 takes no scalars
         self.floor = floor
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:

@@ -28,6 +28,10 @@ class ExpertChoice(AbstractRouter):
 
     takes_best_ranked = False
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return True
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts)

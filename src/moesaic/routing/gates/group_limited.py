@@ -29,6 +29,14 @@ class GroupLimited(AbstractRouter):
 
     takes_best_ranked = False
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.inner.looks_across_tokens
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.inner.weights_sum_to_one
+
     def __init__(
         self,
         inner: AbstractRouter,
@@ -88,6 +96,10 @@ class GroupLimited(AbstractRouter):
                 f"top_k={top_k} exceeds the {eligible} experts in {self.top_groups} of {self.num_groups} groups: "
                 "raise top_groups or lower top_k"
             )
+
+    @property
+    def adapts(self) -> bool:
+        return self.inner.adapts
 
     def update(self, load_E: Tensor) -> None:
         self.inner.update(load_E)

@@ -27,6 +27,10 @@ class Hash(AbstractRouter):
     takes_best_ranked = False
     table: Tensor
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return True
+
     def __init__(self, dim: int, num_experts: int, *, buckets: int = 65_536, seed: int = 0) -> None:
         super().__init__(dim, num_experts)
         if buckets < 1:

@@ -35,6 +35,10 @@ class SoftmaxTopK(AbstractRouter):
         self.weight = linear_scores(dim, num_experts)
         self.normalize = normalize
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.normalize == "after"
+
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
         probs_TE = logits_TE.softmax(-1)

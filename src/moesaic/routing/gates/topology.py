@@ -73,6 +73,14 @@ class TopologyGate(AbstractRouter):
     float32_buffers: tuple[str, ...] = ()
     inside: Tensor
 
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.training or self.inner.looks_across_tokens
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.inner.weights_sum_to_one
+
     def __init__(
         self,
         inner: AbstractRouter,
@@ -152,6 +160,10 @@ class TopologyGate(AbstractRouter):
                 f"top_k={top_k} exceeds the {fewest} experts inside a group of the topology gate, where copies that may "
                 "not leave choose again: lower top_k, use larger groups, or a mesh with more experts on each rank"
             )
+
+    @property
+    def adapts(self) -> bool:
+        return self.inner.adapts
 
     def update(self, load_E: Tensor) -> None:
         self.inner.update(load_E)

@@ -1,0 +1,1 @@
+"""The laboratory: what measures Moesaic, and what puts its figures beside published ones."""

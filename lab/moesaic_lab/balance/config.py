@@ -1,0 +1,298 @@
+"""What the balance benchmark runs: read from a file, so that loads, shapes, links and rates are fixed before measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.configfile import override, read_table, suggestion
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Tflops
+from moesaic.cost.emulated import CPU, emulated
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.program.grid import Grid
+from moesaic.testbed.bed import Bed
+from moesaic.traces.trace import Trace
+from moesaic_lab.balance.loads import Routes, Skew, made_up
+from moesaic_lab.balance.loads import recorded as recorded_routes
+
+COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
+SIMULATED = "simulated"
+"""The part of the benchmark that needs no bed."""
+ELEMENT_BYTES, MATRICES = 4, 2
+"""Of rows and weights on the bed (float32), and of an expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A bed, the accelerators on it, and one layer: what all cases of a bed share."""
+
+    name: str = "bed"
+    """What `--only` calls it."""
+    nodes: int = 2
+    """Nodes of the bed."""
+    ranks_per_node: int = 2
+    """Ranks on each."""
+    inter: str = "100mbit"
+    """Rate of each node's link, each direction."""
+    intra: str = "1gbit"
+    """Rate of `lo` inside each node."""
+    message_us: float = 500.0
+    """What a message costs the ranks that share a core, microseconds: policies that ask for it are told."""
+    gflops: float = 0.12
+    """Of each rank's virtual accelerator, in units of 1e9 per second."""
+    dim: int = 256
+    """Width of a token."""
+    hidden: int = 12
+    """Inner width of an expert, of two matrices."""
+    experts_per_rank: int = 4
+    top_k: int = 2
+    """Copies per token."""
+    samples_per_rank: int = 4
+    """Sequences, which sample placement may move."""
+    sample_tokens: int = 32
+    """Tokens of each."""
+    repeats: int = 8
+    """How often each method is timed, all in turn."""
+    pairs: int = 30
+    """How often ours and the methods that are near it are."""
+    learning_calls: int = 120
+    """Steps before anything is timed of a method that learns: training runs thousands of them."""
+
+    def __post_init__(self) -> None:
+        for each in fields(Place):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and value <= 0:
+                raise InputError(f"{self.name}: {each.name}={value}: must be above 0")
+        if self.top_k > self.num_experts:
+            raise InputError(f"{self.name}: top_k={self.top_k} of {self.num_experts} experts")
+        _ = self.bed
+
+    @property
+    def bed(self) -> Bed:
+        """The emulated cluster."""
+        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra)
+
+    @property
+    def grid(self) -> Grid:
+        """The mesh: all ranks hold experts of their own and tokens of their own."""
+        return Grid(world=self.bed.world, ep=self.bed.world, ranks_per_node=self.ranks_per_node)
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return self.nodes * self.ranks_per_node * self.experts_per_rank
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of each rank."""
+        return self.samples_per_rank * self.sample_tokens
+
+    @property
+    def costs(self) -> LendingCosts:
+        """What policies are told: the links that the bed was asked for, and what a message costs."""
+        latency = {"inter_latency_us": self.message_us, "intra_latency_us": self.message_us}
+        cluster = emulated(
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            inter=self.inter,
+            intra=self.intra,
+            device=replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3)),
+        )
+        return LendingCosts(
+            machine=Machine(**latency),
+            cluster=cluster,
+            element_bytes=ELEMENT_BYTES,
+            matrices=MATRICES,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skewed(Place):
+    """A bed with routing that is made up: a case for each MaxVio."""
+
+    max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
+    """Of ranks."""
+    calls: int = 4
+    """Different routings per case, taken in turn."""
+    persistence: float = 0.98
+    """Correlation of the experts' places in popularity from call to call."""
+    locality: float = 0.2
+    """How much of the choice is a matter of the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Place):
+    """A bed with routing that was recorded: one case. The trace says how many experts, samples and tokens there are."""
+
+    trace: str = ""
+    """A file or folder, from the configuration file's folder."""
+    layer: int = 0
+    """MoE layer, from 0."""
+    steps: tuple[int, ...] = (50,)
+    """A call each."""
+    history_step: int = 25
+    """What expert placement learns from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Larger clusters, simulated."""
+
+    cluster: str = "dgx-h100"
+    """A preset of `moesaic.cost`, or a file."""
+    ranks: tuple[int, ...] = (16, 32, 64)
+    max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
+    """Of ranks."""
+    calls: int = 2
+    """Different routings for each, of which the mean is told."""
+    persistence: float = 0.98
+    locality: float = 0.2
+    dim: int = 2048
+    """Width of a token."""
+    hidden: int = 1024
+    """Inner width of an expert, of three matrices."""
+    experts_per_rank: int = 2
+    top_k: int = 2
+    """Copies per token."""
+    samples_per_rank: int = 4
+    sample_tokens: int = 1024
+
+    def layer(self, ranks: int) -> Workload:
+        """Return the layer on so many ranks."""
+        return Workload(
+            tokens=self.samples_per_rank * self.sample_tokens, num_experts=ranks * self.experts_per_rank,
+            top_k=self.top_k, dim=self.dim, hidden=self.hidden,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One load on one bed."""
+
+    place: Place
+    label: str
+    """What `--only` may name."""
+    max_vio: float | None
+    """That was asked for; None where the load was recorded."""
+    routes: Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole benchmark."""
+
+    seed: int = 0
+    """Of made-up routing and of inputs."""
+    skewed: tuple[Skewed, ...] = ()
+    recorded: tuple[Recorded, ...] = ()
+    simulated: Simulated | None = None
+    only: tuple[str, ...] = field(default=())
+    """Cases, beds or `simulated`; () for everything."""
+    folder: Path = Path()
+    """Of the file: traces are found from there."""
+
+    def cases(self) -> list[Case]:
+        """Return the cases that are asked for, bed by bed, with their routing.
+
+        Raises:
+            InputError: for a name that there is not, or a load that no routing has.
+        """
+        wanted = [(place, label, load) for place, label, load in self._all() if self._wants(place, label)]
+        return [
+            Case(place=place, label=label, max_vio=load, routes=self._routes(place, load))
+            for place, label, load in wanted
+        ]
+
+    def repeated(self, repeats: int | None) -> Config:
+        """Return the benchmark with another number of repeats everywhere, the close methods' too; None for the file's."""
+        if repeats is None:
+            return self
+        skewed = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.skewed)
+        recorded = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.recorded)
+        return replace(self, skewed=skewed, recorded=recorded)
+
+    def check(self) -> None:
+        """Raise InputError for a name in `only` that is none."""
+        known = [SIMULATED] if self.simulated else []
+        for place, label, _ in self._all():
+            known += [place.name, label]
+        for word in self.only:
+            if word not in known:
+                raise InputError(f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}")
+
+    @property
+    def simulates(self) -> bool:
+        """Whether larger clusters are asked for."""
+        return self.simulated is not None and (not self.only or SIMULATED in self.only)
+
+    def _all(self) -> list[tuple[Place, str, float | None]]:
+        found: list[tuple[Place, str, float | None]] = []
+        for place in self.skewed:
+            found += [(place, f"{place.name}-{load:g}", load) for load in place.max_vio]
+        found += [(place, place.name, None) for place in self.recorded]
+        return found
+
+    def _wants(self, place: Place, label: str) -> bool:
+        return not self.only or bool({place.name, label} & set(self.only))
+
+    def _routes(self, place: Place, load: float | None) -> Routes:
+        if isinstance(place, Recorded):
+            return _recorded(place, self.folder)
+        assert isinstance(place, Skewed)
+        assert load is not None
+        ranks = place.bed.world
+        return made_up(
+            Skew(
+                ranks=ranks, num_experts=place.num_experts, top_k=place.top_k, samples=ranks * place.samples_per_rank,
+                sample_tokens=place.sample_tokens, max_vio=load, calls=place.calls, persistence=place.persistence,
+                locality=place.locality, seed=self.seed,
+            )
+        )  # fmt: skip
+
+
+def read_config(path: Path = COMMITTED) -> Config:
+    """Read the benchmark from a TOML or JSON file: fields of `Config`, lists `[[skewed]]` and `[[recorded]]`, `[simulated]`.
+
+    Raises:
+        InputError: naming the file and the field.
+    """
+    table, source = read_table(path), f"config {path}"
+    lists: dict[str, Any] = {}
+    for name, kind in (("skewed", Skewed), ("recorded", Recorded)):
+        value = table.pop(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
+        lists[name] = tuple(
+            override(kind(), each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value)
+        )
+    simulated = table.pop(SIMULATED, None)
+    if simulated is not None and not isinstance(simulated, dict):
+        raise InputError(f"{source}: simulated must be a table: write [simulated] above its fields")
+    unknown = [name for name in table if name != "seed"]
+    if unknown:
+        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], ['seed', *lists, SIMULATED])}")
+    names = [place.name for of_kind in lists.values() for place in of_kind]
+    if len(set(names)) < len(names):
+        raise InputError(f"{source}: two beds have one name: give each its own")
+    made = replace(override(Config(), table, source=source), **lists, folder=path.parent)
+    if simulated is not None:
+        made = replace(made, simulated=override(Simulated(), simulated, source=source, prefix="simulated."))
+    return made
+
+
+def _recorded(place: Recorded, folder: Path) -> Routes:
+    """Read the routing of a recorded case, and hold it against the layer."""
+    trace = Trace.open(folder / place.trace)
+    shape, samples = trace.shape, place.bed.world * place.samples_per_rank
+    wanted = (place.num_experts, place.top_k, samples, place.sample_tokens)
+    found = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
+    if wanted != found:
+        raise InputError(
+            f"{place.name}: the trace has {found[0]} experts, top_k={found[1]}, {found[2]} samples of {found[3]} tokens; the "
+            f"layer on this bed {wanted[0]}, {wanted[1]}, {wanted[2]} of {wanted[3]}: make them equal"
+        )
+    return recorded_routes(trace, place.layer, place.steps, place.history_step)

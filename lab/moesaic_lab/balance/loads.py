@@ -1,0 +1,187 @@
+"""The routing of a case, token by token: made up with an exact MaxVio per rank, or as a recorded trace has it.
+
+A case has several calls, and a history from which whoever decides ahead (expert placement) may learn. Made-up calls share a
+popularity that lasts and differ in what changes: `persistence` is the correlation of the experts' places from call to call.
+Counts are exact: the busiest rank has (1 + MaxVio) times the mean to within a copy, or the benchmark's own axis would be wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.traces.synthetic import concentration, popularity, tastes
+from moesaic.traces.trace import Trace
+
+STEEPEST = 60.0
+"""Largest exponent of popularity that is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """What the routers of a case say."""
+
+    experts: np.ndarray
+    """(calls, samples, sample_tokens, top_k) int64, distinct within a token; samples in the order of ranks."""
+    history: np.ndarray
+    """(num_experts,) copies for each expert some time before the calls."""
+
+    def counts(self, call: int, ranks: int, num_experts: int) -> np.ndarray:
+        """Return the copies that each rank has for each expert, (ranks, num_experts) int64."""
+        of_rank = self.experts[call].reshape(ranks, -1)
+        return np.stack([np.bincount(each, minlength=num_experts) for each in of_rank])
+
+    def samples(self, call: int, num_experts: int) -> np.ndarray:
+        """Return the copies that each sample has for each expert, (samples, num_experts) int64."""
+        return np.stack([np.bincount(each.reshape(-1), minlength=num_experts) for each in self.experts[call]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skew:
+    """What routing to make up."""
+
+    ranks: int
+    """Each holds as many consecutive experts."""
+    num_experts: int
+    top_k: int
+    samples: int
+    """Of all ranks."""
+    sample_tokens: int
+    """Tokens of a sample."""
+    max_vio: float
+    """Load of the busiest rank over the mean, minus 1."""
+    calls: int = 4
+    persistence: float = 0.98
+    """Correlation of the experts' places in popularity between calls, and between the history and a call."""
+    locality: float = 0.2
+    """How much of the choice is a matter of the sample, as `trace_load.locality` measures it."""
+    seed: int = 0
+
+
+def made_up(skew: Skew) -> Routes:
+    """Make the routing of a case.
+
+    Raises:
+        InputError: if no routing has this MaxVio.
+    """
+    each = skew.num_experts // skew.ranks
+    most = skew.ranks * min(1.0, each / skew.top_k) - 1
+    if not 0 <= skew.max_vio <= most:
+        raise InputError(
+            f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {each} experts with top_k={skew.top_k} allow 0 to {most:g}"
+        )
+    random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
+    lasting = random.normal(size=skew.num_experts)
+    tables, spread = [], None
+    for _ in range(skew.calls + 1):
+        mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(size=len(lasting))
+        shares = solved(together(np.argsort(np.argsort(-mixed)), skew), skew)
+        if skew.locality and spread is None:
+            spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
+        own = tastes(shares, skew.samples, spread, skew.top_k, random)
+        tables.append(whole(own, shares, skew))
+    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+    return Routes(experts=experts, history=tables[0].sum(axis=0))
+
+
+def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int) -> Routes:
+    """Return the routing of some steps of a trace.
+
+    Args:
+        trace: of counts, or of tokens' experts; which of a sample's tokens goes where is dealt anew.
+        layer: MoE layer, from 0.
+        steps: a call each.
+        history_step: the step from which an expert placement may learn.
+    """
+    shape = trace.shape
+    tables = [trace.samples(layer, step) for step in steps]
+    experts = np.stack([dealt(table, shape.seq_len, shape.top_k) for table in tables])
+    return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
+
+
+def together(places: np.ndarray, skew: Skew) -> np.ndarray:
+    """Return places in popularity in which one rank has the `top_k` first ones, as far as they fit: a token may not choose an
+    expert twice, so apart they could not load one rank with more than 1 / top_k of all copies."""
+    each, places = skew.num_experts // skew.ranks, places.copy()
+    hot = int(np.flatnonzero(places == 0)[0]) // each * each
+    for place in range(1, min(skew.top_k, each)):
+        holder = int(np.flatnonzero(places == place)[0])
+        if not hot <= holder < hot + each:
+            free = max(range(hot, hot + each), key=lambda expert: places[expert])
+            places[[free, holder]] = places[[holder, free]]
+    return places
+
+
+def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
+    """Return the experts' shares of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
+
+    def violation(exponent: float) -> float:
+        loads = popularity(places, exponent, skew.top_k).reshape(skew.ranks, -1).sum(axis=1)
+        return float(loads.max() * skew.ranks - 1)
+
+    low, high = 0.0, STEEPEST
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if violation(middle) < skew.max_vio else (low, middle)
+    return popularity(places, high, skew.top_k)
+
+
+def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
+    """Return whole counts near every sample's shares, (samples, num_experts) int64, with exact sums both ways.
+
+    Args:
+        own: (samples, num_experts) shares of each sample.
+        shares: (num_experts,) of all samples together.
+        skew: says how many copies there are.
+    """
+    copies = skew.sample_tokens * skew.top_k
+    wanted = _rounded(shares * copies * skew.samples)
+    table = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own])
+    exact = own * copies
+    while (over := table.sum(axis=0) - wanted).any():
+        down, up = int(over.argmax()), int(over.argmin())
+        can = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
+        gain = (table[:, down] - exact[:, down]) - (table[:, up] - exact[:, up])
+        assert can.any(), "no sample can exchange a copy"
+        row = int(np.where(can, gain, -np.inf).argmax())
+        table[row, down] -= 1
+        table[row, up] += 1
+    return table
+
+
+def dealt(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
+    """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64; no token gets an expert twice.
+
+    Args:
+        table: (samples, num_experts) copies, rows of `tokens * top_k`, none above `tokens`.
+        tokens: of a sample.
+        top_k: experts per token.
+    """
+    assert (table.sum(axis=1) == tokens * top_k).all(), "a token of a sample was not sent to top_k experts"
+    assert table.max() <= tokens, "a sample has more copies for an expert than tokens"
+    experts = np.arange(table.shape[1])
+    # Sorted by expert and dealt row after row of tokens: copies of one expert are never `tokens` apart.
+    return np.stack([np.repeat(experts, row).reshape(top_k, tokens).T for row in table])
+
+
+def max_vio(counts: np.ndarray, ranks: int) -> float:
+    """Return the load of the busiest rank over the mean, minus 1.
+
+    Args:
+        counts: (origins, num_experts).
+        ranks: which hold the experts, each as many consecutive ones.
+    """
+    loads = counts.sum(axis=0).reshape(ranks, -1).sum(axis=1)
+    return float(loads.max() / loads.mean() - 1)
+
+
+def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Return whole numbers nearest to `exact` with the same sum, none above `most` (largest remainders)."""
+    found = np.floor(exact + 1e-9).astype(np.int64)
+    total = round(float(exact.sum()))
+    while found.sum() < total:
+        room = np.ones(len(exact), dtype=bool) if most is None else found < most
+        found[int(np.where(room, exact - found, -np.inf).argmax())] += 1
+    return found

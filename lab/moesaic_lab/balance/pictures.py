@@ -1,0 +1,132 @@
+"""The balance benchmark as small multiples: speed-up over MaxVio, lent experts, what a schedule gains, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from moesaic_lab.balance.methods import PLAIN, SMART
+from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.pictures import Panel, Series
+
+VIRTUAL = "virtual compute"
+"""What stands beside every axis of time."""
+
+
+def panels(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[Panel]:
+    """Return the panels of what was run: two per bed, one for all recorded cases, three for all beds, one per cluster."""
+    made = []
+    skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
+    places = list(dict.fromkeys(cell.job.case.place for cell in skewed))
+    for place in places:
+        of_bed = [cell for cell in skewed if cell.job.case.place == place]
+        made.append(_over_loads(f"{place.name}, speed-up", of_bed, f"plain ep / method, {VIRTUAL}", _speedup))
+        made.append(_over_loads(f"{place.name}, memory", of_bed, "peak, MiB", _memory, spread=False))
+    recorded = [cell for cell in cells if cell.job.case.max_vio is None]
+    if recorded:
+        made.append(_bars("recorded routing", recorded))
+    if skewed:
+        made += [_lent(skewed), _gain(skewed)]
+    for ranks in dict.fromkeys(each.ranks for each in forecasts):
+        made.append(_simulated(ranks, [each for each in forecasts if each.ranks == ranks]))
+    return made
+
+
+def _speedup(cell: Cell, name: str) -> tuple[float, float, float]:
+    ratio = cell.ratio(PLAIN, name)
+    return ratio.median, ratio.low, ratio.high
+
+
+def _memory(cell: Cell, name: str) -> tuple[float, float, float]:
+    size = cell.peak_bytes[name] / 2**20
+    return size, size, size
+
+
+def _over_loads(
+    title: str,
+    cells: Sequence[Cell],
+    y_title: str,
+    value: Callable[[Cell, str], tuple[float, float, float]],
+    spread: bool = True,
+) -> Panel:
+    """Draw a figure of every method over MaxVio."""
+    series = []
+    for name in cells[0].timings:
+        found = [value(cell, name) for cell in cells]
+        y, low, high = (tuple(column) for column in zip(*found))
+        ends = {"low": low, "high": high} if spread else {}
+        series.append(Series(name=name, x=tuple(_load(cell) for cell in cells), y=y, **ends))
+    return Panel(title=title, x_title="MaxVio of ranks", y_title=y_title, series=tuple(series))
+
+
+def _bars(title: str, cells: Sequence[Cell]) -> Panel:
+    names = list(cells[0].timings)
+    series = tuple(
+        Series(
+            name=name,
+            x=tuple(float(place) for place in range(len(cells))),
+            y=tuple(_speedup(cell, name)[0] for cell in cells),
+            low=tuple(_speedup(cell, name)[1] for cell in cells),
+            high=tuple(_speedup(cell, name)[2] for cell in cells),
+        )
+        for name in names
+    )
+    categories = tuple(f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells)
+    return Panel(title=title, x_title="", y_title=f"plain ep / method, {VIRTUAL}", series=series, categories=categories)
+
+
+def _lent(cells: Sequence[Cell]) -> Panel:
+    """Draw how many experts each policy lends per call, on the bed with most ranks."""
+    place = max((cell.job.case.place for cell in cells), key=lambda place: place.bed.world)
+    of_bed = [cell for cell in cells if cell.job.case.place == place]
+    series = tuple(
+        Series(
+            name=name,
+            x=tuple(_load(cell) for cell in of_bed),
+            y=tuple(statistics.mean(cell.decided[name].lent_experts) for cell in of_bed),
+        )
+        for name in of_bed[0].decided
+    )
+    title = f"{place.name}, lent experts per call"
+    return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
+
+
+def _gain(cells: Sequence[Cell]) -> Panel:
+    """Draw what the smart schedule gains against the most that any overlap of the plain layer could."""
+    series = []
+    for place in dict.fromkeys(cell.job.case.place for cell in cells):
+        found = sorted((_most(cell), _speedup(cell, SMART)) for cell in cells if cell.job.case.place == place)
+        x, values = zip(*found)
+        y, low, high = (tuple(column) for column in zip(*values))
+        series.append(Series(name=f"{SMART}, {place.name}", x=x, y=y, low=low, high=high))
+    ends = [x for each in series for x in each.x]
+    series.append(Series(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
+    return Panel(
+        title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
+        y_title=f"plain ep / smart schedule, {VIRTUAL}", series=tuple(series),
+    )  # fmt: skip
+
+
+def _most(cell: Cell) -> float:
+    comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
+    return (comm + comp) / max(comm, comp)
+
+
+def _simulated(ranks: int, forecasts: Sequence[Forecast]) -> Panel:
+    plain = {each.max_vio: each.seconds for each in forecasts if each.method == PLAIN}
+    series = []
+    for name in dict.fromkeys(each.method for each in forecasts):
+        found = [each for each in forecasts if each.method == name]
+        y = tuple(plain[each.max_vio] / each.seconds for each in found)
+        series.append(Series(name=name, x=tuple(each.max_vio for each in found), y=y))
+    return Panel(
+        title=f"{ranks} ranks, simulated", x_title="MaxVio of ranks", y_title="plain ep / method, simulated",
+        series=tuple(series),
+    )  # fmt: skip
+
+
+def _load(cell: Cell) -> float:
+    load = cell.job.case.max_vio
+    assert load is not None
+    return load

@@ -1,0 +1,279 @@
+"""The ranks' side of the balance benchmark: a layer for each method, held against the plain one, then timed in turn."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.experts import ExpertsFactory, PlainExperts
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, compile_plan
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.placement import TwoStage
+from moesaic.profiling.together import latest, start_together
+from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.testbed.steady import hold_still
+from moesaic_lab.across_ranks import gathered
+from moesaic_lab.balance.job import Counted, Decided, Found, Job
+from moesaic_lab.balance.memory import peak_bytes
+from moesaic_lab.balance.methods import OURS, PLAIN, Method, lender_of, placed_by
+from moesaic_lab.balance.router import ToldRouter
+from moesaic_lab.bounds import Message
+from moesaic_lab.measure import in_turn, paired
+from moesaic_lab.virtual import Accelerator, virtual_experts
+
+TOLERANCE = 1e-4
+"""Of float32 results that sum in another order, over the largest result."""
+PROBES = 3
+"""Directions along which gradients of weights are compared."""
+
+
+class Watched(AbstractLender):
+    """A policy whose decisions are timed and counted.
+
+    Args:
+        policy: that decides.
+        name: of it.
+    """
+
+    def __init__(self, policy: AbstractLender, name: str) -> None:
+        self._policy, self.name = policy, name
+        self.seconds: list[float] = []
+        """Processor time of each decision."""
+        self.lent: list[tuple[int, int]] = []
+        """Experts and copies that each decision lent."""
+
+    def decide(self, load: Load) -> np.ndarray:
+        """Return what the policy decides."""
+        start = time.thread_time()
+        lent = self._policy.decide(load)
+        self.seconds.append(time.thread_time() - start)
+        self.lent.append(_lent(lent))
+        return lent
+
+
+class Subject:
+    """One method's layer on one rank, with the case's input.
+
+    Args:
+        job: the case.
+        name: of the method.
+        compiled: its plan.
+        wire: between the ranks.
+        experts: makes the layer's.
+    """
+
+    def __init__(self, job: Job, name: str, compiled: Compiled, wire: AbstractWire, experts: ExpertsFactory) -> None:
+        place, method = job.case.place, job.methods[name]
+        grid, routes = place.grid, job.case.routes
+        self.experts_at = np.arange(place.num_experts)
+        if method.places_experts:
+            self.experts_at = placed_by(routes.history, grid)
+        torch.manual_seed(job.seed)
+        self.layer = MoE(
+            place.dim, place.hidden, place.num_experts, place.top_k, router=ToldRouter, experts=experts, losses=()
+        )
+        for weights in self.layer.experts.parameters():
+            weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
+        policy = lender_of(name, method, place.costs)
+        self.watched = None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.lending)
+        mesh = Mesh(grid, wire)
+        self.layer.parallelize(mesh, compiled, self.watched or policy)
+        self.relocator = (
+            Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
+        )
+        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, wire.rank]
+        self._told = [torch.from_numpy(self.experts_at[call]) for call in mine]
+        self._samples, self._length = place.samples_per_rank, place.sample_tokens
+        generator = torch.Generator().manual_seed(job.seed + 1 + wire.rank)
+        self.x = torch.randn(place.tokens_per_rank, place.dim, generator=generator).requires_grad_()
+        self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
+        self.steps = 0
+        """That were run."""
+        self._trials = 0
+
+    def forward(self, call: int) -> tuple[Tensor, SampleTrip | None]:
+        """Return the results of a call, (tokens, dim), and where samples went."""
+        router = self.layer.router
+        assert isinstance(router, ToldRouter)
+        router.tell(self._told[call])
+        if self.relocator is None:
+            return self.layer(self.x), None
+        trip = self.relocator.start([Following(router, self.layer.top_k)], self._samples, self._length)
+        return self.layer(self.x, move=trip.next()), trip
+
+    def step(self) -> None:
+        """Run forward and backward of the next call of the case."""
+        y, _ = self.forward(self.steps % len(self._told))
+        self.steps += 1
+        y.backward(self.dy)
+        self.clear()
+
+    def start_over(self) -> None:
+        """Begin with the first call again, and count steps and decisions from here on."""
+        assert self.layer.on_mesh is not None
+        self.steps = 0
+        self._trials += sum(each.is_trial for each in self.layer.on_mesh.chooser.take())
+        if self.watched is not None:
+            self.watched.seconds.clear()
+            self.watched.lent.clear()
+
+    def decisions(self, calls: int) -> Decided:
+        """Return what was decided since `start_over`: how long each took, and what came of the first of each call.
+
+        Args:
+            calls: of the case; the same ones come again and again.
+        """
+        assert self.layer.on_mesh is not None
+        if self.watched is not None:
+            experts, copies = zip(*self.watched.lent[:calls])
+            options = (self.watched.name,) * calls
+            return Decided(
+                seconds=tuple(self.watched.seconds), options=options, lent_experts=experts, lent_copies=copies
+            )
+        verdicts = self.layer.on_mesh.chooser.take()
+        experts, copies = zip(*(_lent(each.lent) for each in verdicts[:calls]))
+        return Decided(
+            seconds=tuple(each.decision_seconds for each in verdicts),
+            options=tuple(each.option for each in verdicts[:calls]),
+            lent_experts=experts,
+            lent_copies=copies,
+            weighing_seconds=tuple(each.weighing_seconds for each in verdicts),
+            trials=(self._trials, sum(each.is_trial for each in verdicts)),
+        )
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+
+def measure(jobs: Sequence[Job]) -> list[Found]:
+    """Compare, count and time all methods of some cases on one mesh, on this rank; all ranks call it together.
+
+    One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
+    """
+    hold_still(dist.get_rank())
+    wire, grid = open_wire(), jobs[0].case.place.grid
+    plans = {name: compile_plan(each.plan, grid, host_runs_compute=True) for name, each in jobs[0].methods.items()}
+    return [measure_case(job, plans, wire) for job in jobs]
+
+
+def measure_case(job: Job, plans: Mapping[str, Compiled], wire: AbstractWire) -> Found:
+    """Measure one case.
+
+    Args:
+        job: the case.
+        plans: of its methods.
+        wire: between the ranks.
+    """
+    place, counted = job.case.place, counts(job, plans, wire)
+    accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops) for name in job.methods}
+    subjects = {
+        name: Subject(job, name, plans[name], wire, virtual_experts(accelerators[name])) for name in job.methods
+    }
+    calls, barrier = len(job.case.routes.experts), start_together(latest)
+    steps = {name: each.step for name, each in subjects.items()}
+    for name, subject in subjects.items():  # the plans are known by now, each layer's first call is not
+        subject.step()
+        if job.methods[name].learns:
+            in_turn({name: subject.step}, place.learning_calls, barrier=barrier, warmup=0)
+        subject.start_over()
+    before = {name: each.charged for name, each in accelerators.items()}
+    gc.collect()
+    gc.freeze()
+    spans = in_turn(steps, place.repeats, barrier=barrier, warmup=0)
+    near = near_ours(gathered(spans), job.methods, balanced=job.case.max_vio == 0)
+    more = max(place.pairs - place.repeats, 0)
+    pairs = in_turn({name: steps[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
+    gc.unfreeze()
+    decided = {
+        name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.lending != "none"
+    }
+    charged = {name: (each.charged - before[name]) / subjects[name].steps for name, each in accelerators.items()}
+    return Found(spans=spans, pairs=pairs, counted=counted, decided=decided, charged=charged)
+
+
+def near_ours(seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, Method], balanced: bool) -> list[str]:
+    """Return ours and the two fastest single techniques that are near it; where loads are balanced, the plain layer too."""
+    if OURS not in seconds:
+        return []
+    others = [name for name in seconds if methods[name].is_single]
+    others.sort(key=lambda name: paired(seconds[name], seconds[OURS]).median)
+    near = [name for name in others[:2] if paired(seconds[name], seconds[OURS]).is_near]
+    near += [PLAIN] if balanced and PLAIN not in near else []
+    return [OURS, *near] if near else []
+
+
+def counts(job: Job, plans: Mapping[str, Compiled], wire: AbstractWire) -> dict[str, Counted]:
+    """Run the case's first call with real experts under every method; return what it sent and held.
+
+    Raises:
+        RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
+    """
+    found, plain = {}, None
+    for name in job.methods:
+        recorder = Recorder(wire)
+        subject = Subject(job, name, plans[name], recorder, PlainExperts)
+        values = outcome(subject)
+        subject.clear()
+        plain = plain or values
+        error = max(difference(each, other) for each, other in zip(values, plain))
+        first = len(recorder.ranges)
+        peak = peak_bytes(partial(_step_of, subject))
+        sent: dict[int, list[Message]] = {}
+        for each in recorder.ranges[first:]:
+            for m in each.messages:
+                sent.setdefault(m.tag, []).append((m.source, m.target, float(m.num_bytes)))
+        found[name] = Counted(messages=sent, peak_bytes=peak, error=latest(error))
+    wrong = {name: each.error for name, each in found.items() if not each.error <= TOLERANCE}
+    if wrong:
+        raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
+    return found
+
+
+def outcome(subject: Subject) -> list[Tensor]:
+    """Return a layer's results (tokens, dim), its input's gradient, and its experts' gradients along random directions."""
+    y, trip = subject.forward(0)
+    if trip is not None:
+        y = trip.take_home(y.unflatten(0, (trip.home.slots, -1))).flatten(0, 1)
+    y.backward(subject.dy)
+    assert subject.x.grad is not None
+    along: list[Tensor] = []
+    for parameter in subject.layer.experts.parameters():
+        assert parameter.grad is not None
+        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        probe = torch.randn(local[0].numel(), PROBES, generator=torch.Generator().manual_seed(len(along)))
+        along.append(local.flatten(1) @ probe)
+    everyone: list[Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, torch.stack(along, dim=1))
+    by_place = torch.cat([each for each in everyone if each is not None])
+    return [y.detach(), subject.x.grad.clone(), by_place[torch.from_numpy(subject.experts_at)]]
+
+
+def _lent(table: np.ndarray | None) -> tuple[int, int]:
+    """Return how many experts some other rank computes copies of, and how many copies."""
+    return (0, 0) if table is None else (int((table.sum(axis=(0, 2)) > 0).sum()), int(table.sum()))
+
+
+def _step_of(subject: Subject) -> None:
+    y, _ = subject.forward(0)
+    y.backward(subject.dy)
+
+
+def difference(values: Tensor, others: Tensor) -> float:
+    """Return the largest difference over the largest value; infinite where something is no number."""
+    worst = float((values - others).abs().max() / others.abs().max())
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,151 @@
+"""The balance benchmark as rows: one per case and method, and how they are shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from moesaic_lab.balance.methods import PLAIN
+from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
+
+NOTES = (
+    "Virtual compute: experts sleep for as long as an accelerator of the configured rate would take; everything else is real: "
+    "one layer on the runtime, forward and backward, real bytes between real processes over emulated links (network "
+    "namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are what carries "
+    "over. Methods in turn, each on its own layer; before that every method's results and gradients are held against the "
+    "plain layer's with real experts, and its bytes and its peak of memory counted (all tensors alive in one step beyond "
+    "those before it, of the rank that has most). MaxVio is of ranks: the busiest rank's copies over the mean, minus 1. Each "
+    "case has several calls whose hot experts differ in part, taken in turn. Expert placement knows an earlier call and "
+    "moves no weights in the timed steps; NetMoE's residual is not moved, and its samples do not go home. Ours learns from "
+    "what its calls take: it runs `learning_calls` steps before anything is timed, as training runs thousands of "
+    "them; `trials` are the calls that ran an option to learn what it takes, before the timed steps and among them. "
+    "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows are the cost "
+    "simulator's, not measured."
+)
+"""What a reader must know to judge the figures."""
+
+
+def all_rows(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """Return everything that was measured and simulated, as plain data."""
+    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts)
+
+
+def rows_of(cell: Cell) -> list[dict[str, Any]]:
+    """Return a line of the table per method."""
+    place = cell.job.case.place
+    best = min(cell.timings, key=lambda name: cell.timings[name].median)
+    shape = {
+        "part": "bed",
+        "case": cell.job.case.label,
+        "max_vio": statistics.mean(cell.max_vio),
+        "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}, lo {place.intra}",
+        "tokens_per_rank": place.tokens_per_rank,
+        "dim": place.dim,
+        "hidden": place.hidden,
+        "experts_per_rank": place.experts_per_rank,
+        "top_k": place.top_k,
+        "compute": "virtual compute",
+    }
+    return [{**shape, "method": name, "is_best": name == best, **_figures(cell, name)} for name in cell.timings]
+
+
+def _figures(cell: Cell, name: str) -> dict[str, Any]:
+    timing, over, decided = cell.timings[name], cell.ratio(PLAIN, name), cell.decided.get(name)
+    return {
+        "median_seconds": timing.median,
+        "low_seconds": timing.low,
+        "high_seconds": timing.high,
+        "repeats": len(timing.seconds),
+        "plain_over_this": over.median,
+        "plain_over_this_95": [over.low, over.high],
+        "pairs": over.repeats,
+        "communication_seconds": cell.link_seconds[name],
+        "computing_seconds": cell.charged[name],
+        "across_bytes": cell.across_bytes[name],
+        "peak_bytes": cell.peak_bytes[name],
+        "error": cell.error[name],
+        "lent_experts": statistics.mean(decided.lent_experts) if decided else 0.0,
+        "lent_copies": statistics.mean(decided.lent_copies) if decided else 0.0,
+        "options": ", ".join(sorted(set(decided.options))) if decided else "",
+        "decision_seconds": statistics.median(decided.seconds) if decided else 0.0,
+        "weighing_seconds": statistics.median(decided.weighing_seconds)
+        if decided and decided.weighing_seconds
+        else 0.0,
+        "trials": list(decided.trials) if decided else [0, 0],
+    }
+
+
+def forecast_rows(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """Return what was simulated, as plain data."""
+    plain = {(each.ranks, each.max_vio): each.seconds for each in forecasts if each.method == PLAIN}
+    return [
+        {
+            "part": "simulated",
+            "ranks": each.ranks,
+            "max_vio": each.max_vio,
+            "method": each.method,
+            "seconds": each.seconds,
+            "plain_over_this": plain[each.ranks, each.max_vio] / each.seconds,
+            "communication_seconds": each.communication_seconds,
+            "computing_seconds": each.compute_seconds,
+            "lent_experts": each.lent_experts,
+            "option": each.option,
+            "decision_seconds": each.decision_seconds,
+        }
+        for each in forecasts
+    ]
+
+
+COLUMNS = (
+    Column(key="case", title="case", is_text=True),
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="method", title="method", is_text=True),
+    Column(key="is_best", title="best", show=lambda is_best: "*" if is_best else ""),
+    Column(key="median_seconds", title="median ms", show=milliseconds),
+    Column(key="low_seconds", title="quartile", show=milliseconds),
+    Column(key="high_seconds", title="quartile", show=milliseconds),
+    Column(key="plain_over_this", title="plain / this", show=share),
+    Column(key="communication_seconds", title="links ms", show=milliseconds),
+    Column(key="computing_seconds", title="computing ms", show=milliseconds),
+    Column(key="across_bytes", title="across", show=byte_size),
+    Column(key="peak_bytes", title="peak", show=byte_size),
+    Column(key="lent_experts", title="lent experts", show=lambda value: f"{value:.1f}" if value else ""),
+    Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
+    Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
+)
+"""Of the table on the terminal."""
+FORECAST_COLUMNS = (
+    Column(key="ranks", title="ranks"),
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="method", title="method", is_text=True),
+    Column(key="seconds", title="ms", show=milliseconds),
+    Column(key="plain_over_this", title="plain / this", show=share),
+    Column(key="communication_seconds", title="links ms", show=milliseconds),
+    Column(key="computing_seconds", title="computing ms", show=milliseconds),
+    Column(key="lent_experts", title="lent experts", show=lambda value: f"{value:.1f}" if value else ""),
+    Column(key="option", title="chosen", is_text=True),
+)
+
+
+def tables(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[Table]:
+    """Return a table per bed and layer, and one of what was simulated, for a terminal."""
+    made = []
+    for place in dict.fromkeys(cell.job.case.place for cell in cells):
+        rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
+        made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
+    if forecasts:
+        made.append(table("Simulated", forecast_rows(forecasts), FORECAST_COLUMNS, group_by=("ranks", "max_vio")))
+    return made
+
+
+def described(row: dict[str, Any]) -> str:
+    """Return the layer of a row in words: its bed, tokens and sizes."""
+    return (
+        f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden {row['hidden']}, "
+        f"{row['experts_per_rank']} experts per rank, top {row['top_k']}"
+    )

@@ -1,0 +1,124 @@
+"""Measures the cases of a configuration, cluster after cluster, and sums up what the ranks found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moesaic.program.grid import Grid
+from moesaic.testbed.bed import Bed
+from moesaic.testbed.cluster import Cluster, Launcher
+from moesaic_lab.balance.config import Config
+from moesaic_lab.balance.job import Decided, Found, Job
+from moesaic_lab.balance.loads import max_vio
+from moesaic_lab.balance.methods import methods
+from moesaic_lab.bounds import Message, link_limit
+from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
+
+Progress = Callable[[str, int], None]
+"""Told what is measured now, and how many cases are done."""
+BUDGET = 1.25
+"""Rows of the method with a token budget, over a rank's under balance: the least under which nothing is cut into slices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one case found."""
+
+    job: Job
+    max_vio: tuple[float, ...]
+    """Of ranks, by call."""
+    timings: Mapping[str, Timing]
+    """By method, rounds in turn with all others."""
+    near: Mapping[str, tuple[float, ...]]
+    """By method, seconds of all rounds in which ours ran too; only of ours and those near it."""
+    peak_bytes: Mapping[str, int]
+    """By method: the most bytes of tensors alive at once in the first call, of the rank that has most."""
+    error: Mapping[str, float]
+    """By method: largest difference from the plain layer, results and gradients, over the largest value."""
+    link_seconds: Mapping[str, float]
+    """By method: bytes over rate on the busiest link of each movement, all of the first call's, one after the other."""
+    across_bytes: Mapping[str, int]
+    """By method: bytes between nodes of the first call."""
+    charged: Mapping[str, float]
+    """By method: seconds of virtual compute in a step, of the rank that has most."""
+    decided: Mapping[str, Decided]
+    """By method that lends: what rank 0 decided; seconds are those of the slowest rank."""
+
+    def ratio(self, name: str, other: str) -> Ratio:
+        """Return how long one method takes over another: from all rounds that both were in."""
+        if name in self.near and other in self.near:
+            return paired(self.near[name], self.near[other])
+        return paired(self.timings[name].seconds, self.timings[other].seconds)
+
+    def best_single(self) -> str:
+        """Return the single technique with the shortest median."""
+        singles = [name for name in self.timings if self.job.methods[name].is_single]
+        return min(singles, key=lambda name: self.timings[name].median)
+
+
+def run(config: Config, progress: Progress = lambda label, number: None) -> list[Cell]:
+    """Measure every case that a configuration asks for; it starts clusters, one after another.
+
+    Raises:
+        InputError: if this machine cannot make them.
+    """
+    cells: list[Cell] = []
+    cases = config.cases()
+    if not cases:
+        return cells
+    by_bed: dict[tuple[Bed, Grid, int], list[Job]] = {}
+    for case in cases:
+        place = case.place
+        job = Job(
+            case=case, methods=methods(place.grid, int(BUDGET * place.tokens_per_rank * place.top_k)), seed=config.seed
+        )
+        by_bed.setdefault((place.bed, place.grid, place.num_experts), []).append(job)
+    with Launcher() as launcher:
+        for (bed, _, _), jobs in by_bed.items():
+            progress(", ".join(job.case.label for job in jobs), len(cells))
+            with launcher.open(bed) as ranks:
+                cells += measure(ranks, jobs)
+    return cells
+
+
+def measure(ranks: Cluster, jobs: Sequence[Job]) -> list[Cell]:
+    """Measure cases of one mesh on a cluster that runs."""
+    from moesaic_lab.balance import ranks as side
+
+    of_ranks = ranks.run(side.measure, jobs)
+    return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
+
+
+def summed_up(job: Job, found: Sequence[Found]) -> Cell:
+    """Return a cell from what every rank found."""
+    place, routes = job.case.place, job.case.routes
+    seconds = over_ranks([of_rank.spans for of_rank in found])
+    pairs = over_ranks([of_rank.pairs for of_rank in found])
+    links, across = {}, {}
+    for name in job.methods:
+        by_movement: dict[int, list[Message]] = {}
+        for of_rank in found:
+            for tag, sent in of_rank.counted[name].messages.items():
+                by_movement.setdefault(tag, []).extend(sent)
+        messages = [message for sent in by_movement.values() for message in sent]
+        links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
+        across[name] = round(sum(size for a, b, size in messages if place.grid.node_of(a) != place.grid.node_of(b)))
+    loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
+    return Cell(
+        job=job,
+        max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
+        timings={name: Timing.of(times) for name, times in seconds.items()},
+        near={name: (*seconds[name], *times) for name, times in pairs.items()},
+        peak_bytes={name: max(each.counted[name].peak_bytes for each in found) for name in job.methods},
+        error={name: max(each.counted[name].error for each in found) for name in job.methods},
+        link_seconds=links,
+        across_bytes=across,
+        charged={name: max(each.charged[name] for each in found) for name in job.methods},
+        decided={name: _slowest([each.decided[name] for each in found]) for name in found[0].decided},
+    )
+
+
+def _slowest(decided: Sequence[Decided]) -> Decided:
+    """Return the decisions, the same on all ranks, with the times of the rank that needs longest."""
+    return max(decided, key=lambda each: sum(each.seconds))

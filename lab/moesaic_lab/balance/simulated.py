@@ -1,0 +1,213 @@
+"""The same methods and loads on larger clusters, by the cost simulator: the programs that would run, with the rows that they
+would send, every rank apart. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulated as Span
+from moesaic.cost.simulate import Simulator
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, compile_plan
+from moesaic.plan.arbiter import Arbiter, Arbitration
+from moesaic.plan.compile import for_call
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.placement import Homes, SampleLoad, TwoStage
+from moesaic.program.grid import Grid
+from moesaic.program.passes.relocate import relocate
+from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
+from moesaic.program.sizes import Sizes
+from moesaic_lab.balance.config import Simulated
+from moesaic_lab.balance.loads import Routes, Skew, made_up
+from moesaic_lab.balance.methods import Method, lender_of, methods, placed_by
+
+Progress = Callable[[str], None]
+"""Told what is simulated now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One method under one load on one cluster, simulated."""
+
+    ranks: int
+    max_vio: float
+    method: str
+    seconds: float
+    """Forward and backward, mean over the calls."""
+    compute_seconds: float
+    """Of the rank that computes most."""
+    communication_seconds: float
+    """Below which the movements alone cannot go."""
+    lent_experts: float
+    """Experts that some other rank computed, mean over the calls."""
+    option: str
+    """What the arbiter chose in the first call; "" for other methods."""
+    decision_seconds: float
+    """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
+
+
+def simulate(config: Simulated, seed: int, progress: Progress = lambda label: None) -> list[Forecast]:
+    """Simulate all methods under all loads on clusters of all sizes.
+
+    Raises:
+        InputError: if the cluster's nodes do not make up a number of ranks, or no routing has a load.
+    """
+    found = []
+    for ranks in config.ranks:
+        spec = read_cluster(config.cluster)
+        nodes, rest = divmod(ranks, spec.devices_per_node)
+        if rest or not nodes:
+            raise InputError(
+                f"simulated.ranks={ranks}: nodes of {config.cluster} have {spec.devices_per_node} devices: choose a multiple"
+            )
+        spec = read_cluster(config.cluster, nodes=nodes)
+        cluster = Larger(config, spec, ranks)
+        for load in config.max_vio:
+            progress(f"simulated: {ranks} ranks, MaxVio {load:g}")
+            routes = made_up(
+                Skew(
+                    ranks=ranks, num_experts=cluster.layer.num_experts, top_k=config.top_k,
+                    samples=ranks * config.samples_per_rank, sample_tokens=config.sample_tokens, max_vio=load,
+                    calls=config.calls, persistence=config.persistence, locality=config.locality, seed=seed,
+                )
+            )  # fmt: skip
+            found += list(cluster.forecasts(routes, load))
+    return found
+
+
+class Larger:
+    """All methods on one cluster.
+
+    Args:
+        config: the layer.
+        spec: the cluster.
+        ranks: all of its devices.
+    """
+
+    def __init__(self, config: Simulated, spec: ClusterSpec, ranks: int) -> None:
+        self.config, self.layer = config, config.layer(ranks)
+        self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
+        self.methods = methods(self.grid)
+        self._simulator = Simulator(spec)
+        self._costs = LendingCosts(
+            machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
+            matrices=self.layer.matrices,
+        )  # fmt: skip
+        self._plans = {name: compile_plan(method.plan, self.grid) for name, method in self.methods.items()}
+        self._slots: SampleShapes | None = None
+
+    def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
+        """Yield what each method takes for a case's calls."""
+        for name, method in self.methods.items():
+            policy = lender_of(name, method, self._costs)
+            deciding = _Deciding(policy, self._plans[name])
+            spans, lent, decided = [], [], []
+            for call in range(len(routes.experts)):
+                started = time.perf_counter()
+                copies = self._copies(routes, call, method)
+                load = Load(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+                compiled, table = deciding(load)
+                decided.append(time.perf_counter() - started)
+                lent.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
+                spans.append(self._run(compiled, method, copies, table, routes, call))
+            yield Forecast(
+                ranks=self.grid.world,
+                max_vio=max_vio,
+                method=name,
+                seconds=float(np.mean([there.seconds + back.seconds for there, back in spans])),
+                compute_seconds=float(np.mean([there.compute_seconds + back.compute_seconds for there, back in spans])),
+                communication_seconds=float(
+                    np.mean([there.communication_seconds + back.communication_seconds for there, back in spans])
+                ),
+                lent_experts=float(np.mean(lent)),
+                option=deciding.option,
+                decision_seconds=float(np.mean(decided)) if policy else 0.0,
+            )
+
+    def _copies(self, routes: Routes, call: int, method: Method) -> np.ndarray:
+        """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64."""
+        copies = routes.counts(call, self.grid.world, self.layer.num_experts)
+        if method.places_experts:
+            copies = copies[:, np.argsort(placed_by(routes.history, self.grid))]
+        return copies
+
+    def _run(
+        self, compiled: Compiled, method: Method, copies: np.ndarray, lent: np.ndarray | None, routes: Routes, call: int
+    ) -> tuple[Span, Span]:
+        """Simulate one call, forward and backward."""
+        tokens = np.full(self.grid.world, self.layer.tokens)
+        units, experts = self.layer.hidden, self.layer.num_experts
+        programs = (compiled.forward, compiled.backward)
+        if method.moves_samples:
+            programs = (relocate(compiled.forward), relocate(compiled.backward))
+            sizes: Sizes = self._placed(routes, call)
+        else:
+            shapes = compiled.shapes(experts)
+            sizes = Sizes(compiled.grid, copies, tokens, compiled.plan.chunks, units=units, lent=lent, shapes=shapes)
+        there, back = (self._simulator.run(each, self.layer, compiled.grid, sizes=sizes) for each in programs)
+        return there, back
+
+    def _placed(self, routes: Routes, call: int) -> PlacedSizes:
+        """Return the sizes of a call whose results go to the new homes that NetMoE's two stages choose."""
+        slots, length = self.config.samples_per_rank, self.config.sample_tokens
+        if self._slots is None:
+            self._slots = SampleShapes(self.grid, self.layer.num_experts, slots, 1)
+        samples = routes.samples(call, self.layer.num_experts)
+        before = Homes.start(self.grid.world, slots)
+        after = TwoStage(least_gain=0.0).decide(SampleLoad(self.grid, before, samples, None))
+        shapes = PlacedShapes(self._slots, lambda: before.targets(after))
+        copies = samples.reshape(self.grid.world, slots, -1)
+        return PlacedSizes(self.grid, copies, length, shapes, self.layer.hidden)
+
+
+class _Deciding:
+    """What runs in each call of a method: its plan, or what its policy decides.
+
+    Args:
+        policy: of the method; None for none.
+        compiled: its plan.
+    """
+
+    def __init__(self, policy: AbstractLender | None, compiled: Compiled) -> None:
+        self._policy, self._compiled = policy, compiled
+        self._arbitration: Arbitration | None = None
+        if isinstance(policy, Arbiter):
+            self._arbitration = policy.start(compiled.plan, [option.plan for option in compiled.options])
+        self.option = ""
+        """What the arbiter chose first."""
+
+    def __call__(self, load: Load) -> tuple[Compiled, np.ndarray | None]:
+        """Return the programs of a call, and its lent copies."""
+        if self._arbitration is not None:
+            verdict = self._arbitration.choose(load)
+            self.option = self.option or verdict.option
+            return self._compiled.options[verdict.program], verdict.lent
+        if self._policy is None:
+            return self._compiled, None
+        lent = self._policy.decide(load)
+        compiled = for_call(self._compiled, lent)
+        return compiled, lent if compiled.lends else None
+
+
+def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
+    """Return a cluster as policies see it: one rate inside nodes and one between, a device's share of each."""
+
+    def slowest(where: str) -> tuple[float, float]:
+        used = [link for link in spec.links if link.carries in ("all", where)]
+        return min(min(link.gbps) / link.devices for link in used), sum(
+            link.latency_us + link.message_us for link in used
+        )
+
+    inside, outside = slowest("inside"), slowest("outside")
+    return Machine(
+        intra_gbps=inside[0], inter_gbps=outside[0], intra_latency_us=inside[1], inter_latency_us=outside[1],
+        tflops=spec.device.tflops.of(dtype) / 1e12,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The commands `moesaic bench` and `moesaic reproduce`."""

@@ -1,0 +1,179 @@
+"""`moesaic reproduce`: published figures of five papers beside what the simulator says. No torch needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from moesaic.cli.arguments import parse
+from moesaic.configfile import suggestion
+from moesaic.errors import InputError
+from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, as_dict, claims
+from moesaic_lab.reproduce.records import Book, Chart, Reproduction, read_book
+from moesaic_lab.tables import Column, claims_table, table
+
+if TYPE_CHECKING:
+    from moesaic_lab.pictures import Panel
+
+MOST_BARS = 20
+"""Rows that the picture of ratios shows; a paper with more has charts of its own for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """What to write beside the tables."""
+
+    json: str | None = None
+    """Write everything to this file; "-" prints it instead of the tables."""
+    picture: str | None = None
+    """Draw the charts into this file, .html or .svg."""
+    refit: bool = False
+    """Find the papers' constants again from their cells first, and say which differ from those that come with Moesaic."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Reproduce; returns the exit code."""
+    words = list(arguments)
+    names = ", ".join((*REPRODUCTIONS, "all"))
+    first = words[0] if words else ""
+    if not first or (first.startswith("-") and first not in ("-h", "--help")):
+        raise InputError(f"say what to reproduce: moesaic reproduce PAPER, one of {names}")
+    asks = first in ("-h", "--help")
+    if not asks and first not in (*REPRODUCTIONS, "all"):
+        raise InputError(f"paper {first!r} is unknown{suggestion(first, [*REPRODUCTIONS, 'all'])}")
+    description = (
+        f"Simulate a paper's cluster and sweep and set the figures side by side. The first word is one of {names}."
+    )
+    options = parse(
+        ReproduceOptions, words if asks else words[1:], prog="moesaic reproduce PAPER", description=description
+    )
+    if options.picture is not None:
+        from moesaic_lab.pictures import check_picture
+
+        check_picture(Path(options.picture))
+    papers = list(REPRODUCTIONS) if first == "all" else [first]
+    book = _refitted(papers) if options.refit else read_book()
+    made = []
+    progress = Console(stderr=True)
+    for paper in papers:
+        with progress.status(f"{paper}: simulating"):
+            made.append(REPRODUCTIONS[paper](book))
+        if options.json != "-":
+            _print(made[-1])
+    if options.json != "-":
+        Console().print(claims_table(claims(made, book)))
+    if options.json is not None:
+        _write(as_dict(made, book), options.json)
+    if options.picture is not None:
+        _draw(made, Path(options.picture))
+    return 0
+
+
+def _refitted(papers: list[str]) -> Book:
+    from moesaic_lab.reproduce.fitting import refit
+
+    committed = read_book()
+    names = tuple(name for name in committed.constants if name.split(".")[0] in papers)
+    with Console(stderr=True).status("finding the constants again"):
+        found = refit(committed, names)
+    for name in names:
+        old, new = committed.constant(name), found.constant(name)
+        differs = abs(new - old) > 1e-3 * abs(old)
+        print(f"{name}: {new:.6g} {'differs from' if differs else 'as'} {old:.6g} committed", file=sys.stderr)
+    return found
+
+
+def _print(made: Reproduction) -> None:
+    console = Console()
+    rows = [
+        {
+            "cell": row.cell.name.removeprefix(f"{made.paper}."),
+            "unit": row.cell.unit,
+            "published": "." if row.cell.value is None else f"{row.cell.value:g}",
+            "ours": f"{row.ours:.4g}",
+            "error": _error(row.cell.unit, row.error),
+            "role": row.role,
+        }
+        for row in made.rows
+    ]
+    columns = [
+        Column(key="cell", title=made.paper, is_text=True), Column(key="published", title="published"),
+        Column(key="ours", title="simulated"), Column(key="unit", title="unit", is_text=True),
+        Column(key="error", title="off by"), Column(key="role", title="role", is_text=True),
+    ]  # fmt: skip
+    console.print(table(made.title, rows, columns))
+    for finding in made.findings:
+        mark = {True: "holds", False: "does not hold", None: "found"}[finding.holds]
+        console.print(f"{mark}: {finding.statement}: {finding.ours}", highlight=False, markup=False, soft_wrap=True)
+    for title, lines in (("assumed", made.assumptions), ("unexplained", made.unexplained)):
+        for line in lines:
+            console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
+    for constant in made.constants:
+        text = f"constant {constant.name} = {constant.value:.6g} {constant.unit}, from {', '.join(constant.cells)}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def _error(unit: str, error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"{error:.1f} points" if unit == "points" else f"{error:.1%}"
+
+
+def _write(data: dict[str, Any], target: str) -> None:
+    text = json.dumps(data, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    aside = path.with_suffix(".writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise InputError(f"--json {target}: cannot be written ({error.strerror}): choose another path") from error
+
+
+def _draw(made: Sequence[Reproduction], path: Path) -> None:
+    from moesaic_lab.pictures import write_picture
+
+    title = "Published and simulated: " + ", ".join(each.paper for each in made)
+    panels = [_panel(chart) for each in made for chart in (*_ratios(each), *each.charts)]
+    try:
+        write_picture(path, title, panels, notes=NOTES)
+    except OSError as error:
+        raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
+
+
+def _ratios(made: Reproduction) -> list[Chart]:
+    """Return a chart of simulated over published figures, of rows that count as validation."""
+    rows = [row for row in made.rows if row.role == "validation" and row.cell.unit != "points"]
+    if not rows or len(rows) > MOST_BARS:
+        return []
+    labels = tuple(row.cell.name.removeprefix(f"{made.paper}.").replace(".", "\n") for row in rows)
+    places = tuple(float(place) for place in range(len(rows)))
+    values = tuple(row.cell.ratio(row.ours) for row in rows)
+    return [
+        Chart(
+            title=f"{made.paper}: not used for fitting", x_title="figure", y_title="simulated over published",
+            categories=labels, series=(("simulated", places, values),),
+        )
+    ]  # fmt: skip
+
+
+def _panel(chart: Chart) -> Panel:
+    from moesaic_lab.pictures import Panel, Series
+
+    return Panel(
+        title=chart.title, x_title=chart.x_title, y_title=chart.y_title,
+        series=tuple(Series(name=name, x=x, y=y) for name, x, y in chart.series),
+        categories=chart.categories, log_x=chart.log_x, log_y=chart.log_y,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""What does a codec cost in accuracy and save in bytes? Relative L2 error and bytes against the rows' own, per codec.
+
+Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a few values far above the rest, as in the
+activations of large models), in float32 and bfloat16. The error is of one encode and decode; what it does to training is
+measured elsewhere.
+
+    python -m moesaic_lab.codec_error --json benchmarks/results/codec_error.json
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from moesaic.kernels.codecs import CODECS, codec_named
+from moesaic_lab.claims import Claim, Measurement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = ("gaussian", "heavy-tailed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the rows."""
+    rows: int = 1024
+    """Rows per message."""
+    dim: int = 1024
+    """Width of a row."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+def main() -> None:
+    """Measure, print the table, write the results."""
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(stderr=True)
+    rows = [
+        one_row(name, kind, dtype, options) for dtype in DTYPES for kind in KINDS for name in CODECS if name != "none"
+    ]
+    measurement = Measurement(
+        rows=rows, claims=claims(rows), notes=__doc__.splitlines()[0], packages=("torch", "numpy", "zfpy")
+    )
+    console.print(table(rows))
+    for claim in measurement.claims:
+        console.print(f"{claim.name}: {claim.value:.4g} {claim.unit}", highlight=False)
+    if options.json:
+        measurement.write(options.json)
+
+
+def one_row(name: str, kind: str, dtype: str, options: Options) -> dict[str, Any]:
+    """Return one codec's mean relative error, the largest error in units of its bound, and its bytes."""
+    codec = codec_named(name)
+    errors, of_bound = [], []
+    for seed in options.seeds:
+        rows = draw(kind, options.rows, options.dim, seed).to(DTYPES[dtype])
+        decoded = codec.decode(codec.encode(rows), options.rows, options.dim, rows.dtype)
+        error = decoded.double() - rows.double()
+        errors.append(float(error.norm() / rows.double().norm()))
+        bound = codec.error_bound(rows)
+        of_bound.append(float(torch.where(bound > 0, error.abs() / bound, 0.0).max()))
+    num_bytes = codec.num_bytes(options.rows, options.dim, DTYPES[dtype])
+    return {
+        "dtype": dtype,
+        "rows": kind,
+        "codec": name,
+        "relative_l2_error": statistics.mean(errors),
+        "error_over_bound": max(of_bound),
+        "bytes_ratio": num_bytes / (options.rows * options.dim * DTYPES[dtype].itemsize),
+    }
+
+
+def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
+    """Return (rows, dim) float64."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+    if kind == "gaussian":
+        return normal
+    squares = torch.randn(2, rows, dim, generator=generator, dtype=torch.float64).square().sum(0)
+    return normal / (squares / 2).sqrt()
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return what the codecs' page says about them, for float32 rows."""
+    float32 = [row for row in rows if row["dtype"] == "float32"]
+    error = {(row["codec"], row["rows"]): row["relative_l2_error"] for row in float32}
+    result = [
+        Claim(name=f"codec_error.{name}.{kind}", value=error[name, kind], unit="1", target=None, op="<=")
+        for name in CODECS
+        if name != "none"
+        for kind in KINDS
+    ]
+    largest = max(row["error_over_bound"] for row in rows)
+    int8 = next(row for row in float32 if row["codec"] == "int8")
+    ratio = error["zfp", "gaussian"] / error["int8", "gaussian"]
+    return [
+        *result,
+        Claim(name="codec_error.largest_error_over_bound", value=largest, unit="1", target=1.0, op="<="),
+        Claim(name="codec_error.int8_bytes_ratio", value=int8["bytes_ratio"], unit="1", target=0.26, op="<="),
+        Claim(name="codec_error.zfp_over_int8_gaussian", value=ratio, unit="1", target=None, op="<="),
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows as a table."""
+    result = Table(title="one encode and decode")
+    for column in ("dtype", "rows", "codec", "relative L2 error", "error / bound", "bytes / rows' bytes"):
+        result.add_column(column)
+    for row in rows:
+        words = [row[key] for key in ("dtype", "rows", "codec")]
+        result.add_row(*words, *(f"{row[key]:.4g}" for key in ("relative_l2_error", "error_over_bound", "bytes_ratio")))
+    return result
+
+
+if __name__ == "__main__":
+    main()

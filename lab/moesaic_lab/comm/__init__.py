@@ -1,0 +1,1 @@
+"""All-to-alls on an emulated cluster, beside the limit of its links."""

@@ -1,0 +1,108 @@
+"""What the communication benchmark runs, as programs: one movement of rows by each all-to-all, and a layer's dispatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.program.build import SCHEDULES
+from moesaic.program.build.builder import Builder
+from moesaic.program.grid import Grid
+from moesaic.program.order.optsche import optsche
+from moesaic.program.passes.multicast import multicast
+from moesaic.program.passes.route_links import route_links
+from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
+from moesaic.program.validate import validate
+from moesaic_lab.bounds import Message, program_messages
+
+ELEMENT = 4
+"""Bytes of an element: rows are float32."""
+AT_EXPERTS = Layout(spread=("ep", "etp"), experts="rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A program with its sizes."""
+
+    program: Program
+    sizes: Sizes
+    copies: np.ndarray
+    """(world, num_experts) that each rank sends to each expert."""
+
+    def messages(self, dim: int) -> list[Message]:
+        """Return all messages, of rows of `dim` columns."""
+        return program_messages(self.program, self.sizes, dim=dim, element_bytes=ELEMENT)
+
+
+def all_ep(nodes: int, ranks_per_node: int) -> Grid:
+    """Return the mesh of the benchmark: experts spread over all ranks."""
+    world = nodes * ranks_per_node
+    return Grid(world=world, ep=world, ranks_per_node=ranks_per_node)
+
+
+def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
+    """Return an even all-to-all: one expert per rank, to which every rank sends equally many rows.
+
+    Args:
+        grid: from `all_ep`.
+        rows: that each rank holds, those for itself among them.
+        algorithm: a name in `LINKS`.
+        which: "all"; "inside" or "across" to move only rows that stay in their node, or only those that leave it.
+    """
+    build = Builder("exchange")
+    build.move(build.input("rows", Kind.ROWS, Layout(), {}), "h", AT_EXPERTS, ("ep", "etp"), {}, Stage.DISPATCH)
+    program = route_links(build.build("h"), algorithm, grid)
+    validate(program)
+    node = np.array([grid.node_of(rank) for rank in range(grid.world)])
+    same = node[:, None] == node[None, :]
+    chosen = {"all": np.ones_like(same), "inside": same, "across": ~same}[which]
+    copies = np.where(chosen, rows // grid.world, 0)
+    return Work(program=program, sizes=Sizes(grid, copies, copies.sum(axis=1)), copies=copies)
+
+
+def dispatch(grid: Grid, copies: np.ndarray, tokens: int, visits: np.ndarray | None, chunks: int = 1) -> Work:
+    """Return the dispatch of a layer under S1: tokens to their experts, with their routing weights.
+
+    Args:
+        grid: from `all_ep`.
+        copies: (world, num_experts) that each rank sends to each expert.
+        tokens: per rank.
+        visits: for multicast, as for `Sizes`; None for linear.
+        chunks: parts that each run of copies is cut into; one fans out inside the nodes while the next one crosses.
+    """
+    whole = SCHEDULES["s1"](False)
+    whole = whole if visits is None else multicast(whole, grid)
+    program = optsche(until_experts(split_capacity(whole, chunks)))
+    validate(program)
+    sizes = Sizes(grid, copies, np.full(grid.world, tokens), chunks, visits=visits)
+    return Work(program=program, sizes=sizes, copies=copies)
+
+
+def until_experts(program: Program) -> Program:
+    """Return what a layer's forward program does before its experts run; what they would read comes out."""
+    late: set[str] = set()
+    tasks: list[Task] = []
+    outputs: list[str] = []
+    for task in program.tasks:
+        if task.op is Op.EXPERT:
+            outputs += task.reads[:2]
+        if task.op is Op.EXPERT or late.intersection(task.reads):
+            late.update(task.writes)
+        else:
+            tasks.append(task)
+    held = {name for task in tasks for name in (*task.reads, *task.writes)}
+    return replace(
+        program,
+        name=f"dispatch of {program.name}",
+        slots=tuple(slot for slot in program.slots if slot.name in held),
+        tasks=tuple(tasks),
+        inputs=tuple(name for name in program.inputs if name in held),
+        outputs=tuple(outputs),
+    )
+
+
+LANES = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}
+"""Methods of the comparison of lanes, and the rows that each moves; see `exchange`."""

@@ -1,0 +1,199 @@
+"""The ranks' side of the communication benchmark: tensors, the interpreter on Gloo, checks, spans.
+
+Every method is run once before it is timed; what arrived is compared with what the rows must be, and the bytes that a
+recorder saw with what the program says it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.comm.mesh import open_wire
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.experts import PlainExperts
+from moesaic.profiling.together import latest, start_together
+from moesaic.runtime.call import Call, Environment, Value
+from moesaic.runtime.drive import drive
+from moesaic.runtime.interpret import interpret
+from moesaic.runtime.visits import find_visits
+from moesaic_lab.bounds import Message
+from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
+from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
+from moesaic_lab.measure import Span, in_turn
+
+CYCLE = 2**18
+"""Row numbers repeat after so many, so that they and their columns are exact in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one rank measured for one size."""
+
+    spans: dict[str, list[Span]]
+    """By method."""
+    sent: dict[str, list[Message]]
+    """By method: what this rank sent, as a recorder saw it; not of torch's own."""
+    messages: dict[str, list[Message]]
+    """By method: what all ranks send, as the program says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A program, what this rank brings to it, and what it must get from it."""
+
+    work: Work
+    values: Mapping[str, Value]
+    expected: Mapping[str, Tensor]
+    """By slot."""
+
+
+def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Found:
+    """Check and time all-to-alls of one size on this rank; all ranks call it together.
+
+    Raises:
+        RuntimeError: if a method delivers wrong rows, or sends other bytes than its program says.
+    """
+    grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
+    works = {name: exchange(grid, rows, name) for name in sweep.methods if name != TORCH}
+    straight = exchange(grid, rows, "linear")
+    mine, expected = _numbered_rows(straight, dim)
+    methods = {name: Method(work=work, values={"rows": mine}, expected={"h": expected}) for name, work in works.items()}
+    if TORCH not in sweep.methods:
+        return _measure(methods, {}, dim, sweep.repeats, warmup)
+    _compare(TORCH, {"h": expected}, {"h": torchs_own(mine)})
+    found = _measure(methods, {TORCH: lambda: torchs_own(mine)}, dim, sweep.repeats, warmup)
+    found.messages[TORCH] = straight.messages(dim)
+    return found
+
+
+def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Found:
+    """Check and time the pipelined all-to-all, and each of its lanes alone; as `measure_exchange`."""
+    grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
+    methods = {}
+    for name, which in LANES.items():
+        work = exchange(grid, rows, "pipelined", which)
+        mine, expected = _numbered_rows(work, dim)
+        methods[name] = Method(work=work, values={"rows": mine}, expected={"h": expected})
+    return _measure(methods, {}, dim, sweep.repeats, warmup)
+
+
+def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> Found:
+    """Check and time the dispatch of a layer, copy by copy and by multicast; as `measure_exchange`."""
+    grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
+    token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
+    copies = torch.stack([torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]).numpy()
+    number = [origin * sweep.tokens + of_rank for origin, of_rank in enumerate(token)]
+    x = numbered(rank * sweep.tokens + torch.arange(sweep.tokens), dim)
+    values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
+    methods = {}
+    for name, chunks in sweep.dispatches:
+        visits, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
+        if name == MULTICAST:
+            visits = [
+                find_visits(token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid)
+                for origin in range(grid.world)
+            ]
+            table = torch.stack([of_rank.counts for of_rank in visits]).numpy()
+            indices = dict(visits[rank].indices)
+        expected: dict[str, Tensor] = {}
+        for chunk in range(chunks):
+            come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""
+            expected |= {f"h{suffix}": numbered(come, dim), f"g{suffix}": numbered(come, 1)}
+        work = dispatch(grid, copies, sweep.tokens, table, chunks)
+        methods[in_chunks(name, chunks)] = Method(work=work, values=values | indices, expected=expected)
+    return _measure(methods, {}, dim, sweep.repeats, warmup)
+
+
+def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's copies as (token, expert), expert after expert: top_k different experts a token, drawn evenly."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    chosen = torch.rand(sweep.tokens, sweep.num_experts, generator=generator).topk(sweep.top_k).indices.flatten()
+    order = chosen.argsort(stable=True)
+    return torch.arange(sweep.tokens).repeat_interleave(sweep.top_k)[order], chosen[order]
+
+
+def numbered(number: Tensor, dim: int) -> Tensor:
+    """Return rows (n, dim) that tell their number and, in each value, their column."""
+    return (number % CYCLE).unsqueeze(1) + torch.arange(dim, dtype=torch.float32) / 32
+
+
+def arriving(copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[int, int] = (0, 1)) -> Tensor:
+    """Return which rows a rank must get: expert by expert, from each rank those that it holds for the expert.
+
+    Args:
+        copies: (world, num_experts) rows that each rank holds per expert.
+        rows: per rank the numbers of its rows, expert after expert.
+        rank: whose experts are meant; experts are spread evenly.
+        part: (c, n): only chunk c of n of what each rank holds for each expert.
+    """
+    each, (chunk, chunks) = copies.shape[1] // len(rows), part
+    starts, found = copies.cumsum(axis=1) - copies, []
+    for expert in range(rank * each, (rank + 1) * each):
+        for held, start, count in zip(rows, starts[:, expert], copies[:, expert]):
+            found.append(held[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
+    return torch.cat(found)
+
+
+def torchs_own(rows: Tensor) -> Tensor:
+    """Return what `all_to_all_single` brings, equally much from every rank."""
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows)
+    return out
+
+
+def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
+    """Return what this rank has and what it must get in an exchange, all rows of all ranks numbered."""
+    held = torch.from_numpy(work.copies.sum(axis=1))
+    number = list(torch.arange(int(held.sum())).split(held.tolist()))
+    rank = dist.get_rank()
+    return numbered(number[rank], dim), numbered(arriving(work.copies, number, rank), dim)
+
+
+def _measure(
+    methods: Mapping[str, Method], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
+) -> Found:
+    """Check every method, then time all in turn."""
+    wire = open_wire()
+    messages = {name: method.work.messages(dim) for name, method in methods.items()}
+    sent = {name: _check(name, method, wire, messages[name]) for name, method in methods.items()}
+    timed = {name: _runner(method, wire) for name, method in methods.items()}
+    spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
+    return Found(spans=spans, sent=sent, messages=messages)
+
+
+def _runner(method: Method, wire: AbstractWire) -> Callable[[], Environment]:
+    """Return a function that runs a method once."""
+    work, call = method.work, Call(wire.rank, method.work.sizes, PlainExperts(1, 1, 1))
+
+    def run() -> Environment:
+        call.first_tag = wire.take_tags(len(work.program.tasks))
+        return drive(interpret(work.program, method.values, call), wire)
+
+    return run
+
+
+def _check(name: str, method: Method, wire: AbstractWire, messages: Sequence[Message]) -> list[Message]:
+    """Run a method once; return what this rank sent."""
+    recorder = Recorder(wire)
+    _compare(name, method.expected, _runner(method, recorder)())
+    sent = [(m.source, m.target, float(m.num_bytes)) for found in recorder.ranges for m in found.messages]
+    said = [(source, target, float(size)) for source, target, size in messages if source == wire.rank]
+    if sorted(sent) != sorted(said):
+        raise RuntimeError(f"{name}: rank {wire.rank} sent {sorted(sent)}, its program says {sorted(said)}")
+    return sent
+
+
+def _compare(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Value]) -> None:
+    for slot, rows in expected.items():
+        got = found[slot]
+        if not isinstance(got, Tensor) or not torch.equal(got, rows):
+            raise RuntimeError(
+                f"{name}: rank {dist.get_rank()} did not get the rows that were sent to it, in slot {slot}"
+            )

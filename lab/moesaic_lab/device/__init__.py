@@ -1,0 +1,1 @@
+"""One layer on one device, beside its matrix products alone and the layers of others."""

@@ -1,0 +1,91 @@
+"""LB, what `moesaic bench device` measures layers against: the layer's matrix products alone.
+
+Per expert `torch.mm(out=)` into buffers that are there already: two products forward (three with SwiGLU), and each one's input
+and weight gradient; one in-place pass each over the hidden rows for the activation and its derivative, the product
+of SwiGLU's two halves not counted. Nothing is routed, gathered, weighed, summed or allocated. `RouterBound` is apart: the three
+products of the layer's router, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic_lab.device.cases import Case
+
+
+class Bound:
+    """The products of one case.
+
+    Args:
+        case: the layer.
+        counts: rows of each expert.
+    """
+
+    def __init__(self, case: Case, counts: Sequence[int]) -> None:
+        shape, rows = case.shape, sum(counts)
+        num_ups = 2 if case.activation == "swiglu" else 1
+
+        def made(*size: int) -> Tensor:
+            return torch.randn(size).mul_(0.05).to(case.torch_dtype)
+
+        def cut(width: int) -> Sequence[Tensor]:
+            return made(rows, width).split(list(counts))
+
+        experts, dim, hidden = shape.experts, shape.dim, shape.hidden
+        self.silu = num_ups > 1
+        self.x, self.y, self.dy = cut(dim), cut(dim), cut(dim)
+        self.dx = [cut(dim) for _ in range(num_ups)]
+        self.hidden, self.d_hidden = (made(rows, hidden) for _ in range(2))
+        self.h = [self.hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
+        self.dh = [self.d_hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
+        self.ups, self.d_ups = ([made(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
+        self.down, self.d_down = (made(experts, dim, hidden) for _ in range(2))
+        self.experts = [expert for expert, count in enumerate(counts) if count]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Run all products once."""
+        for up, matrices in enumerate(self.ups):
+            for e in self.experts:
+                torch.mm(self.x[e], matrices[e].t(), out=self.h[up][e])
+        if self.silu:
+            torch.ops.aten.silu_(self.hidden)
+        else:
+            torch.ops.aten.gelu_(self.hidden)
+        for e in self.experts:
+            torch.mm(self.h[0][e], self.down[e].t(), out=self.y[e])
+        for e in self.experts:
+            torch.mm(self.dy[e], self.down[e], out=self.dh[0][e])
+            torch.mm(self.dy[e].t(), self.h[0][e], out=self.d_down[e])
+        if self.silu:
+            torch.ops.aten.silu_backward.grad_input(self.d_hidden, self.hidden, grad_input=self.d_hidden)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(self.d_hidden, self.hidden, grad_input=self.d_hidden)
+        for up, matrices in enumerate(self.ups):
+            for e in self.experts:
+                torch.mm(self.dh[up][e], matrices[e], out=self.dx[up][e])
+                torch.mm(self.dh[up][e].t(), self.x[e], out=self.d_ups[up][e])
+
+
+class RouterBound:
+    """The router's products of one case.
+
+    Args:
+        case: the layer.
+    """
+
+    def __init__(self, case: Case) -> None:
+        tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts
+        self.x, self.dx = torch.randn(tokens, dim), torch.empty(tokens, dim)
+        self.weight, self.d_weight = torch.randn(experts, dim), torch.empty(experts, dim)
+        self.logits = torch.empty(tokens, experts)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Run all products once."""
+        torch.mm(self.x, self.weight.t(), out=self.logits)
+        torch.mm(self.logits, self.weight, out=self.dx)
+        torch.mm(self.logits.t(), self.x, out=self.d_weight)

@@ -1,0 +1,97 @@
+"""Other people's layers on one device, with the weights and the routing of ours; all packages optional.
+
+transformers' experts (SwiGLU, Mixtral's) behind a router of three lines, with each of its three ways to run the experts;
+DeepSpeed's layer without drops. Both have SwiGLU experts in this comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.layer import MoE
+from moesaic.routing.gates import SoftmaxTopK
+
+HF_WAYS = ("grouped_mm", "batched_mm", "eager")
+"""Names of transformers' implementations of the experts."""
+MAX_BATCHED_BYTES = 4 * 2**30
+"""`batched_mm` copies an expert's matrices for every row; where that is more, it is not run."""
+
+
+def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
+    """Return, by name, how to make each peer from one of our layers; or why it is not there."""
+    found: dict[str, Callable[[MoE], nn.Module] | str] = {}
+    for way in HF_WAYS:
+        name = f"transformers {way}"
+        found[name] = _hf_maker(way) if find_spec("transformers") else "transformers is not installed"
+    found["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
+    return found
+
+
+class HuggingFaceLayer(nn.Module):
+    """A router and `MixtralExperts`, as Mixtral's block has them.
+
+    Args:
+        layer: ours, with SwiGLU experts.
+        way: one of `HF_WAYS`.
+    """
+
+    def __init__(self, layer: MoE, way: str) -> None:
+        super().__init__()
+        config: Any = import_module("transformers").MixtralConfig(
+            hidden_size=layer.dim, intermediate_size=layer.hidden, num_local_experts=layer.num_experts,
+            num_experts_per_tok=layer.top_k,
+        )  # fmt: skip
+        config._experts_implementation = way
+        self.top_k = layer.top_k
+        self.experts: Any = import_module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+        assert isinstance(layer.router, SoftmaxTopK)
+        self.weight = nn.Parameter(layer.router.weight.detach().clone())
+        ours = layer.experts
+        with torch.no_grad():
+            self.experts.to(ours.get_parameter("w1").dtype)
+            gate_up = torch.cat([ours.get_parameter("w1"), ours.get_parameter("w3")], dim=1)
+            self.experts.gate_up_proj.copy_(gate_up)
+            self.experts.down_proj.copy_(ours.get_parameter("w2"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer: (tokens, dim) -> (tokens, dim)."""
+        logits = F.linear(x.float(), self.weight.float())
+        values, index = logits.topk(self.top_k, dim=-1)
+        y: Tensor = self.experts(x, index, values.softmax(-1).to(x.dtype))
+        return y
+
+
+def _hf_maker(way: str) -> Callable[[MoE], nn.Module]:
+    def make(layer: MoE) -> nn.Module:
+        return HuggingFaceLayer(layer, way)
+
+    return make
+
+
+def _deepspeed(layer: MoE) -> nn.Module:
+    import torch.distributed as dist
+
+    from moesaic_lab.peers.deepspeed import DeepSpeedLayer
+    from moesaic_lab.peers.exchange import TorchExchange
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=_host_store(), rank=0, world_size=1)
+    dtype = layer.experts.get_parameter("w1").dtype
+    group = dist.group.WORLD
+    assert group is not None
+    made = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)
+    gate = made.layer.deepspeed_moe.gate
+    gate.wg.float()  # DeepSpeed's gate computes in float32
+    return made
+
+
+def _host_store() -> Any:
+    """Return a store for a world of one process."""
+    return import_module("torch.distributed").HashStore()

@@ -1,0 +1,192 @@
+"""`moesaic bench device` on a CPU: one MoE layer, forward and backward, against its matrix products alone and against others.
+
+Methods run in turn in one process on the same inputs: the bound (`device_bound.py`), the whole layer with its router and
+load-balance loss, the router's products alone, and the layers of others (`device_peers.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.layer import MoE
+from moesaic_lab.device.bound import Bound, RouterBound
+from moesaic_lab.device.cases import Case, step
+from moesaic_lab.device.memory import peak_growth_bytes
+from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
+from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
+
+LB, ROUTER, LAYER, EXPERTS = "LB", "router's products", "layer", "experts"
+SLOW = 4.0
+"""A peer that takes this many times our layer in the warm-up is timed in two repeats only."""
+FEW = 5
+"""Repeats of a peer that is not slow, but more than `NEAR_BEST` times as slow as the fastest peer."""
+NEAR_BEST = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What was measured of one case."""
+
+    case: Case
+    counts: tuple[int, ...]
+    """Rows of each expert."""
+    seconds: dict[str, tuple[float, ...]]
+    """Per method and repeat."""
+    growth_bytes: dict[str, int]
+    """Peak growth of memory per method."""
+    absent: dict[str, str]
+    """Peers that did not run, and why."""
+
+    def ratio(self, method: str, *over: str) -> Ratio:
+        """Return a paired ratio of a method over another, or over the sum of several."""
+        pairs = min(len(self.seconds[name]) for name in (method, *over))
+        below = [sum(seconds) for seconds in zip(*(self.seconds[name][:pairs] for name in over))]
+        return paired(self.seconds[method][:pairs], below)
+
+    @property
+    def peers(self) -> list[str]:
+        """The layers of others that ran."""
+        return [name for name in self.seconds if name not in (LB, ROUTER, LAYER, EXPERTS)]
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest of them; None if none ran."""
+        return min(self.peers, key=lambda name: Timing.of(self.seconds[name]).median, default=None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the table's rows."""
+        shape, mean = self.case.shape, sum(self.counts) / len(self.counts)
+        head = {
+            "shape": shape.name, "dtype": self.case.dtype, "activation": self.case.activation,
+            "routing": self.case.routed, "max_over_mean": max(self.counts) / mean,
+        }  # fmt: skip
+        return [head | self._row(method) for method in self.seconds] + [
+            head | {"method": name, "reason": why} for name, why in self.absent.items()
+        ]
+
+    def _row(self, method: str) -> dict[str, Any]:
+        timing, over = Timing.of(self.seconds[method]), self.ratio(method, LB)
+        row: dict[str, Any] = {
+            "method": method, "repeats": len(self.seconds[method]), "median_seconds": timing.median,
+            "low_seconds": timing.low, "high_seconds": timing.high, "over_lb": over.median, "over_lb_low": over.low,
+            "over_lb_high": over.high, "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
+            "growth_bytes": self.growth_bytes.get(method),
+        }  # fmt: skip
+        if method in self.peers:
+            ours = self.ratio(LAYER, method)
+            row |= {"layer_over": ours.median, "layer_over_low": ours.low, "layer_over_high": ours.high}
+        return row
+
+
+class GivenRouting(nn.Module):
+    """A layer's experts, the routing given: dispatch, products, combine; what transformers calls an experts implementation.
+
+    Args:
+        layer: ours.
+        x: (tokens, dim).
+    """
+
+    def __init__(self, layer: MoE, x: Tensor) -> None:
+        super().__init__()
+        self.experts = layer.experts
+        with torch.no_grad():
+            _, self.routing = layer(x, return_routing=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the experts: (tokens, dim) -> (tokens, dim)."""
+        routing = self.routing
+        permutation = sort_by_expert(
+            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
+        )
+        sharded, common = self.experts.weights()
+        return self.experts.compute_tokens(sharded, common, x, routing.weight.detach(), permutation)
+
+
+def measure(case: Case, repeats: int, with_peers: bool = True, given_routing: bool = False) -> Cell:
+    """Measure one case with as many threads as torch has.
+
+    Args:
+        case: the layer and its inputs.
+        repeats: timed rounds of the bound, our layer and the fastest layers of others.
+        with_peers: also the layers of others; they have SwiGLU experts.
+        given_routing: also our layer's experts with the routing given.
+    """
+    layer, (x, dy) = case.layer(), case.inputs()
+    layer.step_counts.zero_()
+    layer(x)
+    counts = tuple(layer.step_counts.tolist())
+    modules: dict[str, nn.Module] = {LAYER: layer}
+    if given_routing:
+        modules[EXPERTS] = GivenRouting(layer, x)
+    peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
+    modules |= peer_modules
+    methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
+    growth, once = {}, {}
+    for name, module in modules.items():
+        methods[name] = partial(step, module, x, dy)
+        methods[name]()
+        _clear(module, x)
+        start = time.monotonic()
+        growth[name] = peak_growth_bytes(methods[name])
+        once[name] = time.monotonic() - start
+    slow = [name for name in peer_modules if once[name] > SLOW * once[LAYER]]
+    seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
+    return Cell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
+
+
+def _timed(
+    methods: dict[str, Callable[[], object]], repeats: int, slow: list[str], peers: list[str]
+) -> dict[str, tuple[float, ...]]:
+    """Return seconds per method and repeat: all of them at first, then without peers that are far from the fastest."""
+
+    def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
+        return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=_nothing, warmup=warmup)])
+
+    names = [name for name in methods if name not in slow]
+    gc.collect()
+    found = run(names, min(FEW, repeats), 1)
+    best = min((median(found[name]) for name in peers), default=0.0)
+    names = [name for name in names if name not in peers or median(found[name]) <= NEAR_BEST * best]
+    later = run(names, max(repeats - FEW, 0), 0)
+    return {name: (*found[name], *later.get(name, ())) for name in found} | run(slow, 2, 0)
+
+
+def _peers(layer: MoE, case: Case) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the layers of others that can run a case, and why the rest cannot."""
+    made, absent = {}, {}
+    for name, make in peers().items():
+        reason = make if isinstance(make, str) else _too_large(name, case)
+        if reason is not None:
+            absent[name] = reason
+        elif not isinstance(make, str):
+            made[name] = make(layer)
+    return made, absent
+
+
+def _too_large(name: str, case: Case) -> str | None:
+    """Return why a peer cannot run a case; None if it can."""
+    shape = case.shape
+    copied = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
+    if name.endswith("batched_mm") and copied > MAX_BATCHED_BYTES:
+        return f"it would copy {copied / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
+    return None
+
+
+def _clear(module: nn.Module, x: Tensor) -> None:
+    """Drop the gradients, so that a call's growth includes new ones."""
+    for tensor in (x, *module.parameters()):
+        tensor.grad = None
+
+
+def _nothing() -> None:
+    """No barrier: there is one process."""

@@ -1,0 +1,292 @@
+"""Loss against steps and against time under the plain gate, GShard's, BASE and the topology gate: the demo's model.
+
+Losses are of one process that routes as four ranks in two nodes would, on sequences of 128 in place of the demo's 256.
+Steps are timed apart: the trained models on four ranks of an emulated cluster, 2 nodes of 2 with 200 Mbit/s between them,
+forward, backward and optimizer step, all gates in turn; ranks share the machine's cores. BASE chooses one expert per token,
+so it has half as many experts, twice as wide: as many parameters in all and per token. So has the Switch gate beside it, which
+tells what choosing one expert does by itself. Evaluation is of each gate without its training-time restrictions.
+
+    python -m moesaic_lab.gates_loss --json benchmarks/results/gates_loss.json --picture docs/images/bench/gates_loss.svg
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.layer import MoE, finish_step
+from moesaic.models.gpt import GPT
+from moesaic.plan import Plan
+from moesaic.profiling.together import latest, start_together
+from moesaic.program.grid import Grid
+from moesaic.routing.gates import LinkLevel, TopologyGate
+from moesaic.testbed import cluster
+from moesaic.testbed.steady import hold_still
+from moesaic.train.config import TrainConfig
+from moesaic.train.data import Batches, load_corpus
+from moesaic.train.loop import Trainer
+from moesaic.train.metrics import read_metrics
+from moesaic.train.parallel import parallelize
+from moesaic.train.presets import demo
+from moesaic.train.state import make_optimizer, open_run
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
+from moesaic_lab.pictures import Panel, Series, write_picture
+from moesaic_lab.tables import Column, milliseconds, share, table
+
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+NODES = LinkLevel(name="node", group=(0, 0, 1, 1), share=0.14)
+"""The share that FasterMoE's code lets leave a node unless told otherwise."""
+GATES = ("softmax", "gshard", "topology", "switch", "base")
+TOP_1 = ("switch", "base")
+INTER = "200mbit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    steps: int = 240
+    """Optimizer steps of each run; the learning rate's schedule ends with them."""
+    evaluations: int = 8
+    """Of each run."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Of initialisation, data order and routing noise."""
+    repeats: int = 8
+    """Steps that are timed under each gate."""
+    keep: str | None = None
+    """Folder of what was found, to go on from: a file per run, and one of times."""
+    only: Literal["train", "time", "all"] = "all"
+    """Losses and times may be found at different hours, the latter on a quiet machine."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+    picture: str | None = None
+    """Draw the curves there."""
+
+
+def main() -> None:
+    """Train, time, compare, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    torch.set_num_threads(1)
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
+        keep = Path(folder)
+        if options.only != "time":
+            cases = [(seed, gate) for seed in options.seeds for gate in GATES]
+            for seed, gate in track(cases, "runs", console=console):
+                train(keep, gate, seed, options)
+        if options.only != "train":
+            seconds = timed(keep, options)
+            rows = [row(gate, options, losses(keep, gate, options), seconds) for gate in GATES]
+            finish(rows, options, console)
+
+
+def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
+    """Return the demo's configuration with shorter sequences and one of the gates."""
+    plain = demo()
+    moe = plain.model.moe
+    if gate in TOP_1:
+        moe = replace(moe, num_experts=moe.num_experts // 2, hidden=moe.hidden * 2, top_k=1)
+    moe = replace(moe, router="softmax" if gate == "topology" else gate)  # type: ignore[arg-type]
+    return replace(
+        plain, steps=steps, seed=seed, precision="float32", device="cpu", threads=1, tensorboard=False, log_every=steps,
+        save_every=steps, eval_sequences=64, model=replace(plain.model, seq_len=128, moe=moe),
+    )  # fmt: skip
+
+
+def add_gate(model: GPT, gate: str, origin: int | None) -> None:
+    """Put the topology gate in front of every router, where it is asked for."""
+    for layer in [module for module in model.modules() if isinstance(module, MoE) and gate == "topology"]:
+        layer.router = TopologyGate(layer.router, grid=GRID, levels=(NODES,), origin=origin)
+
+
+def train(keep: Path, gate: str, seed: int, options: Options) -> None:
+    """Train once, unless that was done before; keeps the losses, and of the first seed the weights."""
+    path = keep / f"{gate}-{seed}-{options.steps}.json"
+    if path.exists():
+        return
+    keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as out:
+        every = options.steps // options.evaluations
+        config = replace(configuration(gate, seed, options.steps), out=out, eval_every=every, existing="replace")
+        run = open_run(config, lambda _: None)
+        add_gate(run.model, gate, None)
+        Trainer(run, Console(quiet=True)).run()
+        lines = [line for line in read_metrics(Path(out)) if line["kind"] == "eval"]
+    if seed == options.seeds[0]:
+        torch.save(run.model.state_dict(), keep / f"{gate}-{options.steps}.pt")
+    found = {"steps": [line["step"] for line in lines], "losses": [line["val_nats_per_byte"] for line in lines]}
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+def losses(keep: Path, gate: str, options: Options) -> list[dict[str, Any]]:
+    """Return the curve of every seed."""
+    names = [f"{gate}-{seed}-{options.steps}.json" for seed in options.seeds]
+    return [json.loads((keep / name).read_text(encoding="utf-8")) for name in names]
+
+
+def timed(keep: Path, options: Options) -> dict[str, list[float]]:
+    """Return the seconds of every repeat by gate, found now unless they were before."""
+    path = keep / f"seconds-{options.steps}-{options.repeats}.json"
+    if not path.exists():
+        weights = {gate: str((keep / f"{gate}-{options.steps}.pt").resolve()) for gate in GATES}
+        config = configuration("softmax", options.seeds[0], options.steps)
+        corpus = load_corpus(config.data)
+        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
+        tokens = [batches.get(number) for number in range(options.repeats + 1)]
+        with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
+            found = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
+        path.write_text(json.dumps(found), encoding="utf-8")
+    seconds: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    return seconds
+
+
+def rank_seconds(
+    weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]
+) -> dict[str, list[float]]:
+    """Return the seconds of training steps by gate, over all ranks; all of them call this together."""
+    mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node)
+    step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
+    hold_still(dist.get_rank())
+    gc.collect()
+    gc.freeze()
+    spans = in_turn(step, len(batches) - 1, barrier=start_together(latest))
+    everyone: list[Any] = [None] * mesh.grid.world
+    dist.all_gather_object(everyone, spans)
+    return {gate: list(seconds) for gate, seconds in over_ranks(everyone).items()}
+
+
+class Stepper:
+    """One gate's trained model on the mesh, which each call trains a step further, on another batch.
+
+    Args:
+        gate: its name.
+        weights: file of the state dict.
+        steps: of the run that trained it.
+        vocab: tokens that there are.
+        mesh: of all ranks.
+    """
+
+    def __init__(self, gate: str, weights: str, steps: int, vocab: int, mesh: Mesh) -> None:
+        config = configuration(gate, 0, steps)
+        self.model, self._place, self._calls = GPT(config.model, vocab), mesh.grid.coordinate(mesh.rank, "dp"), 0
+        add_gate(self.model, gate, self._place)
+        self.model.load_state_dict(torch.load(weights))
+        parallelize(self.model, mesh, Plan())
+        self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=1e-5), torch.device("cpu"))
+
+    def __call__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Take a step."""
+        tokens, targets = (part.chunk(GRID.dp)[self._place] for part in batches[self._calls])
+        self._calls += 1
+        self.model(tokens, targets).loss.backward()
+        finish_step(self.model)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def row(gate: str, options: Options, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return a line of the table: means over the seeds."""
+    ratio, time = paired(seconds[gate], seconds["softmax"]), Timing.of(seconds[gate])
+    curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
+    return {
+        "gate": gate,
+        "steps": options.steps,
+        "seeds": len(runs),
+        "val_nats_per_byte": curve[-1],
+        "loss_spread": max(run["losses"][-1] for run in runs) - min(run["losses"][-1] for run in runs),
+        "step_seconds": time.median,
+        "step_seconds_low": time.low,
+        "step_seconds_high": time.high,
+        "step_time_ratio": ratio.median,
+        "step_time_ratio_low": ratio.low,
+        "step_time_ratio_high": ratio.high,
+        "curve_steps": runs[0]["steps"],
+        "curve_losses": curve,
+    }
+
+
+def finish(rows: list[dict[str, Any]], options: Options, console: Console) -> None:
+    """Add the times to a common loss, show, write."""
+    add_times(rows)
+    console.print(shown(rows))
+    claims = [
+        Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, target=None, op="<=")
+        for each in rows[1:]
+        for key, unit in (("val_nats_per_byte", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"))
+    ]  # fmt: skip
+    notes = " ".join((__doc__ or "").split("\n\n")[1].split())
+    if options.json:
+        asked = ", ".join(f"{name}={value}" for name, value in asdict(options).items() if name in ("steps", "seeds"))
+        Measurement(rows=rows, claims=claims, notes=f"{notes} {asked}.").write(options.json)
+    if options.picture:
+        write_picture(Path(options.picture), "Loss under different gates", panels(rows), notes, columns=2)
+
+
+def add_times(rows: list[dict[str, Any]]) -> None:
+    """Add steps and time to each gate's last loss, or the first row's if that is higher, over those of the first row's gate."""
+    plain = rows[0]
+    for each in rows:
+        goal = max(each["curve_losses"][-1], plain["curve_losses"][-1])
+        each["goal_loss"], each["steps_to_loss_ratio"] = goal, steps_to(each, goal) / steps_to(plain, goal)
+        each["time_to_loss_ratio"] = each["steps_to_loss_ratio"] * each["step_time_ratio"]
+
+
+def steps_to(found: Mapping[str, Any], loss: float) -> float:
+    """Return after how many steps a curve has a loss for the first time, between evaluations by straight lines."""
+    for (step, before), (later, after) in pairwise(zip(found["curve_steps"], found["curve_losses"])):
+        if after <= loss <= before:
+            return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
+    raise InputError(f"--evaluations: no curve may start below another's last loss, {loss:.4f}: ask for more")
+
+
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """Return the curves against steps, and against time."""
+    by = {"steps": 1.0, "seconds of training on the bed": None}
+    return [
+        Panel(
+            title=f"against {title.split()[0]}", x_title=title, y_title="validation, nats/byte",
+            series=tuple(
+                Series(name=each["gate"], y=tuple(each["curve_losses"][1:]),
+                       x=tuple(step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]))
+                for each in rows
+            ),
+        )
+        for title, factor in by.items()
+    ]  # fmt: skip
+
+
+def shown(rows: list[dict[str, Any]]) -> Any:
+    """Return the rows for people."""
+    columns = [
+        Column(key="gate", title="gate", is_text=True),
+        Column(key="val_nats_per_byte", title="loss, nats/byte", show=lambda value: f"{value:.4f}"),
+        Column(key="loss_spread", title="spread of seeds", show=lambda value: f"{value:.4f}"),
+        Column(key="step_seconds", title="step, ms", show=milliseconds),
+        Column(key="step_time_ratio", title="over softmax", show=share),
+        Column(key="steps_to_loss_ratio", title="steps to the loss", show=share),
+        Column(key="time_to_loss_ratio", title="time to it, over softmax", show=share),
+    ]
+    return table("demo model; steps on 2 nodes of 2, 200 Mbit/s", rows, columns)
+
+
+if __name__ == "__main__":
+    main()

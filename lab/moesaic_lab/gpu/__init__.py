@@ -1,0 +1,1 @@
+"""One layer on one GPU, beside other implementations."""

@@ -1,0 +1,72 @@
+"""The figures that documentation and issues quote of the GPU benchmark, from its rows. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moesaic_lab.claims import Claim
+from moesaic_lab.gpu.shapes import LARGEST, LAYERS, Layer
+
+OVER_SCATTERMOE = 1.5
+OVER_DENSE = 0.75
+OVER_SONIC_MEMORY = 1.1
+
+
+def claims(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Return the claims of these layers; one without a value says why.
+
+    Args:
+        layers: that were to be measured.
+        rows: by layer name, as `gpu_device.measure` makes them, and "dense".
+    """
+    return [claim for layer in layers for claim in _of_layer(layer, rows)] + _of_largest(layers, rows)
+
+
+def _of_layer(layer: Layer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    row, published = rows.get(layer.name, {"error": "not measured: no time was left"}), LAYERS.get(layer)
+    mine, reason = row.get("ours"), row.get("error", "")
+    found = []
+    for number, which in enumerate(("forward", "backward")):
+        target = None if published is None else float(published.sonic[number])
+        value = None if mine is None else mine[f"{which}_tflops"]
+        found.append(_claim(layer, f"{which}_tflops", value, "TFLOP/s", target, ">=", reason))
+    peer = row.get("scattermoe")
+    absent = reason or f"ScatterMoE could not be run: {row.get('scattermoe_absent', '')}"
+    if published is not None and mine is not None and peer is None:
+        absent += f"; its published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
+    value = None if peer is None else peer["over_ours"]
+    found.append(_claim(layer, "over_scattermoe", value, "1", OVER_SCATTERMOE, ">=", absent))
+    torch_way = row.get("grouped_mm")
+    value = None if torch_way is None else torch_way["over_ours"]
+    found.append(_claim(layer, "over_grouped_mm", value, "1", None, ">=", reason or row.get("grouped_mm_absent", "")))
+    target = None
+    if published is not None and published.sonic_gib is not None:
+        target = OVER_SONIC_MEMORY * published.sonic_gib
+    value = None if mine is None else mine["memory_gib"]["kept"]
+    found.append(_claim(layer, "activation_gib", value, "GiB", target, "<=", reason))
+    return found
+
+
+def _of_largest(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Return how near the largest layer comes to the card's rate on one dense product."""
+    if LARGEST not in layers:
+        return []
+    mine, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
+    found = []
+    for which in ("forward", "backward"):
+        value = None if mine is None or dense is None else mine[f"{which}_tflops"] / dense
+        reason = "" if value is not None else "the largest layer or the dense rate was not measured"
+        found.append(
+            Claim(
+                name=f"gpu.largest.{which}_over_dense", value=value, unit="1", target=OVER_DENSE, op=">=", reason=reason
+            )
+        )
+    return found
+
+
+def _claim(
+    layer: Layer, what: str, value: float | None, unit: str, target: float | None, op: Any, reason: str
+) -> Claim:
+    name = f"gpu.{layer.name}.{what}"
+    return Claim(name=name, value=value, unit=unit, target=target, op=op, reason="" if value is not None else reason)

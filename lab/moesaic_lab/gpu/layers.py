@@ -1,0 +1,206 @@
+"""One layer's tensors on a GPU, the ways to compute it, and whether a way computes it right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels import whole_batch
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.kernels.work import ExpertWork, Wanted
+from moesaic_lab.gpu.shapes import Layer
+
+SAMPLE = 8
+"""Tokens that a check computes one by one."""
+TOLERANCE = 0.02
+"""Of a result's size (root mean square): bfloat16 rounds to 2**-9, a few times on the way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Tensors of one layer: leaves that are differentiated, the routing, the result's gradient."""
+
+    x: Tensor
+    """(T, D)."""
+    w1: Tensor
+    """(E, I, D), the gate."""
+    w3: Tensor
+    """(E, I, D)."""
+    w2: Tensor
+    """(E, D, I)."""
+    weight: Tensor
+    """(T, K) float32."""
+    expert: Tensor
+    """(T, K) int32."""
+    dy: Tensor
+    """(T, D)."""
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What is differentiated."""
+        return self.x, self.w1, self.w3, self.w2, self.weight
+
+    @staticmethod
+    def random(layer: Layer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        """Return a layer with random weights and a random router: experts' loads differ as chance has it."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        made: dict[str, Any] = {"device": device, "generator": generator}
+
+        def leaf(*sizes: int) -> Tensor:
+            return (torch.randn(*sizes, **made) / sizes[-1] ** 0.5).to(dtype).requires_grad_()
+
+        logits = torch.randn(layer.tokens, layer.num_experts, **made)
+        best = logits.topk(layer.top_k, dim=1)
+        x = torch.randn(layer.tokens, layer.dim, **made).to(dtype).requires_grad_()
+        return Inputs(
+            x=x,
+            w1=leaf(layer.num_experts, layer.hidden, layer.dim),
+            w3=leaf(layer.num_experts, layer.hidden, layer.dim),
+            w2=leaf(layer.num_experts, layer.dim, layer.hidden),
+            weight=best.values.softmax(1).detach().requires_grad_(),
+            expert=best.indices.to(torch.int32),
+            dy=torch.randn(layer.tokens, layer.dim, **made).to(dtype),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One implementation of the layer on these tensors."""
+
+    forward: Callable[[], Tensor]
+    """Returns the result, (T, D), differentiable."""
+    leaves: tuple[Tensor, ...]
+    """What its backward pass differentiates: input, matrices, routing weights."""
+
+
+def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
+    """Return the way of the Triton kernels: sort, then the operator."""
+    from moesaic.kernels.triton.mlp import moe_mlp
+    from moesaic.kernels.triton.sort import sort
+
+    def forward() -> Tensor:
+        order = sort(of.expert.view(-1), len(of.w1))
+        top_k = of.expert.shape[1]
+        matrices = (of.x, of.w1, of.w3, of.w2)
+        return moe_mlp(*matrices, of.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles)
+
+    return Way(forward=forward, leaves=of.leaves)
+
+
+def grouped_mm(of: Inputs) -> Way:
+    """Return the way of torch's own `grouped_mm`, one operation after the other."""
+
+    def forward() -> Tensor:
+        y: Tensor = _WholeBatch.apply(of.x, of.w1, of.w3, of.w2, of.weight, of.expert)
+        return y
+
+    return Way(forward=forward, leaves=of.leaves)
+
+
+def scattermoe(of: Inputs) -> Way:
+    """Return ScatterMoE's own gated layer with the same weights (Tan et al. 2024).
+
+    Raises:
+        ImportError: the package is not there.
+    """
+    mlp = import_module("scattermoe.mlp")
+    num_experts, hidden, dim = of.w1.shape
+    module = mlp.GLUMLP(dim, hidden, num_experts, of.expert.shape[1], F.silu).to(of.x.device, of.x.dtype)
+    with torch.no_grad():
+        module.experts.weight.copy_(torch.cat([of.w3, of.w1], dim=1))
+        module.output_experts.weight.copy_(of.w2)
+    expert = of.expert.long()
+
+    def forward() -> Tensor:
+        y: Tensor = module(of.x, of.weight.to(of.x.dtype), expert)
+        return y
+
+    return Way(forward=forward, leaves=(of.x, of.weight, *module.parameters()))
+
+
+def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
+    """Return how far results are off, relative to their size, on a sample that float32 computes one by one.
+
+    Args:
+        of: the layer.
+        y: (T, D), the result.
+        grads: of `of.leaves`, for `of.dy`; None for one that is not compared.
+
+    Returns:
+        by name: y, x and weight of some tokens, w1, w3 and w2 of one expert.
+    """
+    d_x, d_w1, d_w3, d_w2, d_weight = grads
+    tokens = torch.linspace(0, len(of.x) - 1, SAMPLE, device=of.x.device).long()
+    found = {"y": y[tokens], "x": None if d_x is None else d_x[tokens]}
+    found["weight"] = None if d_weight is None else d_weight[tokens]
+    exact: dict[str, list[Tensor]] = {"y": [], "x": [], "weight": []}
+    for token in tokens.tolist():
+        with torch.enable_grad():
+            x, weight = (each[token].detach().float().requires_grad_() for each in (of.x, of.weight))
+            result = torch.zeros_like(x)
+            for slot, e in enumerate(of.expert[token].tolist()):
+                hidden = F.silu(of.w1[e].detach().float() @ x) * (of.w3[e].detach().float() @ x)
+                result = result + weight[slot] * (of.w2[e].detach().float() @ hidden)
+        gradients = torch.autograd.grad(result, (x, weight), of.dy[token].float())
+        for name, value in zip(exact, (result.detach(), *gradients)):
+            exact[name].append(value)
+    result_errors = {
+        name: relative(found[name], torch.stack(values)) for name, values in exact.items() if found[name] is not None
+    }
+    e = int(of.expert[0, 0])
+    of_expert = _expert_gradients(of, e)
+    mine = {"w1": d_w1, "w3": d_w3, "w2": d_w2}
+    return result_errors | {name: relative(each[e], of_expert[name]) for name, each in mine.items() if each is not None}
+
+
+def relative(found: Tensor | None, exact: Tensor) -> float:
+    """Return the root mean square of the difference over that of `exact`."""
+    assert found is not None
+    size = float(exact.float().square().mean().sqrt())
+    return float((found.float() - exact.float()).square().mean().sqrt()) / max(size, 1e-30)
+
+
+def _expert_gradients(of: Inputs, e: int) -> dict[str, Tensor]:
+    """Return the gradients of one expert's matrices in float32."""
+    token, slot = (of.expert == e).nonzero(as_tuple=True)
+    w1, w3, w2 = (each[e].detach().float().requires_grad_() for each in (of.w1, of.w3, of.w2))
+    x = of.x.detach()[token].float()
+    with torch.enable_grad():
+        rows = (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+        weighted = rows * of.weight.detach()[token, slot, None]
+    return dict(zip(("w1", "w3", "w2"), torch.autograd.grad(weighted, (w1, w3, w2), of.dy[token].float())))
+
+
+class _WholeBatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        work = _work(*tensors)
+        y, pre = whole_batch.forward(work, work.x.dtype)
+        ctx.work = work
+        ctx.save_for_backward(*pre)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        found = whole_batch.backward(ctx.work, ctx.saved_tensors, dy, Wanted())
+        by_token = ctx.work.dispatch.by_token
+        assert found.gates is not None
+        d_weight = found.gates.index_select(0, by_token).view(len(dy), -1)
+        return found.x, *found.ups, found.down, d_weight, None
+
+
+def _work(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: Tensor, expert: Tensor) -> ExpertWork:
+    token = torch.arange(len(x), device=x.device).repeat_interleave(expert.shape[1])
+    flat = expert.view(-1).long()
+    counts = torch.zeros(len(w1), dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    permutation = sort_by_expert(token, flat, counts, len(x), expert.shape[1])
+    return ExpertWork(
+        x=x, dispatch=permutation.dispatch, gates=weight.view(-1)[permutation.order], gates_first=False,
+        ends=permutation.ends, ups=[w1, w3], up_biases=[], down=w2, down_bias=None, activation="silu",
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""One MoE layer on one GPU: TFLOP/s forward and backward, activation memory, beside other implementations.
+
+`measure` first checks results, then goes layer by layer: search tiles (or read them from a file), check this layer's
+results, time the ways in turn, take memory. Every finding is written to files at once, so a run that is cut off goes on
+where it stopped; a layer that fails is a row with its reason, and its claims are null.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.errors import InputError
+from moesaic_lab.claims import Measurement, describe_machine
+from moesaic_lab.gpu.claims import claims
+from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, ours, relative, scattermoe
+from moesaic_lab.gpu.shapes import LAYERS, Layer
+from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
+
+STAGES = ("check", "tune", "measure")
+DENSE_SIZE = 8192
+SMALL = Layer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
+"""What is checked first: no size is a multiple of a tile."""
+NOTES = (
+    "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
+    "included; random router. Ways run in turn, median over the repeats by CUDA events, the host ahead of the GPU as in "
+    "training. activation_gib: held between forward and backward, the layer's input included. Published figures were "
+    "measured on an H100 by SonicMoE's authors."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure and for how long."""
+
+    layers: tuple[str, ...] = ()
+    """Names of layers, or parts of names; all of them if there is none."""
+    stages: tuple[str, ...] = STAGES
+    """Which of check, tune and measure to do; tune may come in another run before."""
+    folder: Path = Path("gpu_results")
+    """Where tiles.json and rows.json are kept: what a later run need not do again."""
+    repeats: int = 20
+    """Timed rounds of every way."""
+    seconds: float = 1500.0
+    """After which no other layer is begun and no other tile is tried."""
+    small: bool = False
+    """Layers of a hundredth of the size: to see that everything runs."""
+
+
+def measure(options: Options) -> Measurement:
+    """Run the stages and return rows and claims.
+
+    Raises:
+        InputError: there is no GPU, no Triton, or a name fits no layer.
+    """
+    _require(options)
+    deadline = time.monotonic() + options.seconds
+    layers = _chosen(options)
+    book = _Book(options)
+    if "check" in options.stages:
+        for dtype in (torch.float32, torch.bfloat16):
+            _check_small(dtype)
+    if "measure" in options.stages and "dense" not in book.rows:
+        book.write("dense", {"tflops": dense_tflops(DENSE_SIZE if not options.small else 512, torch.bfloat16)})
+    for stage in ("tune", "measure"):
+        for layer in layers:
+            if stage not in options.stages or (stage == "measure" and book.is_done(layer)):
+                continue
+            if time.monotonic() > deadline:
+                _say(f"{layer.name}: no time left to {stage}")
+                continue
+            _attempt(stage, layer, options, book, deadline)
+    return Measurement(
+        rows=[book.rows[name] for name in book.rows], claims=claims(layers, book.rows), notes=NOTES,
+        packages=("torch", "triton", "scattermoe"),
+        machine=describe_machine() | {"gpu": torch.cuda.get_device_name()},
+    )  # fmt: skip
+
+
+class _Book:
+    """What was found so far, in a file."""
+
+    def __init__(self, options: Options) -> None:
+        self.path = options.folder / ("rows_small.json" if options.small else "rows.json")
+        self.key = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            held = json.loads(self.path.read_text(encoding="utf-8"))
+            self.rows = held["rows"] if held.get("key") == self.key else {}
+
+    def is_done(self, layer: Layer) -> bool:
+        """Say whether a layer was measured, without an error."""
+        return "error" not in self.rows.get(layer.name, {"error": "not measured"})
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Keep a row, in the file too."""
+        self.rows[name] = {"name": name} | row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".writing")
+        aside.write_text(json.dumps({"key": self.key, "rows": self.rows}, indent=1), encoding="utf-8")
+        os.replace(aside, self.path)
+
+
+def _attempt(stage: str, layer: Layer, options: Options, book: _Book, deadline: float) -> None:
+    """Tune or measure one layer; whatever goes wrong becomes the layer's row."""
+    start = time.monotonic()
+    try:
+        _run(stage, layer, options, book, deadline)
+    except Exception as error:  # a kernel that does not compile must not cost the other layers
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        _say(f"{layer.name}: {stage} failed: {reason}")
+        if stage == "measure":
+            book.write(layer.name, {"error": reason})
+    gc.collect()
+    torch.cuda.empty_cache()
+    _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
+
+
+def _run(stage: str, layer: Layer, options: Options, book: _Book, deadline: float) -> None:
+    from moesaic.kernels.triton.launch import device_of
+    from moesaic.kernels.triton.search import load
+    from moesaic_lab.gpu.tune import tune
+
+    inputs = Inputs.random(layer, "cuda", torch.bfloat16)
+    path = options.folder / "tiles.json"
+    tuned = load(path, device_of(inputs.x.device))
+    if stage == "tune":
+        tune(layer, inputs, tuned, path, deadline, _say)
+    else:
+        book.write(layer.name, _row(layer, inputs, tuned, options))
+
+
+def _row(layer: Layer, of: Inputs, tuned: Any, options: Options) -> dict[str, Any]:
+    """Check, time and weigh one layer."""
+    from moesaic.kernels.triton.expert_stage import shapes
+    from moesaic_lab.gpu.tune import breakdown
+
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    tiles = tuned.tiles(shapes(*sizes, gated=True))
+    ways: dict[str, Way] = {"ours": ours(of, tiles)}
+    row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
+    exact = ways["ours"].forward()
+    row["errors"] = _checked(of, exact, torch.autograd.grad(exact, of.leaves, of.dy))
+    for name, make in {"grouped_mm": grouped_mm, "scattermoe": scattermoe}.items():
+        try:
+            way = make(of)
+            off = relative(way.forward().detach(), exact.detach())
+            if not off < TOLERANCE:
+                raise AssertionError(f"its result differs from ours by {off:.3g}")
+            ways[name] = way
+        except Exception as error:  # an optional peer: absent, too old or out of memory
+            row[f"{name}_absent"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    del exact
+    seconds = _timed(ways, of.dy, options.repeats)
+    for name, way in ways.items():
+        forward, backward = (statistics.median(seconds[f"{name} {which}"]) for which in ("forward", "backward"))
+        row[name] = {
+            "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
+            "forward_tflops": layer.forward_flops / forward / 1e12,
+            "backward_tflops": 2 * layer.forward_flops / backward / 1e12,
+            "forward_ms_spread": _spread(seconds[f"{name} forward"]),
+            "backward_ms_spread": _spread(seconds[f"{name} backward"]),
+            "over_ours": _ratio(seconds, name),
+            "memory_gib": vars(memory_of(way.forward, of.x, way.leaves, of.dy)),
+        }  # fmt: skip
+    row["steps"] = breakdown(layer, of, tuned)
+    _say(f"{layer.name}: {row['ours']['forward_tflops']:.0f} / {row['ours']['backward_tflops']:.0f} TFLOP/s")
+    return row
+
+
+def _timed(ways: dict[str, Way], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every way's forward and backward pass, all in turn."""
+    methods: dict[str, Callable[[], object]] = {}
+    for name, way in ways.items():
+        methods[f"{name} forward"] = way.forward
+        methods[f"{name} backward"] = partial(torch.autograd.grad, way.forward(), way.leaves, dy, retain_graph=True)
+    return in_turn(methods, repeats)
+
+
+def _ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Return the median over the repeats of a way's forward plus backward time over ours."""
+    pairs = zip(*(seconds[f"{each} {which}"] for each in (name, "ours") for which in ("forward", "backward")))
+    return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
+
+
+def _spread(seconds: list[float]) -> list[float]:
+    """Return the quartiles in milliseconds."""
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    return [low * 1e3, high * 1e3]
+
+
+def _check_small(dtype: torch.dtype) -> None:
+    """Check the kernels on a layer of odd sizes before anything is timed."""
+    of = Inputs.random(SMALL, "cuda", dtype)
+    y = ours(of, None).forward()
+    found = _checked(of, y, torch.autograd.grad(y, of.leaves, of.dy))
+    _say(f"check {dtype}: largest error {max(found.values()):.2g} of a result's size")
+
+
+def _checked(of: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]) -> dict[str, float]:
+    found = errors(of, y.detach(), grads)
+    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+    assert not wrong, f"wrong results: {wrong}"
+    return found
+
+
+def _chosen(options: Options) -> list[Layer]:
+    layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
+    if not layers:
+        names = ", ".join(layer.name for layer in LAYERS)
+        raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
+    if options.small:
+        return [
+            Layer(tokens=each.tokens // 32, dim=each.dim // 4, hidden=each.hidden // 4, num_experts=8, top_k=2)
+            for each in layers[:2]
+        ]
+    return layers
+
+
+def _require(options: Options) -> None:
+    if not torch.cuda.is_available():
+        raise InputError("the GPU benchmark needs a CUDA device, and torch sees none here: run it where there is one")
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise InputError("the GPU benchmark needs Triton: pip install 'moesaic[gpu]'") from error
+    for stage in options.stages:
+        if stage not in STAGES:
+            raise InputError(f"stage {stage!r} is unknown: choose of {', '.join(STAGES)}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""Searches the tiles of one layer's grouped products on the GPU at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.triton.down_grad import down_grad
+from moesaic.kernels.triton.expert_stage import shapes
+from moesaic.kernels.triton.grouped import rows_times
+from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.permute import sum_of_rows
+from moesaic.kernels.triton.search import Tuned, save, search
+from moesaic.kernels.triton.sort import sort
+from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.up import up
+from moesaic_lab.gpu.layers import Inputs
+from moesaic_lab.gpu.shapes import Layer
+from moesaic_lab.gpu.timing import seconds_of
+
+
+def products(of: Inputs) -> dict[str, Callable[[Tile], object]]:
+    """Return the grouped products of a layer as functions of a tile, with operands as the layer has them."""
+    top_k = of.expert.shape[1]
+    x, w1, w3, w2, dy = (each.detach() for each in (of.x, of.w1, of.w3, of.w2, of.dy))
+    copy, _, ends = sort(of.expert.view(-1), len(w1))
+    token, weight = copy // top_k, of.weight.detach().view(-1)[copy.long()]
+    hidden = torch.randn(len(copy), w1.shape[1], device=x.device, dtype=x.dtype)
+    pre: list[Tensor] = [hidden, torch.randn_like(hidden)]
+    return {
+        "up": lambda tile: up(x, [w1, w3], ends, tile, activation="silu", weight=weight, token=token),
+        "down": lambda tile: rows_times([hidden], [w2], ends, tile, transposed=True),
+        "down_grad": lambda tile: down_grad(dy, w2, pre, ends, tile, activation="silu", weight=weight, token=token),
+        "rows_grad": lambda tile: rows_times(pre, [w1, w3], ends, tile, transposed=False),
+        "weight_grad": lambda tile: outer_products(pre[0], x, ends, tile, q_token=token),
+        "weight_grad_down": lambda tile: outer_products(dy, hidden, ends, tile, p_token=token),
+    }
+
+
+def tune(
+    layer: Layer, of: Inputs, tuned: Tuned, path: Path | None, deadline: float, say: Callable[[str], None]
+) -> Tuned:
+    """Search the tiles that a file does not hold yet, and write each finding to the file at once.
+
+    Args:
+        layer: the sizes.
+        of: the tensors.
+        tuned: what is known.
+        path: of the file; None for none.
+        deadline: of `time.monotonic`; products that come after it keep their defaults and are not written.
+        say: is told what every candidate took.
+    """
+    run = products(of)
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    for name, shape in shapes(*sizes, gated=True).items():
+        if shape.bucket in tuned.found:
+            continue
+        time_tile = partial(_seconds_with, run[name])
+        tile, is_done = search(shape, tuned.device, time_tile, deadline=deadline, say=say)
+        if not is_done:
+            break
+        tuned = tuned.with_tile(shape, tile)
+        if path is not None:
+            save(path, tuned)
+    return tuned
+
+
+def breakdown(layer: Layer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
+    """Return milliseconds and TFLOP/s (GB/s for what only moves bytes) of every step, each timed by itself."""
+    run = products(of)
+    num_rows = layer.tokens * layer.top_k
+    sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    flops = 2.0 * num_rows * layer.dim * layer.hidden
+    found = {}
+    for name, shape in shapes(*sizes, gated=True).items():
+        seconds = _seconds_with(run[name], tuned.tile(shape))
+        doubled = 2 if shape.is_doubled or shape.is_paired else 1
+        found[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
+    order = sort(of.expert.view(-1), layer.num_experts)
+    rows = torch.randn(num_rows, layer.dim, device=of.x.device, dtype=of.x.dtype)
+    seconds = seconds_of(lambda: sum_of_rows(rows, order[1], layer.top_k, None, rows.dtype))
+    found["sum"] = {"ms": seconds * 1e3, "gb_per_s": (rows.nbytes + of.x.nbytes) / seconds / 1e9}
+    found["sort"] = {"ms": seconds_of(lambda: sort(of.expert.view(-1), layer.num_experts)) * 1e3}
+    return found
+
+
+def _seconds_with(product: Callable[[Tile], object], tile: Tile) -> float:
+    return seconds_of(partial(product, tile))

@@ -1,0 +1,1 @@
+"""Operations of a layer, beside the plain way to write them and beside the roofline."""

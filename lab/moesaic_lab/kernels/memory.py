@@ -1,0 +1,81 @@
+"""Memory of one layer at the sizes of Tutel's Table 5: measured where that takes seconds, by the formula above.
+
+Tutel (Hwang et al. 2023), Table 5: model width = hidden width = 4,096, top-2, 2 experts per GPU, float32. Counted is what a
+training step of one layer has alive at most: weights, their gradients, input, output and both gradients, all that lies between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moesaic.kernels.by_expert.blocks import CACHE_BYTES, MIN_ROWS
+from moesaic.layer import MoE
+from moesaic_lab.claims import Claim
+from moesaic_lab.device.cases import step
+from moesaic_lab.device.memory import peak_growth_bytes
+
+TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
+"""By tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A layer with GELU experts on a CPU."""
+
+    dim: int = 4096
+    hidden: int = 4096
+    experts: int = 2
+    top_k: int = 2
+    item: int = 4
+    """Bytes per number."""
+
+    def peak_bytes(self, tokens: int) -> int:
+        """Return the formula: the peak of a training step in bytes, where blocks are added up one after the other.
+
+        Weights and gradients, four tensors of all tokens (x, y and their gradients), the pre-activations, and a block's scratch
+        memory; routing, of some bytes per token and expert, is left out.
+        """
+        weights = 2 * self.experts * self.dim * self.hidden
+        block = max(CACHE_BYTES // ((2 * self.hidden + 2 * self.dim) * self.item), MIN_ROWS)
+        scratch = block * (
+            2 * self.hidden + 4 * self.dim
+        )  # hidden, its gradient; rows, weighted, their gradient, a bag
+        numbers = 2 * weights + 4 * tokens * self.dim + tokens * self.top_k * self.hidden + scratch
+        return numbers * self.item
+
+
+def measured_bytes(tokens: int, sizes: Sizes = Sizes()) -> int:
+    """Return the same by the profiler's count of every tensor."""
+    torch.manual_seed(0)
+    layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
+    x, dy = torch.randn(tokens, sizes.dim, requires_grad=True), torch.randn(tokens, sizes.dim)
+    before = sum(each.nbytes for each in (*layer.parameters(), x, dy))
+    return before + peak_growth_bytes(lambda: step(layer, x, dy))
+
+
+def rows(measured_up_to: int) -> list[dict[str, Any]]:
+    """Return a row per size of the table.
+
+    Args:
+        measured_up_to: larger numbers of tokens by the formula alone.
+    """
+    found = []
+    for tokens, tutel in TUTEL_GIB.items():
+        measured = measured_bytes(tokens) / 2**30 if tokens <= measured_up_to else None
+        formula = Sizes().peak_bytes(tokens) / 2**30
+        found.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
+    return found
+
+
+def claims(found: list[dict[str, Any]]) -> list[Claim]:
+    """Return a claim per size: what was measured, or what the formula says where nothing was."""
+    made = []
+    for row in found:
+        is_measured = row["measured_gib"] is not None
+        value = row["measured_gib"] if is_measured else row["formula_gib"]
+        name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
+        made.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
+    return made

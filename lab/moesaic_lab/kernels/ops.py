@@ -1,0 +1,200 @@
+"""The operations of `moesaic bench kernels`: each with a plain way to write it, its arithmetic and its bytes.
+
+The plain way is the oracle too: run in float64 on the same numbers it says what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.activation import hidden_rows_into
+from moesaic.kernels.dots import dot_rows
+from moesaic.kernels.encode import decode_reference, encode_reference, encoding, fast_decode, fast_encode
+from moesaic.kernels.expert_ffn import expert_ffn
+from moesaic.kernels.permute import Permutation, sort_by_expert, sum_rows
+from moesaic.kernels.work import ExpertWork
+from moesaic_lab.device.cases import Shape
+
+CAPACITY_FACTOR = 1.25
+"""Of encode and decode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation on given inputs."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    run: Callable[..., Tensor]
+    """Ours, of the inputs."""
+    plain: Callable[..., Tensor]
+    """The same as one writes it down; takes the inputs in any dtype."""
+    flops: float
+    """Floating-point operations that it cannot do without."""
+    num_bytes: float
+    """Bytes of its inputs and results, each once."""
+
+    def error(self) -> float:
+        """Return our distance from the plain way in float64, relative to its norm."""
+        exact = self.plain(*(each.double() if each.is_floating_point() else each for each in self.inputs)).double()
+        return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+def ops(shape: Shape, dtype: torch.dtype) -> list[Op]:
+    """Return the operations of one layer, random routing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
+    chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k]
+    token, expert = torch.arange(tokens).repeat_interleave(top_k), chosen.reshape(-1)
+    counts = torch.bincount(expert, minlength=experts)
+    order = sort_by_expert(token, expert, counts, tokens, top_k)
+    gates = torch.rand(len(token), generator=generator).to(dtype)
+    found = [_sort(token, expert, counts, tokens, top_k), *_moves(order, made(tokens, shape.dim), gates, top_k)]
+    found += _pointwise(made(len(token), shape.hidden), made(len(token), shape.hidden))
+    found += _coding(chosen, experts, made(tokens, shape.dim), gates.view(tokens, top_k))
+    return [*found, _experts(shape, order, gates, made)]
+
+
+def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> Op:
+    return Op(
+        name="sort by expert",
+        inputs=(token, expert),
+        run=lambda token, expert: sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token,
+        plain=lambda token, expert: expert.argsort(stable=True).argsort(),
+        flops=0.0,
+        num_bytes=5.0 * 8 * len(token),
+    )
+
+
+def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Op]:
+    """Dispatch and combine: rows of tokens in the order of the experts, and back."""
+    sent, dim, item = order.dispatch, x.shape[1], x.element_size()
+    num_rows, rows = len(sent.token), x.index_select(0, sent.token)
+
+    def combine(rows: Tensor, gates: Tensor) -> Tensor:
+        weighted = rows[sent.by_token] * gates[sent.by_token].unsqueeze(1)
+        return weighted.view(-1, top_k, dim).sum(1)
+
+    gather = Op(
+        name="gather",
+        inputs=(x,),
+        run=lambda x: x.index_select(0, sent.token),
+        plain=lambda x: x[sent.token],
+        flops=0.0,
+        num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
+    )
+    back = Op(
+        name="combine",
+        inputs=(rows, gates),
+        run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
+        plain=combine,
+        flops=2.0 * num_rows * dim,
+        num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
+    )
+    return [gather, back]
+
+
+def _pointwise(a: Tensor, b: Tensor) -> list[Op]:
+    """What happens between the products, and the routing weights' gradient."""
+
+    def into(*pre: Tensor) -> Tensor:
+        out = torch.empty_like(pre[0])
+        hidden_rows_into(pre, "gelu", out)
+        return out
+
+    size = a.nbytes
+    return [
+        Op(name="GELU", inputs=(a,), run=into, plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
+        Op(
+            name="SwiGLU",
+            inputs=(a, b),
+            run=into,
+            plain=lambda gate, up: F.silu(gate) * up,
+            flops=0.0,
+            num_bytes=3.0 * size,
+        ),
+        Op(
+            name="dot products",
+            inputs=(a, b),
+            run=dot_rows,
+            plain=lambda a, b: (a * b).sum(1),
+            flops=2.0 * a.numel(),
+            num_bytes=2.0 * size,
+        ),
+    ]
+
+
+def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Op]:
+    """Encode and decode against GShard's einsum."""
+    capacity = int(CAPACITY_FACTOR * chosen.numel() / experts)
+    form = encoding(chosen, experts, capacity)
+    encoded = fast_encode(x, form)
+    moved = float(x.nbytes + encoded.nbytes)
+    return [
+        Op(
+            name="fast encode",
+            inputs=(x,),
+            run=lambda x: fast_encode(x, form),
+            plain=lambda x: encode_reference(x, form),
+            flops=0.0,
+            num_bytes=moved,
+        ),
+        Op(
+            name="fast decode",
+            inputs=(encoded, gates),
+            run=lambda rows, gates: fast_decode(rows, gates, form),
+            plain=lambda rows, gates: decode_reference(rows, gates, form),
+            flops=2.0 * chosen.numel() * x.shape[1],
+            num_bytes=moved,
+        ),
+    ]
+
+
+def _experts(shape: Shape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> Op:
+    """The expert stage forward and backward, SwiGLU: what comes back is the gradient of the tokens."""
+    experts, dim, hidden = shape.experts, shape.dim, shape.hidden
+    ups, down = [made(experts, hidden, dim) * dim**-0.5 for _ in range(2)], made(experts, dim, hidden) * hidden**-0.5
+    x, dy = made(shape.tokens, dim), made(shape.tokens, dim)
+    work = ExpertWork(
+        x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, ups=ups, up_biases=[], down=down,
+        down_bias=None, activation="silu",
+    )  # fmt: skip
+    rows = len(order.token)
+    return Op(
+        name="experts, both passes",
+        inputs=(x, gates, *ups, down, dy),
+        run=lambda *inputs: _backward(work, inputs, expert_ffn),
+        plain=lambda *inputs: _backward(work, inputs, _one_by_one),
+        flops=3.0 * 3 * 2 * rows * dim * hidden,
+        num_bytes=float(4 * x.nbytes + 2 * 3 * down.nbytes + 2 * 2 * rows * hidden * x.element_size()),
+    )
+
+
+def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
+    x, gates, *weights, dy = (each.detach().requires_grad_() for each in inputs)
+    run(replace(work, x=x, gates=gates, ups=weights[:2], down=weights[2])).backward(dy.detach())
+    assert x.grad is not None
+    return x.grad
+
+
+def _one_by_one(work: ExpertWork) -> Tensor:
+    """One expert after the other, by autograd."""
+    assert work.dispatch is not None
+    assert work.gates is not None
+    y, start = torch.zeros_like(work.x), 0
+    for expert, end in enumerate(work.ends.tolist()):
+        token, weight = work.dispatch.token[start:end], work.gates[start:end].unsqueeze(1)
+        gate, up = (work.x[token] @ matrices[expert].T for matrices in work.ups)
+        y = y.index_add(0, token, (F.silu(gate) * up) @ work.down[expert].T * weight)
+        start = end
+    return y

@@ -1,0 +1,78 @@
+"""The layer benchmark as small multiples: schedules per mesh, r over capacity factors, the rest as bars."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from moesaic_lab.layer.config import AdaptiveR
+from moesaic_lab.layer.job import BEST
+from moesaic_lab.layer.run import Cell
+from moesaic_lab.pictures import Panel, Series
+
+VIRTUAL = "ms, virtual compute"
+"""What stands beside every axis of time."""
+
+
+def panels(cells: Sequence[Cell]) -> list[Panel]:
+    """Return a panel per kind of mesh, per size of weights, and per job of the other parts."""
+    made = []
+    schedules = sorted((c for c in cells if c.job.section == "schedules"), key=_mesh)
+    for (etp, innermost), group in itertools.groupby(schedules, key=_mesh):
+        where = f", {innermost} inside nodes" if etp > 1 else ""
+        found = list(group)
+        made.append(_bars(f"schedules, etp {etp}{where}", found, tuple(f"tp {c.job.grid.tp}" for c in found)))
+    adaptive = [c for c in cells if c.job.section == "adaptive_r"]
+    for name, group in itertools.groupby(adaptive, key=_name):
+        made.append(_over_factors(f"adaptive r, {name}", list(group)))
+    titles = {"pipelining": "chunks", "orders": "orders", "codecs": "codecs", "ablation": "ScheMoE's steps"}
+    for section, title in titles.items():
+        found = [c for c in cells if c.job.section == section]
+        if found:
+            made.append(_bars(title, found, tuple(c.job.label for c in found)))
+    return made
+
+
+def _mesh(cell: Cell) -> tuple[int, str]:
+    return cell.job.grid.etp, cell.job.grid.innermost
+
+
+def _name(cell: Cell) -> str:
+    assert isinstance(cell.job.place, AdaptiveR)
+    return cell.job.place.name
+
+
+def _bars(title: str, cells: Sequence[Cell], categories: tuple[str, ...]) -> Panel:
+    """Draw methods side by side; the plan that a search found stands last."""
+    names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
+    found = [(name, [(n, c, name) for n, c in enumerate(cells) if _has(c, name)]) for name in names]
+    if any(cell.best for cell in cells):
+        found.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
+    series = tuple(_series(name, points) for name, points in found)
+    return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
+
+
+def _over_factors(title: str, cells: Sequence[Cell]) -> Panel:
+    names = list(cells[0].timings)
+    series = tuple(_series(name, [(c.job.factor or 0.0, c, name) for c in cells]) for name in names)
+    ticks = tuple((c.job.factor or 0.0, f"{c.job.factor:g}") for c in cells)
+    return Panel(
+        title=title, x_title="capacity factor", y_title=VIRTUAL, series=series, x_ticks=ticks, log_x=True, log_y=True
+    )
+
+
+def _has(cell: Cell, name: str) -> bool:
+    return name in cell.timings or name in cell.job.same
+
+
+def _series(name: str, points: Sequence[tuple[float, Cell, str]]) -> Series:
+    found = [(x, cell, cell.job.same.get(method, method)) for x, cell, method in points]
+    timings = [cell.timings[method] for _, cell, method in found]
+    return Series(
+        name=name,
+        x=tuple(float(x) for x, _, _ in found),
+        y=tuple(1e3 * timing.median for timing in timings),
+        low=tuple(1e3 * timing.low for timing in timings),
+        high=tuple(1e3 * timing.high for timing in timings),
+        bounds=tuple(1e3 * cell.bound(method) for _, cell, method in found),
+    )

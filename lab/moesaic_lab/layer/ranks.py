@@ -1,0 +1,200 @@
+"""The ranks' side of the layer benchmark: one layer, one mesh; plans are switched between steps and timed in turn."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.plan import Compiled
+from moesaic.profiling.balanced import BalancedRouter
+from moesaic.profiling.together import latest, start_together
+from moesaic.routing.capacity import Capacity, Dropless
+from moesaic_lab.across_ranks import gathered
+from moesaic_lab.layer.job import BEST, Found, Job, Step, Switch
+from moesaic_lab.measure import in_turn, paired
+from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
+
+SWITCHES = 9
+"""How often a switch is timed."""
+BEHIND = 1.3
+"""A plan whose first trial takes so many times the fastest one's is not tried again."""
+
+
+class Runner:
+    """A layer on a mesh, with its input; runs steps.
+
+    Args:
+        job: what to run.
+        wire: between the ranks.
+    """
+
+    def __init__(self, job: Job, wire: AbstractWire) -> None:
+        place = job.place
+        self.accelerator = Accelerator(
+            flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
+        )
+        self.layer = MoE(
+            place.dim,
+            place.hidden,
+            place.num_experts,
+            place.top_k,
+            router=partial(BalancedRouter, seed=job.seed),
+            experts=virtual_experts(self.accelerator),
+            capacity=Dropless() if job.factor is None else Capacity.fixed(job.factor, scope="rank", padded=True),
+            losses=(),
+        )
+        self.layer.parallelize(Mesh(job.grid, wire), next(iter(job.methods.values())))
+        assert self.layer.on_mesh is not None
+        self.layer.on_mesh.codecs = virtual_codecs(self.accelerator)
+        generator = torch.Generator().manual_seed(job.seed + job.grid.coordinate(wire.rank, "dp"))
+        self.x = torch.randn(job.tokens, place.dim, generator=generator).requires_grad_()
+        self._dy = torch.ones(job.tokens, place.dim)
+
+    def step(self, compiled: Compiled | None) -> None:
+        """Run forward and backward under a plan; None for the one that the layer has."""
+        if compiled is not None:
+            self.layer.use_plan(compiled)
+        self.layer(self.x).backward(self._dy)
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+
+def measure(job: Job) -> Found:
+    """Count, search, time, on this rank; all ranks call it together."""
+    wire = open_wire()
+    runner = Runner(job, wire)
+    everything = {**job.methods, **job.candidates}
+    recorder = Recorder(wire)
+    recorded = Runner(job, recorder)
+    steps = {name: count(recorded, recorder, compiled) for name, compiled in everything.items()}
+    switches = switch_costs(job, wire) if job.counts_switches else {}
+    del recorded
+    gc.collect()
+    gc.freeze()
+    barrier = start_together(latest)
+    run = {name: partial(runner.step, compiled) for name, compiled in everything.items()}
+    best, trial = search(job, run, barrier) if job.compete else ("", {})
+    methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
+    spans = in_turn(methods, job.place.repeats, barrier=barrier, warmup=job.warmup)
+    reference = best if job.reference == BEST else job.reference or next(iter(methods))
+    near = near_ones(job, gathered(spans), reference)
+    more = max(job.place.pairs - job.place.repeats, 0)
+    pairs = in_turn({name: run[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
+    kept = {name: steps[name] for name in methods}
+    return Found(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
+
+
+def count(runner: Runner, recorder: Recorder, compiled: Compiled) -> Step:
+    """Run one step and return what it sent, and how much virtual compute it took."""
+    first, before = len(recorder.ranges), runner.accelerator.charged
+    runner.step(compiled)
+    forward_tasks = len(compiled.forward.tasks)
+    of_program = forward_tasks + len(compiled.backward.tasks)
+    sent: tuple[list, list] = ([], [])
+    for each in recorder.ranges[first:]:
+        for message in each.messages:
+            is_backward = each.length == of_program and message.tag >= forward_tasks
+            sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
+    return Step(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            self.num_bytes += value.nbytes if isinstance(value, Tensor) else 0
+        return result
+
+
+def switch_costs(job: Job, wire: AbstractWire) -> dict[str, Switch]:
+    """Return what it costs to take up each plan, coming from another one, on a layer that does not know it yet."""
+    recorder = Recorder(wire)
+    runner = Runner(job, recorder)
+    layer, found = runner.layer, {}
+    plans = list(job.methods.values())
+    for name, compiled in job.methods.items():
+        other = plans[0] if compiled is not plans[0] else plans[-1]
+        runner.step(other)
+        first = _processor_seconds(partial(layer.use_plan, compiled.plan))
+        calls = [_processor_seconds(partial(runner.step, None)) for _ in range(1 + SWITCHES)]
+        again, messages, num_bytes = [], 0, 0
+        for _ in range(SWITCHES):
+            layer.use_plan(other)
+            before = _num_messages(recorder)
+            with _Counting() as counting:
+                again.append(_processor_seconds(partial(layer.use_plan, compiled.plan)))
+            messages += _num_messages(recorder) - before
+            num_bytes += counting.num_bytes
+        found[name] = Switch(
+            first_seconds=first,
+            first_call_seconds=max(calls[0] - statistics.median(calls[1:]), 0.0),
+            again_seconds=statistics.median(again),
+            messages=messages,
+            allocated_bytes=num_bytes,
+        )
+    return found
+
+
+def search(
+    job: Job, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
+) -> tuple[str, dict[str, float]]:
+    """Try the candidates and the methods that compete, plans that are far behind only once; return the best, all medians."""
+    tried = {name: run[name] for name in (*job.compete, *job.candidates)}
+    seconds = gathered(in_turn(tried, min(job.trial_repeats, 1), barrier=barrier, warmup=0))
+    again = {name: run[name] for name in contenders(seconds)}
+    for name, further in gathered(in_turn(again, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)).items():
+        seconds[name] += further
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return choose(medians, job.compete[0], job.margin), medians
+
+
+def contenders(seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
+    """Return the plans whose first trial was near enough to the fastest one's to be tried again."""
+    fastest = min(of_plan[0] for of_plan in seconds.values())
+    return [name for name, of_plan in seconds.items() if of_plan[0] < BEHIND * fastest]
+
+
+def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
+    """Return the plan that is best by prediction, unless a trial shows another one to be faster by a margin."""
+    fastest = min(medians, key=lambda name: medians[name])
+    return fastest if medians[fastest] < (1 - margin) * medians[predicted] else predicted
+
+
+def near_ones(job: Job, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
+    """Return the reference and the methods that are near it; none if it stands alone.
+
+    Where a search found the best one, only the methods that competed with it count.
+    """
+    others = job.compete if job.reference == BEST else tuple(seconds)
+    near = [name for name in others if name != reference and paired(seconds[name], seconds[reference]).is_near]
+    return [reference, *near] if near else []
+
+
+def _processor_seconds(function: Callable[[], object]) -> float:
+    """Return what this thread computes in a function; ranks that share a core do not count."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def _num_messages(recorder: Recorder) -> int:
+    return sum(len(each.messages) for each in recorder.ranges)

@@ -1,0 +1,143 @@
+"""What it gains to send lent weights to each node once: by the policies' model, and by simulation of the programs.
+
+For each cluster and load, `Shadow` decides with weights that go straight to every helper, and with weights that each node gets
+once; both programs, forward and backward, are then simulated with the same counts, and so is the plan without lending. Ratios
+are plain over lending: above 1, lending gains.
+
+    python -m moesaic_lab.lent_weights --json benchmarks/results/lent_weights.json
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.plan.lending.cost import LendingCosts, boards
+from moesaic.plan.lending.lender import Load
+from moesaic.plan.lending.shadow import Shadow
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.order import ORDERS
+from moesaic.program.passes.lend import lend
+from moesaic.program.shapes import Shapes
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import Program
+from moesaic.program.transpose import transpose
+from moesaic_lab.claims import Measurement
+
+NOTES = (
+    "Time without lending over time with it, forward and backward of one layer: by the policies' closed form, and by "
+    "simulating the programs. straight: weights go from the home to every helper; by node: once to each node, on from there."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compare."""
+
+    clusters: tuple[str, ...] = ("100gbe", "25gbe", "dgx-h100", "fastermoe-trevor")
+    """Presets or files."""
+    nodes: tuple[int, ...] = (2, 4)
+    tokens: int = 4096
+    """Per rank, two experts each."""
+    dim: int = 1024
+    hidden: int = 2816
+    json: Path | None = None
+    """Write the table here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One load on one cluster; speeds are over the plan without lending."""
+
+    cluster: str
+    ranks: int
+    load: str
+    straight_model: float
+    straight_simulated: float
+    straight_sends: int
+    by_node_model: float
+    by_node_simulated: float
+    by_node_sends: int
+
+
+def loads(grid: Grid, options: Options) -> dict[str, np.ndarray]:
+    """Return (world, num_experts) copies: one hot expert, by MaxVio per rank, and Zipf's law."""
+    rng, num_experts = np.random.default_rng(0), 2 * grid.ep
+    found = {}
+    for max_violation in (0, 2, 4):
+        hot = min(1.0, (1 + max_violation) / grid.ep)
+        shares = np.full(num_experts, (1 - hot) / (num_experts - 2))
+        shares[:2] = (hot, 0.0) if max_violation else (hot / 2, hot / 2)
+        found[f"MaxVio {max_violation}"] = shares
+    zipf = 1 / np.arange(1, num_experts + 1)
+    found["Zipf 1"] = rng.permutation(zipf / zipf.sum())
+    return {name: rng.multinomial(2 * options.tokens, shares, size=grid.world) for name, shares in found.items()}
+
+
+def seconds(
+    program: Program, cluster: ClusterSpec, workload: Workload, grid: Grid, load: Load, lent: np.ndarray | None
+) -> float:
+    """Return the simulated forward and backward pass of a program, before it is ordered."""
+    shapes = Shapes(grid, load.num_experts, lends=lent is not None)
+    sizes = Sizes(grid, load.copies, load.copies.sum(1), lent=lent, units=load.units, shapes=shapes)
+    simulator = Simulator(cluster)
+    ordered = (ORDERS["optsche"](each, None) for each in (program, transpose(program)))
+    return sum(simulator.run(each, workload, grid, sizes=sizes).seconds for each in ordered)
+
+
+def compare(name: str, nodes: int, options: Options) -> list[Row]:
+    """Return the rows of one cluster."""
+    cluster = read_cluster(name, nodes=nodes)
+    grid = Grid(world=cluster.world, ep=cluster.world, ranks_per_node=cluster.devices_per_node)
+    workload = Workload(
+        tokens=options.tokens, dim=options.dim, hidden=options.hidden, num_experts=2 * grid.ep, top_k=2, dtype="bf16"
+    )
+    plain, rows = SCHEDULES["s1"](False), []
+    for label, copies in loads(grid, options).items():
+        load = Load(grid, copies, workload.num_experts, options.hidden, options.dim)
+        without = seconds(plain, cluster, workload, grid, load, None)
+        found: list[float] = []
+        for relays in (False, True):
+            costs = LendingCosts(cluster=cluster, relays=relays)
+            lent = Shadow(costs).decide(load)
+            (board,) = boards(load, costs)
+            model = board.seconds(np.zeros_like(lent)) / board.seconds(lent)
+            program = lend(plain, 1, grid if relays else None) if lent.any() else plain
+            simulated = seconds(program, cluster, workload, grid, load, lent if lent.any() else None)
+            found += [model, without / simulated, int((lent.sum(0) > 0).sum())]
+        names = list(Row.__dataclass_fields__)
+        rows.append(Row(**dict(zip(names, (name, grid.world, label, *found)))))  # type: ignore[arg-type]
+    return rows
+
+
+def main(options: Options) -> None:
+    """Compare, and print the table."""
+    jobs = [(name, nodes) for name in options.clusters for nodes in options.nodes]
+    console = Console(stderr=True)
+    rows = [row for job in track(jobs, console=console) for row in compare(*job, options)]
+    table = Table(
+        "cluster", "ranks", "load", "straight: model", "simulated", "sends", "by node: model", "simulated", "sends"
+    )
+    for row in rows:
+        values = (f"{value:.2f}x" if isinstance(value, float) else str(value) for value in asdict(row).values())
+        table.add_row(*values)
+    console.print(table)
+    if options.json is not None:
+        Measurement(rows=[asdict(row) for row in rows], claims=[], notes=NOTES, packages=("numpy",)).write(
+            str(options.json)
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

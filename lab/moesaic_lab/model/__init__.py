@@ -1,0 +1,1 @@
+"""Predicted times of layers beside measured ones."""

@@ -1,0 +1,186 @@
+"""Runs the model benchmark bed by bed: a profile first, then every plan of every case, measured and predicted.
+
+What is measured is kept in a folder, a file per profile and case: a run can be split and taken up again, and
+another model can be held against the same times. A file is used again only for the very same case, bed and repeats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from moesaic.cost.profile import ClusterProfile, read_profile
+from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan
+from moesaic.plan.candidates import SearchSpace, candidates
+from moesaic.testbed.cluster import Launcher
+from moesaic_lab.layer.same import distinct
+from moesaic_lab.model.config import BedFields, Case, Config
+
+SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
+"""Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
+PROFILE_REPEATS = 5
+Progress = Callable[[str], None]
+"""Told what is measured now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One case: measured and predicted."""
+
+    case: Case
+    bed: BedFields
+    predicted: Mapping[str, float]
+    """Seconds by plan."""
+    screened: Mapping[str, tuple[float, ...]]
+    """Seconds of each repeat by plan, all in turn."""
+    confirmed: Mapping[str, tuple[float, ...]]
+    """Of the fastest plans and the one that is predicted to be, in turn with one another."""
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Median seconds by plan, of all its repeats."""
+        return {
+            name: statistics.median((*times, *self.confirmed.get(name, ()))) for name, times in self.screened.items()
+        }
+
+    @property
+    def pick(self) -> str:
+        """The plan that is predicted to be the fastest."""
+        return min(self.predicted, key=lambda name: self.predicted[name])
+
+    @property
+    def regret(self) -> float:
+        """How much longer the picked plan takes than the best of those that were timed again; 0 if it is the best."""
+        again = {name: statistics.median(times) for name, times in self.confirmed.items()}
+        if self.pick not in again:  # another model picked then
+            again = self.measured
+        return again[self.pick] / min(again.values()) - 1
+
+
+def run(config: Config, keep: Path, progress: Progress, *, profiles: bool = False) -> None:
+    """Measure what is not kept yet.
+
+    Args:
+        config: what to measure.
+        keep: folder of what was measured.
+        progress: told what goes on.
+        profiles: also profile the beds on which nothing is to be measured.
+
+    Raises:
+        InputError: if this machine cannot make the beds, or a profile would be noise.
+    """
+    keep.mkdir(parents=True, exist_ok=True)
+    with Launcher() as launcher:
+        for bed in config.beds:
+            jobs = [case for case in config.cases if case.bed == bed.name]
+            jobs = [case for case in jobs if not _path(keep, config, bed, case).exists()]
+            if not jobs and (not profiles or _profile_path(keep, bed).exists()):
+                continue
+            with launcher.open(bed.bed) as ranks:
+                profile = _profile(keep, bed, ranks, progress)
+                for case in jobs:
+                    progress(f"{bed.name}: {case.name}")
+                    _measure(keep, config, bed, case, profile, ranks)
+
+
+def kept(config: Config, keep: Path) -> list[Found]:
+    """Return the cases that a folder has times of, with what the folder's profiles predict."""
+    beds = [(config.bed_of(case), case) for case in config.cases]
+    return [
+        _found(keep, config, bed, case)
+        for bed, case in beds
+        if _path(keep, config, bed, case).exists() and _profile_path(keep, bed).exists()
+    ]
+
+
+def plans_of(case: Case, bed: BedFields) -> dict[str, Compiled]:
+    """Return the different plans of a case by name."""
+    grid = case.grid(bed.bed)
+    found = distinct({described(each.plan): each for each in candidates(grid, SPACE)})[0]
+    if case.plans and case.plans < len(found):
+        step = len(found) / case.plans
+        names = sorted(found)
+        found = {names[int(n * step)]: found[names[int(n * step)]] for n in range(case.plans)}
+    return found
+
+
+def predict(case: Case, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
+    """Return the predicted seconds of every plan."""
+    virtual = 1e9 * case.gflops if case.compute == "virtual" else None
+    simulator = ProfiledSimulator(profile, virtual_flops=virtual)
+    return {
+        name: simulator.layer_seconds(each.forward, each.backward, case.layer(each.grid.tp), each.grid)
+        for name, each in plans.items()
+    }
+
+
+def described(plan: Plan) -> str:
+    """Return a plan as words."""
+    words = [plan.schedule, plan.all_to_all]
+    return ", ".join([*words, f"{plan.chunks} chunks"] if plan.chunks > 1 else words)
+
+
+def _measure(keep: Path, config: Config, bed: BedFields, case: Case, profile: ClusterProfile, ranks: object) -> None:
+    from moesaic.testbed.cluster import Cluster
+    from moesaic_lab.model import ranks as model_ranks
+
+    assert isinstance(ranks, Cluster)
+    plans = plans_of(case, bed)
+    predicted = predict(case, plans, profile)
+    favourites = sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
+    job = model_ranks.Job(
+        case=case, grid=case.grid(bed.bed), plans=plans, favourites=tuple(favourites), repeats=config.repeats,
+        leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
+    )  # fmt: skip
+    times = ranks.run(model_ranks.measure, job)[0]
+    path = _path(keep, config, bed, case)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(asdict(times)), encoding="utf-8")
+    draft.replace(path)
+
+
+def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
+    from moesaic.profiling import profile as measuring
+    from moesaic.testbed.cluster import Cluster
+
+    assert isinstance(ranks, Cluster)
+    path = _profile_path(keep, bed)
+    if not path.exists():
+        progress(f"{bed.name}: profile")
+        measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",))[0]
+        measuring.profile_of(measured).write(path)
+    return read_profile(path)
+
+
+def _found(keep: Path, config: Config, bed: BedFields, case: Case) -> Found:
+    table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
+    plans, profile = plans_of(case, bed), read_profile(_profile_path(keep, bed))
+    timed = {part: {name: tuple(times) for name, times in table[part].items()} for part in ("screened", "confirmed")}
+    if set(timed["screened"]) != set(plans):
+        raise InputError(
+            f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"
+        )
+    predicted = predict(case, plans, profile)
+    return Found(case=case, bed=bed, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
+
+
+def _path(keep: Path, config: Config, bed: BedFields, case: Case) -> Path:
+    asked = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
+
+
+def _profile_path(keep: Path, bed: BedFields) -> Path:
+    digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
+    return keep / f"profile-{bed.name}-{digest}.json"
+
+
+def points(found: Sequence[Found]) -> list[tuple[float, float]]:
+    """Return measured and predicted seconds of every plan of every case."""
+    return [(measured, each.predicted[name]) for each in found for name, measured in each.measured.items()]

@@ -1,0 +1,132 @@
+"""Does sparsity pay? The demo's GPT-MoE against a dense GPT with the same active parameters, tokens and steps.
+
+Three seeds; the learning rate swept over three values for each of the two, and each judged at its best one (the lowest
+mean validation loss over the seeds). The two models train in turn, so the ratio of their times holds on a noisy machine.
+
+    python -m moesaic_lab.moe_vs_dense --json benchmarks/results/moe_vs_dense.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.train.loop import train
+from moesaic.train.presets import demo, demo_dense
+from moesaic_lab.claims import Claim, Measurement
+
+MODELS = {"moe": demo, "dense": demo_dense}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of initialisation and data order."""
+    lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    """Peak learning rates of the sweep."""
+    steps: int | None = None
+    """Steps of each run; None takes the presets'."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+def main() -> None:
+    """Run the sweep, print the table, write the results."""
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in options.seeds:
+            for lr in options.lrs:
+                for name in MODELS:
+                    rows.append(one_run(name, seed, lr, options.steps, Path(folder), console))
+    measurement = Measurement(rows=rows, claims=claims(rows), notes=__doc__.splitlines()[0])
+    console.print(table(rows))
+    for claim in measurement.claims:
+        console.print(f"{claim.name}: {claim.value:.4f} {claim.unit}", highlight=False)
+    if options.json:
+        measurement.write(options.json)
+
+
+def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path, console: Console) -> dict[str, Any]:
+    """Train one model; returns its row."""
+    preset = MODELS[name]()
+    config = replace(
+        preset,
+        out=str(folder / f"{name}-{seed}-{lr}"),
+        seed=seed,
+        steps=steps or preset.steps,
+        eval_every=10**9,
+        save_every=10**9,
+        tensorboard=False,
+        optimizer=replace(preset.optimizer, lr=lr),
+    )
+    result = train(config, console=Console(quiet=True))
+    if result.was_stopped:
+        sys.exit("stopped")
+    row = {
+        "model": name,
+        "seed": seed,
+        "lr": lr,
+        "val_nats_per_byte": result.val_nats_per_byte,
+        "seconds": result.seconds,
+    }
+    console.print(row, highlight=False, soft_wrap=True)
+    return row
+
+
+def best_lr(rows: list[dict[str, Any]], name: str) -> float:
+    """Return the learning rate with the lowest mean loss of a model."""
+    lrs = sorted({row["lr"] for row in rows})
+    return min(lrs, key=lambda lr: statistics.mean(_values(rows, name, lr, "val_nats_per_byte")))
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the gain, its spread over the seeds and the ratio of times."""
+    losses = {name: _values(rows, name, best_lr(rows, name), "val_nats_per_byte") for name in MODELS}
+    gains = [dense - moe for dense, moe in zip(losses["dense"], losses["moe"])]
+    lrs = {row["lr"] for row in rows}
+    pairs = [
+        moe / dense
+        for lr in sorted(lrs)
+        for moe, dense in zip(_values(rows, "moe", lr, "seconds"), _values(rows, "dense", lr, "seconds"))
+    ]
+    return [
+        Claim(
+            name="moe_vs_dense.gain_nats_per_byte", value=statistics.mean(gains), unit="nats/byte", target=0.05, op=">="
+        ),
+        Claim(name="moe_vs_dense.gain_smallest", value=min(gains), unit="nats/byte", target=None, op=">="),
+        Claim(name="moe_vs_dense.gain_largest", value=max(gains), unit="nats/byte", target=None, op=">="),
+        Claim(name="moe_vs_dense.time_ratio", value=statistics.median(pairs), unit="1", target=None, op="<="),
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return mean and spread per model and learning rate."""
+    result = Table(title="validation loss, nats/byte")
+    for column in ("model", "lr", "mean", "min", "max", "seconds (median)"):
+        result.add_column(column)
+    for name in MODELS:
+        for lr in sorted({row["lr"] for row in rows}):
+            losses, seconds = _values(rows, name, lr, "val_nats_per_byte"), _values(rows, name, lr, "seconds")
+            figures = [f"{f(losses):.4f}" for f in (statistics.mean, min, max)]
+            result.add_row(name, f"{lr:g}", *figures, f"{statistics.median(seconds):.0f}")
+    return result
+
+
+def _values(rows: list[dict[str, Any]], name: str, lr: float, key: str) -> list[float]:
+    return [row[key] for row in rows if row["model"] == name and row["lr"] == lr]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Samples that move to their experts: NetMoE's experiments."""

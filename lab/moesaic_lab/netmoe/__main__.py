@@ -1,0 +1,315 @@
+"""NetMoE's comparison: what moving samples saves between nodes, and in time, as samples like fewer experts each.
+
+Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per device, top 2, float32, 8 MoE
+layers) on 4 nodes of 2, 4 and 8 devices of its cluster, one port per node. Measured: 3 layers forward and backward on
+emulated clusters with 200 Mbit/s between nodes, all methods in turn; real bytes, virtual experts; ranks share the machine's
+cores; the prediction is of the cost model, with assumed host costs. Locality as `moesaic trace show` has it; layers are
+drawn apart; the next layer's routing is predicted rightly; in both, the last layer takes samples home and is not left out.
+Decisions are timed on one core of this machine, what they hide behind is simulated on NetMoE's 2 nodes of 8.
+
+    python -m moesaic_lab.netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Device, Tflops
+from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
+from moesaic.cost.workload import Workload
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.placement import Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.plan.placement.exact import gap
+from moesaic.testbed import cluster
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.measure import Timing, paired
+from moesaic_lab.netmoe.ranks import Job, Method, measure
+from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
+from moesaic_lab.pictures import Panel, Series, write_picture
+from moesaic_lab.tables import Column, byte_size, claims_table, milliseconds, share, table
+
+LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
+BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
+BED_LOCALITIES = {"2x2": (0.0, 0.2, 0.4, 0.8), "4x2": (0.0, 0.4, 0.8)}
+BED_LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=256, hidden=512, matrices=2, dtype="fp32")
+"""With a sample's tokens."""
+INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
+ALWAYS: dict[str, Any] = {"least_gain": 0.0, "rest": 0}
+"""Of policies that are asked in every pass and move for any gain, as published."""
+METHODS: dict[str, Method] = {
+    "plain": None,
+    "nobody moves": Stay(),
+    "two_stage": TwoStage(**ALWAYS),
+    "weighed": Weighed(Machine(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
+}
+DECIDED = (64, 128, 256, 512, 1024)
+"""Samples of all 16 devices."""
+LINKS = {
+    "NetMoE's cluster": (1 / (200 * 4), 1 / 17.8),
+    "the emulated ones": (1 / (UNSHAPED_GBPS / 8), 1 / (INTER_GBPS / 8)),
+    "alike": (1.0, 1.0),
+    "8 times slower inside": (8.0, 1.0),
+}
+"""Seconds of a row inside nodes and between them, over all ranks, up to a common factor."""
+Rows = list[dict[str, Any]]
+Part = Literal["simulated", "decisions", "gap", "2x2", "4x2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    parts: tuple[Part, ...] = ("simulated", "decisions", "gap", "2x2", "4x2")
+    """Which parts; those that the folder has already are not run again."""
+    repeats: int = 4
+    """Of every method at every locality."""
+    keep: str | None = None
+    """Folder of what was found, a file per part, to go on from."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+    picture: str | None = None
+    """Draw them there."""
+
+
+def main() -> None:
+    """Run what is missing, show, write."""
+    options = tyro.cli(Options, description=__doc__)
+    torch.set_num_threads(1)
+    console, rows = Console(stderr=True), Rows()
+    runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions, "gap": gaps}
+    runs |= {name: lambda name=name: on_bed(name, options.repeats) for name in BEDS}  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
+        for part in options.parts:
+            path = Path(folder) / f"{part}.json"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with console.status(part):
+                    path.write_text(json.dumps([{"part": part, **row} for row in runs[part]()]), encoding="utf-8")
+            rows += json.loads(path.read_text(encoding="utf-8"))
+    for title, of_part, columns in TABLES:
+        shown = [row for row in rows if row["part"] in of_part]
+        if shown:
+            console.print(table(title, shown, columns, group_by=("part",)))
+    found = claims(rows)
+    console.print(claims_table(found))
+    notes = " ".join((__doc__ or "").split("\n\n")[1].split())
+    if options.json:
+        Measurement(rows=rows, claims=found, notes=notes).write(options.json)
+    if options.picture:
+        write_picture(Path(options.picture), "Samples that move", panels(rows), notes, columns=2)
+
+
+def simulated() -> Rows:
+    """Return bytes and times on NetMoE's cluster, by devices of a node and locality."""
+    rows = Rows()
+    for per_node in (2, 4, 8):
+        setting = paper_setting(4, per_node)
+        costs = Costs(setting, paper_cluster(4, per_node))
+        for locality in LOCALITIES:
+            rows.append({"per_node": per_node, **predicted(setting, costs, locality, TwoStage(**ALWAYS), "two_stage")})
+    return rows
+
+
+def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, name: str) -> dict[str, Any]:
+    """Return what the model says of a policy beside plain expert parallelism."""
+    trace = routing(setting, locality)
+    counts = [trace.samples(layer, 0) for layer in range(setting.num_layers)]
+    seconds, inside, across = costs.plain(counts)
+    row = {"method": name, "locality": locality, "predicted_inter_bytes_plain": across}
+    journey = travel(setting.grid, counts, setting.slots, placer or Stay())
+    found = (seconds, inside, across) if placer is None else costs.placed(journey)
+    return row | {
+        "predicted_seconds": found[0],
+        "predicted_time_ratio": found[0] / seconds,
+        "predicted_inter_saved": 1 - found[2] / across,
+        "predicted_intra_ratio": found[1] / inside,
+        "decided_inter_saved": 1 - journey.after.inter / journey.before.inter,
+        "moved_nodes": journey.moved[0],
+        "moved_devices": journey.moved[1],
+    }
+
+
+def on_bed(name: str, repeats: int) -> Rows:
+    """Return what was measured on an emulated cluster, and predicted of it."""
+    nodes, per_node = BEDS[name]
+    setting = Setting(nodes=nodes, per_node=per_node, slots=8, layer=BED_LAYER, num_layers=3)
+    device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
+    costs = Costs(setting, emulated(nodes=nodes, ranks_per_node=per_node, inter=INTER, device=device))
+    rows = Rows()
+    with cluster(nodes=nodes, ranks_per_node=per_node, inter=INTER) as bed:
+        for locality in BED_LOCALITIES[name]:
+            trace = routing(setting, locality, tokens=True)
+            experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)])
+            job = Job(
+                grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True), methods=METHODS,
+                experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
+                hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
+            )  # fmt: skip
+            found = bed.run(measure, job)[0]
+            plain = found["plain"]
+            for method, placer in METHODS.items():
+                own, model = found[method], predicted(setting, costs, locality, placer, method)
+                ratio = paired(own.seconds, plain.seconds)
+                rows.append(
+                    {
+                        **model,
+                        "repeats": repeats,
+                        "seconds": Timing.of(own.seconds).median,
+                        "time_ratio": ratio.median,
+                        "time_ratio_low": ratio.low,
+                        "time_ratio_high": ratio.high,
+                        "inter_bytes": own.across_bytes,
+                        "inter_saved": 1 - own.across_bytes / plain.across_bytes,
+                        "intra_ratio": own.inside_bytes / plain.inside_bytes,
+                    }
+                )
+    return rows
+
+
+def decisions() -> Rows:
+    """Return how long decisions take, beside what hides them."""
+    rows = Rows()
+    for samples in DECIDED:
+        setting = paper_setting(2, 8, slots=samples // 16)
+        hidden = Costs(setting, paper_cluster(2, 8)).hidden_seconds()
+        for name, placer in (("two_stage", TwoStage(**ALWAYS)), ("weighed", Weighed(**ALWAYS))):
+            taken = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
+            row = {"samples": samples, "method": name, "decision_seconds": taken.median, "decision_high": taken.high}
+            rows.append(row | {"hidden_seconds": hidden, "share_of_hidden": taken.median / hidden})
+    return rows
+
+
+def gaps() -> Rows:
+    """Return how far policies are from the integer program's optimum, by what links are like."""
+    loads = []
+    for nodes, per_node in ((2, 2), (2, 4), (4, 2)):
+        for slots, locality, seed in ((2, 0.2, 0), (2, 0.6, 1), (4, 0.2, 2), (4, 0.6, 3)):
+            setting = Setting(nodes=nodes, per_node=per_node, slots=slots, layer=BED_LAYER, num_layers=2)
+            trace = routing(setting, locality, seed=seed)
+            homes = Homes.start(setting.grid.world, slots)
+            loads.append(SampleLoad(setting.grid, homes, trace.samples(0, 0), trace.samples(1, 0)))
+    rows = Rows()
+    for links, (intra, inter) in LINKS.items():
+        machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
+        policies = {"nobody moves": Stay(), "two_stage": TwoStage(**ALWAYS), "weighed": Weighed(machine, **ALWAYS)}
+        for name, placer in policies.items():
+            found = [gap(load, placer, intra, inter) for load in loads]
+            row = {"links": links, "method": name, "cases": len(found), "gap_median": statistics.median(found)}
+            rows.append(row | {"gap_worst": max(found)})
+    return rows
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return the figures that documentation quotes; those of parts that were not run have a reason in their place."""
+
+    def figure(name: str, key: str, unit: str, op: Any, **wanted: Any) -> Claim:
+        found = [row[key] for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+        value, reason = (max(found), "") if found else (None, "not run")
+        return Claim(name=f"balance.{name}", value=value, unit=unit, target=None, op=op, reason=reason)
+
+    saved = [
+        figure(f"netmoe_inter_bytes_saved{suffix}", "inter_saved", "share", ">=", part="2x2", method="two_stage", locality=at)
+        for at, suffix in ((0.4, ""), (0.2, ".locality_0.2"), (0.8, ".locality_0.8"))
+    ]  # fmt: skip
+    return [
+        *saved,
+        figure("netmoe_time_ratio", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.4),
+        figure("netmoe_time_ratio.without_locality", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.0),
+        figure("netmoe_decision_over_hidden", "share_of_hidden", "1", "<=", part="decisions", method="two_stage"),
+        figure("placement_gap_to_milp", "gap_worst", "share", "<=", part="gap", method="two_stage", links="NetMoE's cluster"),
+        figure("placement_gap_to_milp.weighed", "gap_worst", "share", "<=", part="gap", method="weighed"),
+        figure("placement_gap_to_milp.links_alike", "gap_worst", "share", "<=", part="gap", method="two_stage", links="alike"),
+    ]  # fmt: skip
+
+
+def panels(rows: Rows) -> list[Panel]:
+    """Return the picture's charts."""
+
+    def line(name: str, x: str, y: str, **wanted: Any) -> Series:
+        found = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in wanted.items())]
+        return Series(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
+
+    placed = {"method": "two_stage"}
+    beds = tuple(line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS)
+    devices = tuple(
+        line(f"4x{n}", "locality", "predicted_inter_saved", part="simulated", per_node=n) for n in (2, 4, 8)
+    )
+    times = [
+        line(f"{what}, {bed}", "locality", key, part=bed, **placed)
+        for bed in BEDS
+        for what, key in (("measured", "time_ratio"), ("predicted", "predicted_time_ratio"))
+    ]
+    simulated_times = [
+        line(f"4x{n}", "locality", "predicted_time_ratio", part="simulated", per_node=n) for n in (2, 4, 8)
+    ]
+    deciding = [
+        line(name, "samples", "decision_seconds", part="decisions", method=name) for name in ("two_stage", "weighed")
+    ]
+    hiding = line("dispatch and experts", "samples", "hidden_seconds", part="decisions", method="weighed")
+    found = [
+        Panel(title="saved between nodes", x_title="locality", y_title="share of the bytes", series=(*beds, *devices)),
+        Panel(title="time over plain, emulated", x_title="locality", y_title="ratio", series=tuple(times)),
+        Panel(title="time over plain, simulated", x_title="locality", y_title="ratio", series=tuple(simulated_times)),
+        Panel(
+            title="decision, and what hides it", x_title="samples", y_title="seconds", series=(*deciding, hiding),
+            log_x=True, log_y=True,
+        ),
+    ]  # fmt: skip
+    return [panel for panel in found if any(series.x for series in panel.series)]
+
+
+def percent(value: float) -> str:
+    """Return a share in hundredths."""
+    return f"{100 * value:.1f} %"
+
+
+LOCAL = (Column(key="locality", title="locality"), Column(key="method", title="method", is_text=True))
+PREDICTED = (
+    Column(key="predicted_inter_saved", title="saved, pred.", show=percent),
+    Column(key="predicted_time_ratio", title="time, pred.", show=share),
+    Column(key="moved_nodes", title="change node", show=percent),
+    Column(key="moved_devices", title="change rank", show=percent),
+)
+TABLES: tuple[tuple[str, tuple[str, ...], tuple[Column, ...]], ...] = (
+    (
+        "NetMoE's cluster, simulated", ("simulated",),
+        (Column(key="per_node", title="per node"), *LOCAL, Column(key="decided_inter_saved", title="decided", show=percent),
+         *PREDICTED, Column(key="predicted_intra_ratio", title="inside", show=share)),
+    ),
+    (
+        "emulated clusters, 200 Mbit/s", tuple(BEDS),
+        (Column(key="part", title="bed"), *LOCAL, Column(key="inter_bytes", title="between nodes", show=byte_size),
+         Column(key="inter_saved", title="saved", show=percent), Column(key="seconds", title="ms", show=milliseconds),
+         Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
+         Column(key="time_ratio_high", title="high", show=share), *PREDICTED),
+    ),
+    (
+        "decisions", ("decisions",),
+        (Column(key="samples", title="samples"), LOCAL[1], Column(key="decision_seconds", title="ms", show=milliseconds),
+         Column(key="hidden_seconds", title="hidden, ms", show=milliseconds),
+         Column(key="share_of_hidden", title="of it", show=share)),
+    ),
+    (
+        "longer than the best placement", ("gap",),
+        (Column(key="links", title="links", is_text=True), LOCAL[1], Column(key="cases", title="cases"),
+         Column(key="gap_median", title="median", show=percent), Column(key="gap_worst", title="worst", show=percent)),
+    ),
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

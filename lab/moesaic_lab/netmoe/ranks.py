@@ -1,0 +1,192 @@
+"""The ranks' side of NetMoE's comparison: MoE layers in a row, by plain expert parallelism and with samples placed.
+
+Routing is told, and a sample's routing has to go where the sample goes, so every token carries its number in its first two
+columns, as a quotient that layers which multiply a token leave alone. Experts are virtual: they return what they got.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.plan import Compiled
+from moesaic.plan.placement import AbstractPlacer
+from moesaic.profiling.together import latest, start_together
+from moesaic.program.grid import Grid
+from moesaic.routing.gates import SoftmaxTopK
+from moesaic.routing.routing import Scores
+from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.relocate_residual import Residual
+from moesaic.testbed.steady import hold_still
+from moesaic_lab.across_ranks import gathered
+from moesaic_lab.measure import in_turn
+from moesaic_lab.virtual import Accelerator, virtual_experts
+
+Method = AbstractPlacer | None
+"""A policy; None for plain expert parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is timed."""
+
+    grid: Grid
+    compiled: Compiled
+    """The plan of all layers."""
+    methods: Mapping[str, Method]
+    """In turn."""
+    experts: Tensor
+    """(layers, samples * length, top_k) int64: every token's experts."""
+    length: int
+    """Tokens of a sample."""
+    dim: int
+    hidden: int
+    num_experts: int
+    gflops: float
+    """Of a rank's virtual accelerator, 1e9 operations per second."""
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one method, over all ranks."""
+
+    seconds: tuple[float, ...]
+    """Per repeat, forward and backward through all layers."""
+    inside_bytes: int
+    """In messages inside nodes in one step, whatever they are for."""
+    across_bytes: int
+    """In messages between nodes."""
+
+
+class ToldRouter(SoftmaxTopK):
+    """Sends every token where a table says, by the number that the token carries; weights are 1 / top_k.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        table: (tokens, top_k) int64.
+    """
+
+    def __init__(self, dim: int, num_experts: int, *, table: Tensor) -> None:
+        super().__init__(dim, num_experts)
+        self._table = table
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return the same logit for the experts that the table names, a lower one for the others."""
+        number_T = (x_TD[:, 0] / x_TD[:, 1]).round().long()
+        logits_TE = x_TD.new_zeros(len(x_TD), self.num_experts).scatter(1, self._table[number_T], 1.0)
+        probs_TE = logits_TE.softmax(-1)
+        return Scores(logits_TE, probs_TE, probs_TE, logits_TE)
+
+
+class Stack:
+    """The layers on a mesh, and this rank's samples.
+
+    Args:
+        job: what is timed.
+        wire: between the ranks.
+    """
+
+    def __init__(self, job: Job, wire: AbstractWire) -> None:
+        self._job, mesh = job, Mesh(job.grid, wire)
+        experts = virtual_experts(Accelerator(flops_per_second=1e9 * job.gflops))
+        top_k = job.experts.shape[2]
+        self.factor = top_k + 1
+        """By which a layer multiplies."""
+        self.layers = nn.ModuleList(
+            MoE(
+                job.dim, job.hidden, job.num_experts, top_k, router=partial(ToldRouter, table=table), experts=experts, losses=()
+            )
+            for table in job.experts
+        )  # fmt: skip
+        for layer in self.layers:
+            assert isinstance(layer, MoE)
+            layer.parallelize(mesh, job.compiled)
+        self._relocators = {name: Relocator(mesh, placer) for name, placer in job.methods.items() if placer is not None}
+        self.trips: dict[str, SampleTrip] = {}
+        """The last one of each policy."""
+        samples = job.experts.shape[1] // job.length // job.grid.world
+        self.x = numbered(samples, job.length, job.dim, first=wire.rank * samples * job.length).requires_grad_()
+
+    def step(self, name: str) -> Tensor:
+        """Run forward and backward by one method; returns what came out, (samples, length, dim).
+
+        Args:
+            name: of the method.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, MoE)]
+        relocator, trip = self._relocators.get(name), None
+        if relocator is not None:
+            followings = [Following(layer.router, layer.top_k) for layer in layers]
+            trip = self.trips[name] = relocator.start(followings, len(self.x), self.x.shape[1])
+        x: Tensor = self.x
+        for layer in layers:
+            x = layer(x, move=None if trip is None else trip.next(), residual=Residual(x))
+        x.backward(torch.ones_like(x))
+        self.x.grad = None
+        for parameter in self.layers.parameters():
+            parameter.grad = None
+        return x.detach()
+
+
+def numbered(samples: int, length: int, dim: int, *, first: int) -> Tensor:
+    """Return samples whose tokens carry their numbers, (samples, length, dim).
+
+    Args:
+        samples: of this rank.
+        length: tokens of each.
+        dim: width of a token, at least 2.
+        first: number of the first token.
+    """
+    x = torch.ones(samples, length, dim)
+    x[..., 0] = torch.arange(first, first + samples * length).view(samples, length)
+    return x
+
+
+def check(stack: Stack, name: str) -> None:
+    """Assert that a method computes what the layers should, and that samples end where they began.
+
+    A virtual expert returns its rows without their weights, so a layer with a residual gives (top_k + 1) times its input.
+    """
+    expected = stack.x.detach() * stack.factor ** len(stack.layers)
+    assert torch.equal(stack.step(name), expected), f"{name}: samples are not what or where they should be"
+
+
+def measure(job: Job) -> dict[str, Found]:
+    """Time the methods of a job in turn; all ranks call it together and return the same."""
+    hold_still(dist.get_rank())
+    wire = open_wire()
+    recorder = Recorder(wire)
+    watched, stack = Stack(job, recorder), Stack(job, wire)
+    carried = {}
+    for name in job.methods:
+        recorder.ranges.clear()
+        check(watched, name)
+        carried[name] = _bytes(recorder, job.grid)
+        check(stack, name)
+    gc.collect()
+    gc.freeze()
+    steps = {name: partial(stack.step, name) for name in job.methods}
+    seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
+    gc.unfreeze()
+    return {name: Found(seconds[name], *carried[name]) for name in job.methods}
+
+
+def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:
+    """Return what all ranks sent inside nodes and between them."""
+    found = torch.zeros(2, dtype=torch.int64)
+    for sent in (each for held in recorder.ranges for each in held.messages):
+        found[int(grid.node_of(sent.source) != grid.node_of(sent.target))] += sent.num_bytes
+    dist.all_reduce(found)
+    return int(found[0]), int(found[1])

@@ -1,0 +1,73 @@
+"""Expert parallelism as the field writes it today, without a compiler: the yardstick of `moesaic bench train`.
+
+The stages are those of torchtitan's expert parallelism (torchtitan, `distributed/expert_parallel.py` and `models/moe`, 2026):
+sort token copies by expert, exchange the counts, send the rows, order what arrived by expert, run the experts as one grouped
+product, send the results back, undo the sort, add up each token's copies by their routing weights. Autograd makes the backward
+pass. One step follows another; nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.layer import MoE
+from moesaic.program.grid import Grid
+from moesaic.runtime.shard import shard_experts
+from moesaic_lab.peers.exchange import AbstractExchange
+
+
+class PlainExpertParallel(nn.Module):
+    """A dropless top-k layer with its experts spread over all ranks; it has its own copy of a layer's weights.
+
+    Args:
+        layer: whole, the same on every rank; its router gives every token the same number of copies.
+        exchange: between all ranks.
+    """
+
+    def __init__(self, layer: MoE, exchange: AbstractExchange) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = layer.top_k, layer.num_experts
+        self.router = copy.deepcopy(layer.router)
+        self.experts = copy.deepcopy(layer.experts)
+        shard_experts(self.experts, Grid(world=exchange.world, ep=exchange.world), exchange.rank, None)
+        self.exchange = exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer: (..., dim) -> (..., dim)."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        scores = self.router.scores(x_TD, None, None)
+        choice = self.router.choose(scores, self.top_k, None, None)
+        weight_TK = self.router.weigh(scores, choice, self.top_k).view(-1, self.top_k)
+        order = choice.expert.argsort(stable=True)
+        counts = torch.bincount(choice.expert, minlength=self.num_experts)
+        rows = x_TD.index_select(0, choice.token[order])
+        world = self.exchange.world
+        told = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
+        sends, receives = counts.view(world, -1).sum(1).tolist(), told.sum(1).tolist()
+        arrived = self.exchange(rows, sends, receives)
+        out = self.exchange(self._run_experts(arrived, told), receives, sends)
+        back_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
+        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), back_TKD).squeeze(1)
+        return y_TD.view(x.shape)
+
+    def _run_experts(self, rows: Tensor, told: Tensor) -> Tensor:
+        """Run this rank's experts over rows in the order (source, expert), and put the results into that order.
+
+        Args:
+            rows: (R, dim).
+            told: (world, experts of this rank) int64, rows by source and expert.
+        """
+        expert = torch.arange(told.shape[1]).repeat(len(told)).repeat_interleave(told.view(-1), output_size=len(rows))
+        order = expert.argsort(stable=True)
+        ends = told.sum(0).cumsum(0).to(torch.int32)
+        out = self.experts.compute(*self.experts.weights(), rows.index_select(0, order), None, ends)
+        return out.index_select(0, _inverse(order))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse

@@ -1,0 +1,166 @@
+"""How far placements of samples and of experts are from the best there are, by integer programs on small random loads.
+
+Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies of each sample, tastes drawn from a
+Dirichlet distribution of 0.3, homes drawn too, two layers; time is that of the slower kind of link. Experts: 12 to 16 on 2 to 4
+places, popularity by powers of 0.3, 0.8 and 1.2 of the rank among experts, 4,096 copies in all; what counts is the rows at the
+busiest place, and moving is free. A gap is the share by which a policy takes longer, or has more rows, than the best.
+
+    python -m moesaic_lab.placement_gaps --json benchmarks/results/placement_gaps.json
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from moesaic.cost.alpha_beta import Machine
+from moesaic.plan.expert_placement import Balanced, ExpertLoad, SmartMoE, places_of
+from moesaic.plan.expert_placement_exact import exact as best_experts
+from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.plan.placement.exact import exact as best_samples
+from moesaic.plan.placement.exact import seconds
+from moesaic.program.grid import Grid
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.tables import Column, claims_table, table
+
+NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
+"""Nodes, and ranks of each."""
+LINKS = {"8 times faster inside": (1.0, 8.0), "alike": (1.0, 1.0), "8 times slower inside": (8.0, 1.0)}
+"""Seconds of a row inside nodes and between them, up to a common factor."""
+PLACES = ((2, 12), (2, 16), (3, 12), (3, 15), (4, 12), (4, 16))
+"""Places of ep, one rank each, and experts."""
+SKEWS = (0.3, 0.8, 1.2)
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much to draw."""
+
+    samples: int = 4
+    """Loads per number of nodes and samples."""
+    experts: int = 10
+    """Loads per number of places and skew."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+def main() -> None:
+    """Draw, solve, show, write."""
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(stderr=True)
+    with console.status("samples"):
+        rows = of_samples(options.samples)
+    with console.status("experts"):
+        rows += of_experts(options.experts)
+    for part in ("samples", "experts"):
+        console.print(table(part, [row for row in rows if row["part"] == part], COLUMNS, group_by=("links",)))
+    found = claims(rows)
+    console.print(claims_table(found))
+    if options.json:
+        notes = " ".join((__doc__ or "").split("\n\n")[1].split())
+        Measurement(rows=rows, claims=found, notes=notes).write(options.json)
+
+
+def of_samples(draws: int) -> Rows:
+    """Return the gaps of the policies for samples, by what links are like."""
+    loads = [
+        sample_load(nodes, per_node, slots, seed) for nodes, per_node in NODES for slots in (2, 4) for seed in range(draws)
+    ]  # fmt: skip
+    rows = Rows()
+    for links, (intra, inter) in LINKS.items():
+        machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
+        policies: dict[str, AbstractPlacer] = {
+            "nobody moves": Stay(),
+            "two_stage": TwoStage(least_gain=0.0),
+            "two_stage, as a run has it": TwoStage(),
+            "weighed": Weighed(machine, least_gain=0.0),
+            "weighed, as a run has it": Weighed(machine),
+        }
+        best = [seconds(load, best_samples(load, intra, inter), intra, inter) for load in loads]
+        for name, placer in policies.items():
+            found = [seconds(load, placer.decide(load), intra, inter) for load in loads]
+            rows.append({"part": "samples", "links": links, "method": name, **summary(found, best)})
+    return rows
+
+
+def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
+    """Return a load that is skewed within samples, the samples anywhere."""
+    world = nodes * per_node
+    random, num_experts = np.random.default_rng((seed, nodes, per_node, slots)), 2 * world
+    homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
+    tastes = [random.dirichlet(np.full(num_experts, 0.3), size=world * slots) for _ in range(2)]
+    here, following = (np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes)
+    return SampleLoad(Grid(world=world, ep=world, ranks_per_node=per_node), homes, here, following)
+
+
+def of_experts(draws: int) -> Rows:
+    """Return the gaps of the policies for experts."""
+    loads = [expert_load(*place, skew, seed) for place in PLACES for skew in SKEWS for seed in range(draws)]
+    best = [load.busiest(best_experts(load)) for load in loads]
+    found = {
+        "nobody moves": [load.busiest(load.place) for load in loads],
+        "smartmoe": [load.busiest(places_of(SmartMoE().decide(load), load.grid.ep)) for load in loads],
+        "balanced": [load.busiest(Balanced().best(load)) for load in loads],
+    }
+    return [{"part": "experts", "links": "", "method": name, **summary(own, best)} for name, own in found.items()]
+
+
+def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
+    """Return a load in which experts differ in popularity, and ranks somewhat in taste."""
+    random = np.random.default_rng((seed, ep, num_experts, round(10 * skew)))
+    popular = random.permutation(np.arange(1, num_experts + 1) ** -skew)
+    tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
+    copies = np.stack([random.multinomial(4096 // ep, taste) for taste in tastes]).astype(np.float64)
+    grid = Grid(world=ep, ep=ep, ranks_per_node=2 if ep % 2 == 0 else None)
+    sizes = {"dim": 64, "expert_parameters": 1, "expert_bytes": 1, "steps": 1}
+    return ExpertLoad(grid=grid, copies=copies, order=random.permutation(num_experts), **sizes)
+
+
+def summary(found: list[float], best: list[float]) -> dict[str, float]:
+    """Return the gaps of a policy's loads to the best."""
+    gaps = np.array(found) / np.array(best) - 1
+    return {
+        "cases": len(gaps), "gap_mean": float(gaps.mean()), "gap_median": float(np.median(gaps)),
+        "gap_worst": float(gaps.max()), "share_optimal": float((gaps < 1e-9).mean()),
+    }  # fmt: skip
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return the figures that documentation quotes."""
+
+    def figure(name: str, key: str, **wanted: str) -> Claim:
+        value = next(row[key] for row in rows if all(row[k] == v for k, v in wanted.items()))
+        return Claim(name=f"placement_gaps.{name}", value=value, unit="share", target=None, op="<=")
+
+    slow = {"part": "samples", "links": "8 times slower inside"}
+    fast = {"part": "samples", "links": "8 times faster inside"}
+    return [
+        figure("two_stage.fast_inside", "gap_worst", method="two_stage", **fast),
+        figure("two_stage.alike", "gap_worst", method="two_stage", part="samples", links="alike"),
+        figure("two_stage.slow_inside", "gap_mean", method="two_stage", **slow),
+        figure("weighed.slow_inside", "gap_worst", method="weighed", **slow),
+        figure("experts.mean", "gap_mean", part="experts", method="balanced"),
+        figure("experts.worst", "gap_worst", part="experts", method="balanced"),
+    ]
+
+
+def percent(value: float) -> str:
+    """Return a share in hundredths."""
+    return f"{100 * value:.1f} %"
+
+
+COLUMNS = (
+    Column(key="links", title="links", is_text=True), Column(key="method", title="method", is_text=True),
+    Column(key="cases", title="cases"), Column(key="gap_mean", title="mean", show=percent),
+    Column(key="gap_median", title="median", show=percent), Column(key="gap_worst", title="worst", show=percent),
+    Column(key="share_optimal", title="optimal", show=percent),
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What a load prediction that is wrong by 2x costs the plan table: recorded counts, replayed through the simulator.
+
+Every step of a recorded run is simulated under each candidate plan with the counts that it really had. The best static plan is
+the one with the least sum, known only afterwards. The table chooses before each step by the load of the step before, times an
+error; it then learns the load that the step really had, and the simulated time of the plan that it chose, of no other.
+
+    python -m moesaic_lab.plan_table_replay --json benchmarks/results/plan_table.json
+
+The trace is 200 steps without a balance loss:
+
+    moesaic train --preset gpt-tiny --steps 200 --batch-size 8 --model.moe.num-experts 8 --model.moe.balance-loss 0 \\
+        --record-routing counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.plan.compile import compile_plan
+from moesaic.plan.findings import Settings
+from moesaic.plan.layouts import Pins
+from moesaic.plan.loads import fit_counts, simulate_counts
+from moesaic.plan.model import Job
+from moesaic.plan.model_shape import ModelShape, MoEShape
+from moesaic.plan.plan import Plan
+from moesaic.plan.predict import Predictor
+from moesaic.plan.search import search
+from moesaic.plan.surroundings import Surroundings
+from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.plan.words import plan_in_words
+from moesaic.program.grid import Grid
+from moesaic.traces.trace import Trace
+from moesaic_lab.claims import Claim, Measurement
+
+ERRORS: dict[str, tuple[float, ...]] = {"half": (0.5,), "right": (1.0,), "twice": (2.0,), "half or twice": (0.5, 2.0)}
+"""The load that the table is told, over that of the step before: always, or one of several, drawn for each step."""
+CANDIDATES = 6
+PASSES = 5
+"""How often the trace is gone through, the table going on: runs are longer than the trace, and trials come early."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to replay."""
+
+    trace: str = "benchmarks/traces/gpt-tiny-unbalanced"
+    """A routing trace with counts."""
+    every: int = 1
+    """Replay each how-many-th step."""
+    layer: int = 1
+    """The MoE layer whose counts are taken."""
+    json: str | None = None
+    """Write the results there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A mesh on a cluster, and how many tokens a group has."""
+
+    cluster: str
+    nodes: int
+    ep: int
+    etp: int
+    sequences: int
+    """Per data-parallel group."""
+
+
+PLACES = (
+    Place(cluster="8x4090-pcie", nodes=1, ep=8, etp=1, sequences=2),
+    Place(cluster="25gbe", nodes=2, ep=8, etp=1, sequences=1),
+)
+
+
+def main() -> None:
+    """Replay, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    trace = Trace.open(Path(options.trace))
+    rows = [row for place in PLACES for row in replay(place, trace, options.layer, options.every)]
+    Console(stderr=True, width=180).print(table_of(rows))
+    worst = max(row["over_best_static"] for row in rows if row["error"] != "right")
+    claims = [Claim(name="model.wrong_load_over_best_static", value=worst, unit="1", target=1.0, op="<=")]
+    if options.json:
+        notes = "simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards"
+        Measurement(rows=rows, claims=claims, notes=notes, packages=("numpy",)).write(options.json)
+
+
+def job_for(place: Place, trace: Trace, world: int) -> Job:
+    """Return a model with the trace's experts, of a size that keeps such a machine busy."""
+    shape = trace.shape
+    moe = MoEShape(num_experts=shape.num_experts, top_k=shape.top_k, hidden=2816)
+    return Job(
+        batch_size=place.sequences * world,
+        model=ModelShape(dim=1024, num_layers=12, num_heads=16, seq_len=1024, moe=moe),
+    )
+
+
+def replay(place: Place, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
+    """Return a row for each error of the load: the table's time over that of the best static plan, and over others."""
+    cluster = read_cluster(place.cluster, nodes=place.nodes)
+    grid = Grid(world=cluster.world, ep=place.ep, etp=place.etp, ranks_per_node=cluster.devices_per_node)
+    job = job_for(place, trace, grid.world)
+    pins = Pins(tp=1, ep=place.ep, etp=place.etp, innermost="etp")
+    plans = [found.plan for found in search(job, cluster, Settings(pins=pins, keep=CANDIDATES)).ranking]
+    seconds, loads = simulated(job, Surroundings(job, cluster, grid, Simulator(cluster)), plans, trace, layer, every)
+    seconds, loads = np.tile(seconds, (PASSES, 1)), loads * PASSES
+    static = seconds.sum(axis=0)
+    predictor = Predictor(job, cluster, grid, plans)
+    rows = []
+    draw = np.random.default_rng(0)
+    for error, values in ERRORS.items():
+        told = (np.array([loads[0], *loads[:-1]]) * draw.choice(values, size=len(loads))).tolist()
+        total, table = run_table(plans, predictor, seconds, told, loads, job)
+        rows.append(
+            {
+                "cluster": f"{place.nodes} x {place.cluster}", "mesh": f"ep {place.ep}, etp {place.etp}", "layer": layer,
+                "error": error, "over_best_static": total / float(static.min()),
+                "over_worst_static": total / float(static.max()), "over_first_predicted": total / float(static[0]),
+                "over_best_each_step": total / float(seconds.min(axis=1).sum()),
+                "explored_share": table.explored / table.steps, "switches": table.switches,
+                "best_static": plan_in_words(plans[int(static.argmin())]),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def simulated(
+    job: Job, around: Surroundings, plans: Sequence[Plan], trace: Trace, layer: int, every: int
+) -> tuple[np.ndarray, list[float]]:
+    """Return the seconds of every step under every plan, (steps, plans), and the copies of each step's busiest expert."""
+    grid, workload = around.grid, around.model.layer
+    compiled = [compile_plan(plan, grid, host_runs_compute=around.cluster.host.runs_compute) for plan in plans]
+    rows, loads = [], []
+    for step in trace.steps[::every]:
+        counts = fit_counts(trace.counts(layer, step), grid.dp, workload)
+        loads.append(float(counts.sum(axis=0).max()))
+        rows.append(
+            [around.estimate(*simulate_counts(around.simulator, each, workload, counts)).seconds for each in compiled]
+        )
+    return np.array(rows), loads
+
+
+def run_table(
+    plans: Sequence[Plan],
+    predictor: Predictor,
+    seconds: np.ndarray,
+    told: Sequence[float],
+    loads: Sequence[float],
+    job: Job,
+) -> tuple[float, PlanTable]:
+    """Return the seconds that the table took in all, and the table."""
+    even = job.batch_size * job.model.seq_len * job.model.moe.top_k / job.model.moe.num_experts
+    table = PlanTable(plans, predictor, replace(TableSettings(), rows_per_bucket=even / 4))
+    total = 0.0
+    for row, expected, load in zip(seconds, told, loads):
+        taken = float(row[table.choose(expected)])
+        table.record(taken, load)
+        total += taken
+    return total, table
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows for the terminal."""
+    shown = Table(title="plan table, recorded counts, simulated steps")
+    for key in rows[0]:
+        shown.add_column(key.replace("_", " "))
+    for row in rows:
+        shown.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return shown
+
+
+if __name__ == "__main__":
+    main()

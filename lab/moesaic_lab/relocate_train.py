@@ -1,0 +1,258 @@
+"""The demo's model under every answer to skewed routing that training has: what a step takes, and the same losses.
+
+Four ranks in two nodes, 16 of the 64 experts on each, real routing of a model that was trained before on the standard
+library, real products on shared cores. Steps (forward, backward, optimizer, experts that move) are timed on an emulated
+cluster, all methods in turn on the same batches and weights, eight sequences of 128 per rank. The curves are of moesaic train
+from the start on four Gloo processes, eight sequences in all, in which the routing of the run without moves is replayed.
+
+    python -m moesaic_lab.relocate_train --json benchmarks/results/relocate_train.json
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.configfile import override
+from moesaic.cost.emulated import CPU, UNSHAPED_GBPS
+from moesaic.plan.placement import TwoStage
+from moesaic.testbed import cluster
+from moesaic.testing.processes import leave
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.data import Batches, load_corpus
+from moesaic.train.loop import train
+from moesaic.train.metrics import read_metrics
+from moesaic.train.presets import demo
+from moesaic.train.state import open_run
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.measure import Timing, paired
+from moesaic_lab.netmoe.train import Job, Method, step_times
+from moesaic_lab.tables import Column, byte_size, claims_table, milliseconds, share, table
+
+INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
+MACHINE = {"intra_gbps": UNSHAPED_GBPS, "inter_gbps": INTER_GBPS, "tflops": CPU.tflops.of("fp32") / 1e12}
+ARBITER: dict[str, Any] = {"plan": {"lending": "arbiter"}}
+SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
+EXPERTS: dict[str, Any] = {"place_experts": {"every": 4, "machine": MACHINE}}
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "nobody moves": {"balance": {"placement": "stay"}},
+    "samples": SAMPLES,
+    "samples, always": SAMPLES,
+    "samples, weighed": {"balance": {"placement": "weighed"}},
+    "experts": EXPERTS,
+    "arbiter": ARBITER,
+    "all": SAMPLES | EXPERTS | ARBITER,
+}
+"""What is set beside the plain configuration; where rates are asked for they are those of the emulated cluster."""
+ALWAYS = "samples, always"
+"""Is asked in every pass and moves for the least gain, as published."""
+HOUR = datetime.timedelta(hours=1)
+Part = Literal["train", "curves", "time"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    trained: int = 240
+    """Steps of one process before steps are timed."""
+    steps: int = 40
+    """Of the curves that are compared."""
+    repeats: int = 8
+    """Steps that are timed by each method."""
+    sequences: int = 8
+    """Of each rank in timed steps."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Which; plain is among them."""
+    parts: tuple[Part, ...] = ("train", "curves", "time")
+    """Which parts; what the folder has already is not run again."""
+    keep: str | None = None
+    """Folder of what was found, to go on from."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+def main() -> None:
+    """Run what is missing, show, write."""
+    options = tyro.cli(Options, description=__doc__)
+    torch.set_num_threads(1)
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
+        keep = Path(folder)
+        keep.mkdir(parents=True, exist_ok=True)
+        weights = keep / f"demo-{options.trained}.pt"
+        if "train" in options.parts and not weights.exists():
+            with console.status("training"):
+                pretrain(weights, options.trained)
+        for part in ("curves", "time"):
+            path = keep / f"{part}.json"
+            if part in options.parts and not path.exists():
+                with console.status(part):
+                    found = compared(options) if part == "curves" else timed(weights, options)
+                    path.write_text(json.dumps([{"part": part, **row} for row in found]), encoding="utf-8")
+            rows += json.loads(path.read_text(encoding="utf-8")) if part in options.parts else []
+    for title, part, columns in TABLES:
+        shown = [row for row in rows if row["part"] == part]
+        if shown:
+            console.print(table(title, shown, columns))
+    figures = claims(rows)
+    console.print(claims_table(figures))
+    if options.json:
+        notes = " ".join((__doc__ or "").split("\n\n")[1].split())
+        Measurement(rows=rows, claims=figures, notes=notes).write(options.json)
+
+
+def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = None) -> TrainConfig:
+    """Return the demo's configuration with shorter sequences, on four ranks in two nodes, changed by tables."""
+    plain = demo()
+    config = replace(
+        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, tensorboard=False,
+        log_every=1, eval_every=steps, save_every=steps, model=replace(plain.model, seq_len=128),
+        mesh=MeshConfig(ep=4, ranks_per_node=2),
+    )  # fmt: skip
+    return override(config, (changes or {}) | {"planner": {"cluster": BED}}, source="the method")
+
+
+def pretrain(weights: Path, steps: int) -> None:
+    """Train in one process and keep the weights."""
+    with tempfile.TemporaryDirectory() as out:
+        config = replace(configuration(steps, 8), out=out, mesh=MeshConfig())
+        train(config, console=Console(quiet=True))
+        torch.save(open_run(replace(config, existing="resume"), lambda _: None).model.state_dict(), weights)
+
+
+def timed(weights: Path, options: Options) -> list[dict[str, Any]]:
+    """Return what steps take on the emulated cluster."""
+    steps, batch_size = options.repeats + 1, 4 * options.sequences
+    configs = {name: configuration(steps, batch_size, METHODS[name]) for name in options.methods}
+    placers = {ALWAYS: TwoStage(least_gain=0.0, rest=0)}
+    plain = configs["plain"]
+    corpus = load_corpus(plain.data)
+    batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
+    asked = Job(
+        methods={name: Method(config=config, placer=placers.get(name)) for name, config in configs.items()},
+        vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
+    )  # fmt: skip
+    with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
+        found = bed.run(step_times, asked)[0]
+    rows, base = [], found["plain"]
+    for name, own in found.items():
+        ratio, seconds = paired(own.seconds, base.seconds), Timing.of(own.seconds)
+        kept = {key: value for key, value in asdict(own).items() if key != "seconds"}
+        rows.append(
+            {
+                "method": name, "repeats": options.repeats, **kept, "inter_saved": 1 - own.inter_bytes / base.inter_bytes,
+                "step_seconds": seconds.median, "step_seconds_low": seconds.low, "step_seconds_high": seconds.high,
+                "time_ratio": ratio.median, "time_ratio_low": ratio.low, "time_ratio_high": ratio.high,
+                "total_ratio": sum(own.seconds) / sum(base.seconds),
+                "chosen": ", ".join(f"{option} {number}" for option, number in sorted(own.options.items())),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def compared(options: Options) -> list[dict[str, Any]]:
+    """Return how far losses under replayed routing are from those without moves."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[str, TrainConfig] = {}
+        for name in options.methods:
+            if name == ALWAYS:
+                continue  # no option of a run
+            out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
+            told: dict[str, Any] = {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
+            runs[name] = replace(configuration(options.steps, 8, METHODS[name] | told), out=out)
+        spawn(_process, args=(folder, list(runs.values())), nprocs=4)
+        lines = {
+            name: [line for line in read_metrics(Path(run.out)) if line["kind"] == "train"]
+            for name, run in runs.items()
+        }
+    rows, plain = [], lines["plain"]
+    for name, of_run in lines.items():
+        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
+        layers = [layer for line in of_run for layer in line.get("balance", {"layers": []})["layers"]]
+        rows.append(
+            {
+                "method": name, "steps": options.steps, "first_loss": of_run[0]["loss"], "last_loss": of_run[-1]["loss"],
+                "loss_difference": apart,
+                "samples_moved": sum(layer.get("samples_moved", 0.0) for layer in layers),
+                "copies_lent": sum(layer.get("copies_lent", 0.0) for layer in layers),
+                "experts_moved": sum(line["place_experts"]["experts"] for line in of_run if "place_experts" in line),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _process(rank: int, folder: str, runs: list[TrainConfig]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(folder + "/store", 4), rank=rank, world_size=4, timeout=HOUR)
+    for run in runs:
+        train(run, console=Console(quiet=True))
+    leave()
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the figures that documentation quotes: of NetMoE's samples, of all answers at once, and of the worst."""
+
+    def figure(name: str, part: str, key: str, unit: str, target: float | None, *methods: str) -> Claim:
+        found = [row[key] for row in rows if row["part"] == part and row["method"] in methods]
+        reason = "" if found else "not run"
+        return Claim(
+            name=f"relocate_train.{name}", value=max(found, default=None), unit=unit, target=target, op="<=", reason=reason
+        )  # fmt: skip
+
+    return [
+        figure("time_ratio", "time", "time_ratio", "1", None, "samples"),
+        figure("time_ratio.always", "time", "time_ratio", "1", None, ALWAYS),
+        figure("time_ratio.experts", "time", "total_ratio", "1", None, "experts"),
+        figure("time_ratio.arbiter", "time", "time_ratio", "1", None, "arbiter"),
+        figure("time_ratio.all", "time", "total_ratio", "1", None, "all"),
+        figure("inter_bytes_saved.always", "time", "inter_saved", "share", None, ALWAYS),
+        figure("loss_difference", "curves", "loss_difference", "nats", 1e-4, *METHODS),
+    ]
+
+
+def percent(value: float) -> str:
+    """Return a share in hundredths."""
+    return f"{100 * value:.1f} %"
+
+
+METHOD = Column(key="method", title="method", is_text=True)
+TABLES = (
+    (
+        "steps on 2 nodes of 2, 200 Mbit/s", "time",
+        (METHOD, Column(key="step_seconds", title="ms", show=milliseconds),
+         Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
+         Column(key="time_ratio_high", title="high", show=share), Column(key="total_ratio", title="in sum", show=share),
+         Column(key="inter_bytes", title="between nodes", show=byte_size),
+         Column(key="inter_saved", title="saved", show=percent), Column(key="decided_saved", title="decided", show=percent),
+         Column(key="moved_nodes", title="change node", show=percent), Column(key="moved_ranks", title="rank", show=percent),
+         Column(key="predicted_right", title="predicted", show=percent), Column(key="locality", title="locality", show=share),
+         Column(key="experts_moved", title="experts"), Column(key="chosen", title="chosen", is_text=True)),
+    ),
+    (
+        "the same losses", "curves",
+        (METHOD, Column(key="last_loss", title="last loss", show="{:.6f}".format),
+         Column(key="loss_difference", title="largest difference", show="{:.1e}".format),
+         Column(key="samples_moved", title="samples", show="{:.0f}".format),
+         Column(key="copies_lent", title="copies lent", show="{:.0f}".format),
+         Column(key="experts_moved", title="experts")),
+    ),
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

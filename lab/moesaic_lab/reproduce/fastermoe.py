@@ -1,0 +1,187 @@
+"""FasterMoE's layers as our programs on its two clusters: the smart schedule, shadows, and ZeRO beside them.
+
+He et al. (PPoPP 2022). Its traces are not public; experts are chosen by a Zipf law with one fitted exponent, the same experts
+everywhere. Shadows are exchanged before and after the layer, as the artifact does: by broadcast and reduce trees over the NIC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.collectives import broadcast, reduce
+from moesaic.cost.compute import rates_of
+from moesaic.cost.simulate import Simulated, Simulator
+from moesaic.cost.step import reduce_seconds
+from moesaic.cost.workload import Workload, zipf_counts
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.fastermoe_model import Machine, Rule, shadows, stay_home
+from moesaic_lab.reproduce.records import Book
+
+SEEDS = (1, 2, 3)
+"""Of the order of experts by load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One of the paper's models, on the cluster where it ran."""
+
+    cluster: str
+    gpus: int
+    tokens: int
+    """Per GPU in a replay."""
+    dim: int
+
+    @property
+    def layer(self) -> Workload:
+        """An MoE layer: as many experts as GPUs, top-2, F = 2 D, float32."""
+        return Workload(
+            tokens=self.tokens,
+            num_experts=self.gpus,
+            top_k=2,
+            dim=self.dim,
+            hidden=2 * self.dim,
+            matrices=2,
+            dtype="fp32",
+        )
+
+
+GPT_S, GPT, GPT_L = (Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096))
+WIDE = Model(cluster="trevor", gpus=64, tokens=2048, dim=1024)
+PLAIN = Plan()
+"""FastMoE: all tokens out, all experts, all tokens back."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A layer, forward and backward."""
+
+    seconds: float
+    limit: float
+    """What full overlap of its computing and moving would take."""
+
+
+class Bed:
+    """One model on its cluster.
+
+    Args:
+        model: which.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.spec = read_cluster(f"fastermoe-{model.cluster}")
+        per_node = self.spec.devices_per_node
+        self.grid = Grid(world=model.gpus, ep=model.gpus, ranks_per_node=per_node)
+        self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))
+        nic = next(link for link in self.spec.links if link.name == "nic")
+        self.nic = nic.slowest
+        self.machine = Machine(flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim)
+        self._simulator = Simulator(self.spec)
+        self._compiled: dict[Plan, Compiled] = {}
+
+    def counts(self, skew: float, seed: int) -> np.ndarray:
+        """Return copies from each rank to each expert, (gpus, gpus)."""
+        return zipf_counts(self.model.gpus, self.model.layer, exponent=skew, seed=seed)
+
+    def run(self, plan: Plan, counts: np.ndarray) -> Pass:
+        """Return the times of a layer under a plan without shadows."""
+        if plan not in self._compiled:
+            self._compiled[plan] = compile_plan(plan, self.grid)
+        made = self._compiled[plan]
+        shapes = made.shapes(self.model.gpus)
+        sizes = sizes_of(made.forward, self.model.layer, self.grid, counts, shapes=shapes)
+        runs: list[Simulated] = [
+            self._simulator.run(program, self.model.layer, self.grid, sizes=sizes)
+            for program in (made.forward, made.backward)
+        ]
+        computing = sum(run.compute_seconds for run in runs)
+        moving = sum(run.communication_seconds for run in runs)
+        return Pass(sum(run.seconds for run in runs), max(computing, moving))
+
+    def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
+        """Return the time of a layer with shadows: their weights out, the layer, their gradients back."""
+        kept = stay_home(counts, list(experts))
+        nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
+        trees = sum(tree(self.model.gpus, nbytes, 10e-6, 1 / self.nic) for tree in (broadcast, reduce))
+        return self.run(plan, kept).seconds + len(experts) * trees
+
+    def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
+        """Return the experts that the policy shadows."""
+        return shadows(self.machine, counts, rule)
+
+    def zero_seconds(self, stage: int) -> float:
+        """Return the time of a layer whose experts are all on all GPUs: no token moves, weights or gradients do.
+
+        Args:
+            stage: 3 gathers weights in both passes and scatters gradients; 2 reduces gradients and gathers weights once.
+        """
+        layer = self.model.layer
+        rows = layer.copies / layer.num_experts
+        rates = rates_of(self.spec, "fp32")
+        each = rates.product_seconds(np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0)
+        nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
+        exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
+        return 3 * float(each.sum()) + exchange * (1.5 if stage == 3 else 1.0)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Speed-ups over FastMoE, means over the orders of experts."""
+
+    schedule: float
+    shadow: float
+    both: float
+    experts: float
+    """Share of the experts that are shadowed."""
+    bound: float
+    """Largest speed-up of one layer that full overlap would give FastMoE."""
+    layer: float
+    """Largest speed-up of one layer by the schedule."""
+    one: float
+    """Largest speed-up of one layer with one shadow."""
+    seconds: float
+    """Of a layer with both."""
+
+
+def skew_of(book: Book) -> float:
+    """Return the exponent of the experts' loads."""
+    return book.constant("fastermoe.skew")
+
+
+def shadow_gain(bed: Bed, skew: float, rule: Rule = "printed") -> float:
+    """Return the speed-up by shadows alone, mean over the orders of experts."""
+    found = []
+    for seed in SEEDS:
+        counts = bed.counts(skew, seed)
+        found.append(bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule)))
+    return float(np.mean(found))
+
+
+def gains(bed: Bed, skew: float, rule: Rule = "printed", seeds: Sequence[int] = SEEDS) -> Gains:
+    """Return all speed-ups of a model."""
+    rows = []
+    for seed in seeds:
+        counts = bed.counts(skew, seed)
+        experts = bed.chosen(counts, rule)
+        plain, smart = bed.run(PLAIN, counts), bed.run(bed.smart, counts)
+        hottest = int(counts.sum(0).argmax())
+        both = bed.shadowed(bed.smart, counts, experts)
+        rows.append(
+            (
+                plain.seconds / smart.seconds,
+                plain.seconds / bed.shadowed(PLAIN, counts, experts),
+                plain.seconds / both,
+                len(experts) / bed.model.gpus,
+                plain.seconds / plain.limit,
+                plain.seconds / bed.shadowed(PLAIN, counts, [hottest]),
+                both,
+            )
+        )
+    mean, most = np.mean(rows, axis=0).tolist(), np.max(rows, axis=0).tolist()
+    return Gains(mean[0], mean[1], mean[2], mean[3], most[4], most[0], most[5], mean[6])

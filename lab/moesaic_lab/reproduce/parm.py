@@ -1,0 +1,149 @@
+"""Parm's sweep: its two testbeds, its baseline and its two schedules, as our programs on our simulator.
+
+Yin et al. (INFOCOM 2024), section VI. An average speed-up is the mean, over the sweep's layers that fit into memory, of the
+time of the baseline over that of a schedule, forward and backward pass together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.cost.cluster import ClusterSpec, Tflops
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.memory import GIB, layer_memory
+from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.workload import Workload
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.records import Book
+
+COLUMNS = (("a", 8), ("b", 8), ("b", 16), ("b", 32))
+"""Testbed and GPUs of the table's columns."""
+SIZES = ((2, 2), (2, 4), (4, 2), (4, 4))
+"""m and s of its rows: ranks of a tensor group, shards of an expert."""
+PLANS = {"baseline": Plan(schedule="baseline"), "s1": Plan(), "s2": Plan(schedule="s2", overlap_gather=True)}
+"""The schedules; S2 with its last all-to-all and all-gather overlapped (SAA)."""
+BATCHES, LENGTHS, WIDTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1.2, 2.4)
+RESERVE_GIB = 1.0
+"""What the framework takes of a device's memory."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """One layer of the sweep in all schedules."""
+
+    workload: Workload
+    count: int
+    """How many layers of the sweep are this one: B and L enter as B * L."""
+    seconds: Mapping[str, float]
+    """Forward and backward, by schedule."""
+    compute: Mapping[str, float]
+    """Of it, what the busiest rank computes."""
+
+    def speedup(self, schedule: str) -> float:
+        """Return the time of the baseline over that of a schedule."""
+        return self.seconds["baseline"] / self.seconds[schedule]
+
+
+class Testbed:
+    """One of the two clusters, with everything that was already found out about it.
+
+    Args:
+        book: tells the constants.
+        name: a or b.
+    """
+
+    def __init__(self, book: Book, name: str) -> None:
+        self.name, self.top_k = name, round(book.constant("parm.top_k"))
+        self.cluster = testbed(book, name)
+        self.simulator = SweepSimulator(self.cluster)
+        self._compiled: dict[tuple[str, Grid], Compiled] = {}
+
+    def compiled(self, schedule: str, grid: Grid) -> Compiled:
+        """Return a schedule's programs."""
+        if (schedule, grid) not in self._compiled:
+            self._compiled[schedule, grid] = compile_plan(PLANS[schedule], grid)
+        return self._compiled[schedule, grid]
+
+    def cell(self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)) -> list[Times]:
+        """Return the times of all layers of a cell that fit into memory.
+
+        Args:
+            world: GPUs.
+            m: ranks of a tensor group.
+            s: shards of an expert.
+            schedules: which to run.
+        """
+        grid = self.grid(world, m, s)
+        found = []
+        for workload, count in layers(world, s, self.top_k):
+            if not self._fits(workload, grid):
+                continue
+            seconds, compute = {}, {}
+            for schedule in schedules:
+                plan = self.compiled(schedule, grid)
+                runs = [self.simulator.run(program, workload, plan.grid) for program in (plan.forward, plan.backward)]
+                seconds[schedule] = sum(run.seconds for run in runs)
+                compute[schedule] = sum(run.compute_seconds for run in runs)
+            found.append(Times(workload, count, seconds, compute))
+        return found
+
+    def grid(self, world: int, m: int, s: int) -> Grid:
+        """Return the mesh: every rank in one copy of the experts, shards and tensor groups innermost (papers.md 1.1)."""
+        per_node = self.cluster.devices_per_node
+        return Grid(world=world, tp=m, ep=world // s, etp=s, ranks_per_node=per_node)
+
+    def _fits(self, workload: Workload, grid: Grid) -> bool:
+        """Return whether the baseline's layer fits: weights, gradients, what is kept and what is alive at once."""
+        plan = self.compiled("baseline", grid)
+        volumes = self.simulator.volumes(plan.forward, workload, plan.grid)
+        kept, buffers = layer_memory(plan.forward, plan.backward, volumes)
+        weights = workload.num_experts / grid.ep * workload.matrices * workload.dim * workload.hidden / grid.etp
+        total = kept + buffers + 2 * weights * workload.element_bytes
+        return total / GIB + RESERVE_GIB <= self.cluster.device.memory_gib
+
+
+def testbed(book: Book, name: str) -> ClusterSpec:
+    """Return a testbed: its preset with the constants in place.
+
+    The published start-up and time per element of an all-gather are read as those of a ring of two: a message each, half of the
+    output.
+    """
+    spec = read_cluster(f"parm-{name}")
+    pcie, *others = spec.links
+    rate, startup = book.constant(f"parm.{name}.link"), book.constant(f"parm.{name}.message")
+    links = [replace(pcie, gbps=(rate,), latency_us=0.0, message_us=startup), *others]
+    if name == "a":
+        return replace(spec, links=tuple(links))
+    nic = replace(links[1], gbps=(book.constant("schemoe.nic"),))
+    device = replace(spec.device, tflops=Tflops(fp32=book.constant("parm.b.tflops")))
+    return replace(spec, device=device, links=(links[0], nic))
+
+
+def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
+    """Yield the 162 layers of a cell, equal ones once, with their number."""
+    tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
+    for (size, count), dim, hidden, factor in itertools.product(sorted(tokens.items()), WIDTHS, WIDTHS, FACTORS):
+        yield (
+            Workload(
+                tokens=size, num_experts=world // s, top_k=top_k, dim=dim * s, hidden=hidden * s, matrices=2,
+                dtype="fp32", capacity_factor=factor,
+            ),
+            count,
+        )  # fmt: skip
+
+
+def mean_speedup(times: Sequence[Times], schedule: str) -> float:
+    """Return the average speed-up of a schedule over the baseline, every layer of the sweep alike."""
+    return float(np.average([each.speedup(schedule) for each in times], weights=[each.count for each in times]))
+
+
+def shares(times: Sequence[Times]) -> tuple[float, float]:
+    """Return the least and the largest share of communication in a layer of the baseline, per cent."""
+    found = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
+    return min(found), max(found)

@@ -1,0 +1,302 @@
+"""What every schedule and all-to-all sends, counted on the wire and held against the closed formulas of the papers.
+
+A layer under even routing runs forward and backward on eight loopback ranks (two nodes of four) and on four Gloo processes
+(two nodes of two). A recorder under the layer counts the bytes of every message by link; the formulas are written out
+below, per movement of rows, and share no code with the programs.
+
+    python -m moesaic_lab.schedules --json benchmarks/results/schedules.json
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.recorder import Recorder, Sent
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.plan import AllToAll, Schedule
+from moesaic.program.bundles import bundles
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Sizes
+from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
+from moesaic.program.volume import messages_of
+from moesaic.routing.gates.hash import Hash
+from moesaic.routing.routing import Choice, Scores
+from moesaic.testing.processes import leave
+from moesaic_lab.claims import Claim, Measurement
+
+DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
+ELEMENT = 8
+"""Bytes: the layers run in float64."""
+SCHEDULES: tuple[Schedule, ...] = ("baseline", "ted", "s1", "s2", "s3")
+LINKS: tuple[AllToAll, ...] = ("linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast")
+GRIDS = {
+    "loopback": Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
+    "gloo": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+class EvenRouter(Hash):
+    """Sends a token's copies to TOP_K neighbouring experts, each expert equally many of every rank's tokens."""
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        """Choose by position."""
+        token = torch.arange(len(scores.logits)).repeat_interleave(top_k)
+        slot = torch.arange(top_k).repeat(len(scores.logits))
+        return Choice(token, (token * top_k + slot) % self.num_experts, slot, None, top_k)
+
+
+Counted = dict[str, tuple[int, int]]
+"""Direction and slot of a movement -> bytes (inside nodes, across nodes), over all ranks."""
+
+
+def main() -> None:
+    """Count, compare, print, write."""
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(stderr=True)
+    plans = [Plan(schedule=s) for s in SCHEDULES]
+    plans += [Plan(schedule=s, all_to_all=link) for s in ("s1", "s2", "s3") for link in LINKS[1:-1]]
+    plans += [Plan(schedule=s, all_to_all="multicast") for s in ("s1", "s2")]
+    plans += [Plan(schedule="s2", gather_weights=r) for r in (0, 1)]
+    rows = []
+    for wire_name, grid in GRIDS.items():
+        found = [on_loopback(grid, plan) for plan in plans] if wire_name == "loopback" else on_gloo(grid, plans)
+        rows += [row(wire_name, grid, plan, counted) for plan, counted in zip(plans, found)]
+    console.print(table(rows))
+    wrong = [r for r in rows if r["wrong"]]
+    for each in wrong:
+        console.print(f"{each['wire']}, {each['schedule']}, {each['all_to_all']}: {each['wrong']}", style="red")
+    claims = [
+        Claim(name="schedules.plans", value=len(rows), unit="plans", target=len(plans) * 2, op=">="),
+        Claim(name="schedules.formula_mismatches", value=len(wrong), unit="plans", target=0, op="<="),
+    ]
+    measurement = Measurement(rows=rows, claims=claims, notes=__doc__.splitlines()[0])
+    if options.json:
+        measurement.write(options.json)
+    sys.exit(1 if wrong else 0)
+
+
+def run_rank(grid: Grid, plan: Plan, wire: AbstractWire) -> Counted:
+    """Run a layer forward and backward on one rank; return the bytes that the rank sent."""
+    recorder = Recorder(wire)
+    torch.manual_seed(0)
+    layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=()).double()
+    layer.parallelize(Mesh(grid, recorder), plan)
+    x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    assert layer.on_mesh is not None
+    sizes_of, seen = layer.on_mesh._sizes, list[Sizes]()
+    layer.on_mesh._sizes = lambda *given: seen.append(sizes_of(*given)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
+    compiled: Compiled = compile_plan(plan, grid)
+    bundle_of = {
+        offset + bundle[0]: (direction, program, [program.tasks[place] for place in bundle])
+        for direction, program, offset in (
+            ("forward", compiled.forward, 0),
+            ("backward", compiled.backward, len(compiled.forward.tasks)),
+        )
+        for bundle in bundles(program)
+    }
+    num_tasks = len(compiled.forward.tasks) + len(compiled.backward.tasks)
+    of_program = next(r for r in recorder.ranges if r.length == num_tasks)
+    counted: dict[str, tuple[int, int]] = {}
+    for sent in of_program.messages:
+        direction, program, tasks = bundle_of[sent.tag]
+        small = [task for task in tasks if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)]
+        if len(small) == len(tasks):
+            continue
+        num_bytes = sent.num_bytes - sum(small_bytes(task, program, seen[0], sent) for task in small)
+        key = f"{direction} {(tasks[-1].of or (*tasks[-1].reads, tasks[-1].writes[0]))[-1]}"
+        inside, across = counted.get(key, (0, 0))
+        crosses = grid.node_of(sent.source) != grid.node_of(sent.target)
+        counted[key] = (inside, across + num_bytes) if crosses else (inside + num_bytes, across)
+    return counted
+
+
+def small_bytes(task: Task, program: Program, sizes: Sizes, sent: Sent) -> int:
+    """Return the bytes of routing weights, or of indices, in a message."""
+    slots = {slot.name: slot for slot in program.slots}
+    pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
+    return sum(each * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
+
+
+def on_loopback(grid: Grid, plan: Plan) -> Counted:
+    """Run all ranks in this process."""
+    return total(run_ranks(grid.world, lambda wire: run_rank(grid, plan, wire)))
+
+
+def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
+    """Run every rank as a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, args=(grid, plans, folder), nprocs=grid.world)
+        per_rank = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(grid.world)]
+    return [total([found[number] for found in per_rank]) for number in range(len(plans))]
+
+
+def _process(rank: int, grid: Grid, plans: list[Plan], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), grid.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.world)
+    wire = open_wire()
+    torch.save([run_rank(grid, plan, wire) for plan in plans], Path(folder) / f"{rank}.pt")
+    leave()
+
+
+def total(per_rank: list[Counted]) -> Counted:
+    """Add up what the ranks sent."""
+    keys = sorted({key for counted in per_rank for key in counted})
+    return {key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys}  # type: ignore[misc]
+
+
+def formulas(grid: Grid, plan: Plan) -> Counted:
+    """Return the forward bytes of every movement of rows by the formulas of the papers, over all ranks.
+
+    n copies and T tokens of a tensor group, m = tp, p = ep, s = etp, L indices of ep on a node; per rank, an all-to-all
+    over ep sends 1 / p of its rows to each index, of which L - 1 others are on the node and p - L on others.
+    """
+    n, m, p, s = TOKENS * TOP_K, grid.tp, grid.ep, grid.etp
+    local = (grid.ranks_per_node or grid.world) // s
+    inside, across = (local - 1) / p, (p - local) / p
+    to_all = (s * n / m * local / p - n / m / p, s * n / m * across)
+    over_ep = (n / m * inside, n / m * across)
+    gather = {"y": ((m - 1) * TOKENS / m, 0)} if plan.schedule == "s1" else {"z_full": ((m - 1) * n / m, 0)}
+    rows: dict[str, tuple[float, float]] = {}
+    if plan.gather_weights == 0:  # every rank gathers all but its own share of all weights: 3 matrices of HIDDEN x DIM
+        shard = 3 * EXPERTS * HIDDEN / (p * s)
+        rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
+    elif plan.gather_weights == 1:  # a token visits one shard's rank, neighbours gather the etp shards
+        rows = {"h": over_ep, "z": over_ep, "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0), **gather}
+    elif plan.all_to_all == "multicast":
+        rows = multicast_formulas(grid, plan, local)
+    elif plan.schedule in ("s1", "s2"):
+        rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
+    elif plan.schedule == "s3":
+        shards = ((s - 1) * n / m, 0)
+        rows = {
+            "arrived": hops(plan, grid, over_ep),
+            "h": shards,
+            "reduced": shards,
+            "z": hops(plan, grid, over_ep),
+            **gather,
+        }
+    elif plan.schedule == "ted":
+        once, reduce = (n * inside, n * across), (2 * (s - 1) / s * n, 0)
+        rows = {"h_same": once, "summed": reduce, "back": once}
+    else:
+        wide, reduce = (s * n * inside, s * n * across), (2 * (s - 1) / s * s * n, 0)
+        rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
+    scale = grid.world * DIM * ELEMENT
+    return {f"forward {name}": (round(a * scale), round(b * scale)) for name, (a, b) in rows.items()}
+
+
+def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
+    """Return rows per rank (inside, across) of an all-to-all algorithm that carries what `direct` sends straight.
+
+    2DH, with g ranks of the group on a node: what crosses goes inside the node first unless the sender has the target's
+    place already, 1 - 1 / g of it. One rank per node (1DH): it goes to the leader and from a leader, 1 - 1 / g each.
+    """
+    inside, across = direct
+    of_group = (grid.ranks_per_node or grid.world) // (1 if plan.schedule != "s3" else grid.etp)
+    moved = across * (1 - 1 / of_group)
+    if plan.all_to_all in ("hier2d", "naive", "hier3d"):  # with two nodes the third level is empty
+        return inside + moved, across
+    if plan.all_to_all == "hier1d":
+        return inside + 2 * moved, across
+    return inside, across
+
+
+def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
+    """Return rows per rank of the multicast: a token crosses once per node, and goes once to every shard there.
+
+    TOP_K neighbouring experts; under S1 a rank's tokens are T / m, each with both copies at one place of ep unless they
+    straddle two; EXPERTS / p experts per place divide by TOP_K, so every token stops at one place. Under S2 a rank holds
+    every m-th part of each expert's run, so a token's two copies are the same rank's.
+    """
+    m, p, s = grid.tp, grid.ep, grid.etp
+    nodes, visits = p // local, TOKENS / m
+    crossing = (0.0, visits * (nodes - 1) / nodes)
+    fan_out = (s * visits - visits / local, 0.0)
+    arrived = "visits_here" if local > 1 else "stops_here"
+    found = {arrived: crossing, "stops_in": fan_out, "z_stops": fan_out, "z": crossing}
+    if plan.schedule == "s1":
+        return found | {"y": ((m - 1) * TOKENS / m, 0.0)}
+    return found | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}
+
+
+def row(wire_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
+    """Return a line of the table, with what differs from the formulas."""
+    expected = formulas(grid, plan)
+    forward: Counted = {}
+    for key, (inside, across) in counted.items():
+        if key.startswith("forward"):
+            name = key.split("/")[0]
+            before = forward.get(name, (0, 0))
+            forward[name] = (before[0] + inside, before[1] + across)
+    wrong = [
+        f"{key.split()[1]} sends {forward.get(key, (0, 0))}, the formula says {expected.get(key, (0, 0))}"
+        for key in sorted(set(forward) | set(expected))
+        if forward.get(key, (0, 0)) != expected.get(key, (0, 0))
+    ]
+    sums = {
+        d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")
+    }
+    return {
+        "wire": wire_name,
+        "ranks": grid.world,
+        "schedule": plan.schedule + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
+        "all_to_all": plan.all_to_all,
+        "forward_inside_bytes": sums["forward"][0],
+        "forward_across_bytes": sums["forward"][1],
+        "backward_inside_bytes": sums["backward"][0],
+        "backward_across_bytes": sums["backward"][1],
+        "wrong": "; ".join(wrong),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows for people."""
+    shown = Table(title="KB of rows and weights over all ranks, even routing, float64")
+    keys = ("forward_inside_bytes", "forward_across_bytes", "backward_inside_bytes", "backward_across_bytes")
+    for column in (
+        "wire",
+        "schedule",
+        "all-to-all",
+        "fwd inside",
+        "fwd across",
+        "bwd inside",
+        "bwd across",
+        "formulas",
+    ):
+        shown.add_column(column, justify="right" if "side" in column or "across" in column else "left")
+    for r in rows:
+        sizes = (f"{r[key] / 1e3:,.1f}" for key in keys)
+        name = f"{r['wire']}, {r['ranks']} ranks"
+        shown.add_row(name, r["schedule"], r["all_to_all"], *sizes, "differ" if r["wrong"] else "equal")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

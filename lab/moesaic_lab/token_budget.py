@@ -1,0 +1,153 @@
+"""What a budget of rows costs and saves: speed and peak memory of a layer against `plan.token_budget`, on an emulated cluster.
+
+The layer, bed and loads are those of `moesaic bench balance`. For each load plain expert parallelism, spilling and the arbiter
+(which goes by its model: learning takes more calls than this) run with several budgets, and without one, all in turn. Before
+that results and gradients of each are held against the plain layer's, and its peak of memory is counted. Budgets are over the
+load of a rank under balance, memory over that of the plain layer there.
+
+    python -m moesaic_lab.token_budget --json benchmarks/results/token_budget.json --picture docs/images/bench/token_budget.svg
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from moesaic.plan.plan import Plan
+from moesaic.testbed.cluster import Launcher
+from moesaic_lab.balance.config import COMMITTED, Config, read_config
+from moesaic_lab.balance.job import Job
+from moesaic_lab.balance.methods import OURS, PLAIN, Method
+from moesaic_lab.balance.run import Cell, measure
+from moesaic_lab.claims import Measurement
+from moesaic_lab.pictures import Panel, Series, check_picture, write_picture
+from moesaic_lab.tables import Column, share, table
+
+NOTES = (
+    "One layer, forward and backward, virtual compute, real bytes over emulated links; methods in turn, medians and the 95 % "
+    "interval of ratios within a round. budget: over the copies of a rank under balance; null for none. memory: bytes of all "
+    "tensors alive at once with real experts, of the rank that has most, over those of plain ep at MaxVio 0."
+)
+
+LENDINGS = {PLAIN: "none", "spill": "spill", OURS: "arbiter"}
+"""Methods, and what their plans lend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compare."""
+
+    config: Path = COMMITTED
+    """Beds and layers."""
+    bed: str = "4x2"
+    """Name of the bed in it."""
+    max_vio: tuple[float, ...] = (2.0, 4.0)
+    """Of ranks, as the configuration has them."""
+    budgets: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
+    """Over the load of a rank under balance."""
+    repeats: int = 5
+    json: Path | None = None
+    """Write the table here."""
+    picture: Path | None = None
+    """Draw speed over memory here, as .svg or .html."""
+
+
+def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:
+    """Return plain ep, spilling and the arbiter, without a budget and with each."""
+    found = {}
+    for name, lending in LENDINGS.items():
+        for budget in (None, *budgets):
+            rows = None if budget is None else int(budget * mean)
+            label = name if budget is None else f"{name}, {budget:g}"
+            found[label] = Method(plan=Plan(lending=lending, token_budget=rows))  # type: ignore[arg-type]
+    return found
+
+
+def jobs_of(config: Config, options: Options) -> list[Job]:
+    """Return a job per load, and first of all plain ep under balance: what memory is compared with."""
+    found = []
+    for case in config.cases():
+        mean = case.place.tokens_per_rank * case.place.top_k
+        chosen = methods(mean, options.budgets if case.max_vio else ())
+        found.append(Job(case=case, methods=chosen if case.max_vio else {PLAIN: chosen[PLAIN]}))
+    return found
+
+
+def rows_of(cell: Cell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
+    """Return a line per method of a load."""
+    found = []
+    for name in LENDINGS:
+        for budget in (None, *budgets):
+            label = name if budget is None else f"{name}, {budget:g}"
+            over = cell.ratio(PLAIN, label)
+            found.append({
+                "max_vio": cell.job.case.max_vio, "method": name, "budget": budget,
+                "median_seconds": cell.timings[label].median, "plain_over_this": over.median,
+                "plain_over_this_95": [over.low, over.high], "peak_bytes": cell.peak_bytes[label],
+                "memory": cell.peak_bytes[label] / even_bytes, "error": cell.error[label],
+                "repeats": len(cell.timings[label].seconds),
+            })  # fmt: skip
+    return found
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Return a chart per load: speed over memory, a line per method, a point per budget."""
+    found = []
+    for load in sorted({row["max_vio"] for row in rows}):
+        series = []
+        for name in LENDINGS:
+            chosen = [row for row in rows if (row["max_vio"], row["method"]) == (load, name)]
+            chosen.sort(key=lambda row: row["memory"])
+            low, high = zip(*(row["plain_over_this_95"] for row in chosen))
+            series.append(
+                Series(
+                    name=name, x=tuple(row["memory"] for row in chosen), low=low, high=high,
+                    y=tuple(row["plain_over_this"] for row in chosen),
+                )
+            )  # fmt: skip
+        found.append(
+            Panel(
+                title=f"MaxVio {load:g}", x_title="peak memory over plain ep under balance",
+                y_title="time of plain ep / this, virtual compute", series=tuple(series),
+            )
+        )  # fmt: skip
+    return found
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write and draw."""
+    if options.picture is not None:
+        check_picture(options.picture)
+    config = read_config(options.config)
+    loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
+    config = replace(config, only=loads).repeated(options.repeats)
+    config.check()
+    jobs = jobs_of(config, options)
+    with Launcher() as launcher, launcher.open(jobs[0].case.place.bed) as ranks:
+        cells = [measure(ranks, [job])[0] for job in jobs]
+    even = next(cell.peak_bytes[PLAIN] for cell in cells if not cell.job.case.max_vio)
+    rows = [row for cell in cells if cell.job.case.max_vio for row in rows_of(cell, even, options.budgets)]
+    Console(stderr=True).print(table("Token budgets", rows, COLUMNS, group_by=("max_vio", "method")))
+    if options.json is not None:
+        Measurement(rows=rows, claims=[], notes=NOTES, packages=("torch", "numpy")).write(str(options.json))
+    if options.picture is not None:
+        write_picture(options.picture, "A budget of rows", panels(rows), NOTES, columns=2)
+
+
+COLUMNS = (
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="method", title="method", is_text=True),
+    Column(key="budget", title="budget", show=lambda value: "none" if value is None else f"{value:g}"),
+    Column(key="plain_over_this", title="plain / this", show=share),
+    Column(key="memory", title="memory / balanced", show=share),
+)
+"""Of the table on the terminal."""
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,136 @@
+"""Expert throughput against world size, with and without the flexible layout: why rows are ordered by expert on arrival.
+
+After the all-to-all a rank's rows lie by (source, expert). Multiplied as they lie, each expert gets one small product per
+source, and the more ranks there are, the smaller it is. Ordered by expert, it gets one product whatever the world.
+Hwang et al., "Tutel" (2023), section 4.3, "flexible all-to-all". Real compute in one process, one thread; no links.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic_lab.measure import Timing, in_turn
+from moesaic_lab.train.config import Layout
+
+BY_SOURCE, BY_EXPERT, ORDERED = "by (source, expert)", "by expert", "by expert, ordering included"
+"""The layouts; the last one takes rows by (source, expert) and orders them first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Weights of this rank's experts: two matrices each, ReLU between."""
+
+    w1: Tensor
+    """(num_experts, hidden, dim)."""
+    w2: Tensor
+    """(num_experts, dim, hidden)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What was measured for one world."""
+
+    world: int
+    timings: Mapping[str, Timing]
+    """By layout."""
+    flops: int
+    """Of one run."""
+
+
+def measure(layout: Layout) -> list[Point]:
+    """Time every world; torch's threads are put back afterwards.
+
+    Raises:
+        RuntimeError: if two layouts compute different results.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_point(layout, world) for world in layout.worlds]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
+    """Run the experts over rows as they arrived: a product per source and expert.
+
+    Args:
+        rows: (world * num_experts * rows, dim), by (source, expert).
+        experts: of this rank.
+        world: number of sources.
+
+    Returns:
+        like `rows`, in the same order.
+    """
+    num_experts = len(experts.w1)
+    out = torch.empty_like(rows)
+    pieces = zip(rows.chunk(world * num_experts), out.chunk(world * num_experts))
+    for number, (piece, place) in enumerate(pieces):
+        _expert(piece, experts, number % num_experts, place)
+    return out
+
+
+def by_expert(rows: Tensor, experts: Experts) -> Tensor:
+    """Run the experts over rows by expert: a product per expert; shapes as for `by_source`."""
+    out = torch.empty_like(rows)
+    for number, (piece, place) in enumerate(zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))):
+        _expert(piece, experts, number, place)
+    return out
+
+
+def ordered(rows: Tensor, num_experts: int, world: int) -> Tensor:
+    """Return rows by (source, expert) in the order (expert, source)."""
+    dim = rows.shape[1]
+    return rows.view(world, num_experts, -1, dim).transpose(0, 1).reshape(-1, dim)
+
+
+def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
+    torch.mm(F.relu_(rows @ experts.w1[number].T), experts.w2[number].T, out=out)
+
+
+@torch.no_grad()
+def _point(layout: Layout, world: int) -> Point:
+    generator = torch.Generator().manual_seed(world)
+    count = layout.num_experts * layout.rows_per_expert
+    rows = torch.randn(count, layout.dim, generator=generator)
+    experts = Experts(
+        w1=torch.randn(layout.num_experts, layout.hidden, layout.dim, generator=generator) / layout.dim**0.5,
+        w2=torch.randn(layout.num_experts, layout.dim, layout.hidden, generator=generator) / layout.hidden**0.5,
+    )
+    sorted_rows = ordered(rows, layout.num_experts, world)
+    expected = by_expert(sorted_rows, experts)
+    if not torch.allclose(ordered(by_source(rows, experts, world), layout.num_experts, world), expected, atol=1e-4):
+        raise RuntimeError(f"layouts: the two orders compute different results for {world} ranks")
+    runs: dict[str, Callable[[], object]] = {
+        BY_SOURCE: lambda: by_source(rows, experts, world),
+        BY_EXPERT: lambda: by_expert(sorted_rows, experts),
+        ORDERED: lambda: by_expert(ordered(rows, layout.num_experts, world), experts),
+    }
+    spans = in_turn(runs, layout.repeats, barrier=lambda: time.sleep(0), warmup=2)
+    timings = {name: Timing.of([end - start for start, end in found]) for name, found in spans.items()}
+    return Point(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
+
+
+def rows_of(points: list[Point]) -> list[dict[str, Any]]:
+    """Return a line of the table per world and layout."""
+    return [
+        {
+            "what": "layout",
+            "world": point.world,
+            "layout": name,
+            "median_seconds": timing.median,
+            "low_seconds": timing.low,
+            "high_seconds": timing.high,
+            "repeats": len(timing.seconds),
+            "gflops_per_second": point.flops / timing.median / 1e9,
+        }
+        for point in points
+        for name, timing in point.timings.items()
+    ]

@@ -1,0 +1,209 @@
+"""The ranks' side of the training benchmark: build, compare with the model in one process, choose a plan, time in turn."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moesaic.comm.mesh import open_wire
+from moesaic.experts import AbstractExperts
+from moesaic.layer import MoE
+from moesaic.profiling.together import latest, start_together
+from moesaic_lab.across_ranks import gathered
+from moesaic_lab.bounds import Message
+from moesaic_lab.measure import MANY, Span, in_turn, paired
+from moesaic_lab.train.config import Case, Config
+from moesaic_lab.train.step import Batch
+from moesaic_lab.train.systems import System, make_batch, make_model, make_systems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank found about one system."""
+
+    name: str
+    kind: str
+    exchange: str
+    """As in `System`."""
+    is_lossless: bool
+    errors: dict[str, float]
+    """Largest relative difference to the model in one process: of the loss, the dense gradient, the experts' gradient."""
+    sent: list[Message]
+    """By this rank, in one step."""
+    spans: list[Span] = field(default_factory=list)
+    """One per repeat, further ones of near systems last; empty for a plan of ours that was tried and not chosen."""
+    trial_seconds: float | None = None
+    """Median of the trial, over all ranks; of our lossless plans."""
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds per phase and repeat, on this rank."""
+    exchanging: list[float] = field(default_factory=list)
+    """Seconds in exchanges and the dense reduction per repeat, on this rank; of layers of others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one rank found in one case."""
+
+    systems: list[Measured]
+    best: str
+    """Name of our lossless plan that the trial chose."""
+    most_over_mean_load: float
+    """Rows of the fullest expert over the mean, the worst of the model's layers at the start."""
+    items: int
+    """Tokens or images per step over all ranks."""
+
+
+def measure(config: Config, case: Case) -> Found:
+    """Check, try and time the systems of a case on this rank; all ranks call it together.
+
+    Raises:
+        RuntimeError: if a lossless system differs from the model in one process by more than the tolerance.
+    """
+    systems = list(make_systems(config, case, open_wire()))
+    errors = _agreement(config, case, systems)
+    runs: dict[str, Callable[[], object]] = {
+        s.name: s.step.train if case.mode == "training" else s.step.infer for s in systems
+    }
+    sent = {}
+    for system in systems:
+        runs[system.name]()
+        sent[system.name] = system.step.messages()
+    ours = [system.name for system in systems if system.kind == "ours" and system.is_lossless]
+    gc.collect()
+    gc.disable()  # a collection in one rank's step would be waited for by all
+    barrier = start_together(latest)
+    tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
+    trial = {name: _median(seconds) for name, seconds in gathered(tried).items()}
+    best = min(ours, key=lambda name: trial[name])
+    timed = [s for s in systems if case.all_plans or not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
+    barrier()
+    in_turn({s.name: runs[s.name] for s in timed}, 0, barrier=barrier, warmup=1)
+    for system in systems:
+        system.step.forget()
+    spans = in_turn({s.name: runs[s.name] for s in timed}, case.repeats, barrier=barrier, warmup=0)
+    claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
+    near = near_ones(best, claimed, gathered(spans))
+    more = in_turn({name: runs[name] for name in near}, max(MANY - case.repeats, 0), barrier=barrier, warmup=0)
+    for name, further in more.items():
+        spans[name] += further
+    gc.enable()
+    measured = [
+        Measured(
+            name=system.name, kind=system.kind, exchange=system.exchange, is_lossless=system.is_lossless,
+            errors=errors[system.name], sent=sent[system.name], spans=spans.get(system.name, []),
+            trial_seconds=trial.get(system.name), phases=system.step.seconds, exchanging=system.step.exchanging,
+        )
+        for system in systems
+    ]  # fmt: skip
+    shape = systems[0].step.batch.inputs.shape
+    items = case.batch_size * (1 if case.model == "swin" else shape[1])
+    return Found(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
+
+
+def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
+    """Return our best plan and the layers of others that take about as long, which want many pairs; none if there is none.
+
+    Args:
+        best: our plan.
+        others: layers that it is compared with.
+        seconds: of every system, over all ranks.
+    """
+    near = [name for name in others if paired(seconds[best], seconds[name]).is_near]
+    return [best, *near] if near else []
+
+
+def _agreement(config: Config, case: Case, systems: Sequence[System]) -> dict[str, dict[str, float]]:
+    """Compare every system's first loss and gradients with those of the whole model; returns relative errors."""
+    rank, world = dist.get_rank(), config.world
+    batch = make_batch(case, config.seed, rank, world)
+    whole = make_model(case, config.seed)
+    expected = _whole(whole, batch, world)
+    errors = {}
+    for system in systems:
+        found = _spread(system)
+        errors[system.name] = {
+            name: float((found[name] - right).abs().max() / right.abs().max()) for name, right in expected.items()
+        }
+        for what, error in errors[system.name].items():
+            if system.is_lossless and not error <= config.tolerance:
+                raise RuntimeError(
+                    f"case {case.name}: {system.name} differs from the model in one process by {error:.1e} in its {what}: "
+                    f"not more than {config.tolerance:.0e} is allowed"
+                )
+    return errors
+
+
+def _whole(model: nn.Module, batch: Batch, world: int) -> dict[str, Tensor]:
+    """Return loss, dense gradient and the norm of the experts' gradient, of the mean over all ranks' batches."""
+    loss = model(batch.inputs, batch.targets).loss
+    loss.backward()
+    spread = {id(p) for layer in model.modules() if isinstance(layer, MoE) for p in layer.experts.parameters()}
+    dense = torch.cat([_grad(p).flatten() for p in model.parameters() if id(p) not in spread])
+    experts = torch.cat([_grad(p).flatten() for p in model.parameters() if id(p) in spread])
+    told = torch.cat([loss.detach().view(1), dense, experts])
+    dist.all_reduce(told)
+    mean = told / world
+    parts = mean.split([1, len(dense), len(experts)])
+    return {"loss": parts[0], "dense gradient": parts[1], "expert gradient": parts[2].double().norm().view(1)}
+
+
+def _spread(system: System) -> dict[str, Tensor]:
+    """Return the same of a model whose experts are spread, without a step of its optimizer."""
+    step = system.step
+    loss = step.model(step.batch.inputs, step.batch.targets).loss
+    loss.backward()
+    step.reduce()
+    mean = loss.detach().view(1).clone()
+    # Shards of an expert all have what is not split, its last bias: it counts once.
+    layers = [module for module in step.model.modules() if isinstance(module, AbstractExperts) and module.is_spread]
+    common = {id(layer.get_parameter(name)) for layer in layers for name in layer.names[1]}
+    shards = 1 if system.candidate is None else system.candidate.etp
+    squares = torch.zeros((), dtype=torch.float64)
+    for parameter in step.experts:
+        squares += _grad(parameter).double().square().sum() / (shards if id(parameter) in common else 1)
+    dist.all_reduce(mean)
+    dist.all_reduce(squares)
+    dense = torch.cat([_grad(p).flatten() for p in step.dense])
+    step.optimizer.zero_grad()
+    return {
+        "loss": mean / dist.get_world_size(),
+        "dense gradient": dense,
+        "expert gradient": squares.sqrt().view(1),
+    }
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@torch.no_grad()
+def _imbalance(config: Config, case: Case) -> float:
+    """Return the fullest expert's rows over the mean at the start, the worst of the layers, on this rank's tokens."""
+    worst = 0.0
+    model = make_model(case, config.seed)
+
+    def look(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
+        nonlocal worst
+        x_TD = inputs[0].reshape(-1, layer.dim)
+        scores = layer.router.scores(x_TD, None, None)
+        counts = torch.bincount(
+            layer.router.choose(scores, layer.top_k, None, None).expert, minlength=layer.num_experts
+        )
+        dist.all_reduce(counts)
+        worst = max(worst, float(counts.max() / counts.double().mean()))
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.register_forward_hook(look)
+    batch = make_batch(case, config.seed, dist.get_rank(), config.world)
+    model(batch.inputs, batch.targets)
+    return worst
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

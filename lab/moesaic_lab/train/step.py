@@ -1,0 +1,143 @@
+"""One optimizer step, the same for every system: forward, backward, one reduction of the dense gradients, optimizer.
+
+Only the MoE layers differ between what is compared, so everything else stands here once. Gradients of the dense part are
+joined to one tensor and summed inside each node first, then between nodes, so that the slow links carry it once per node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, share_of
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.program.grid import Grid
+from moesaic_lab.bounds import Message
+from moesaic_lab.peers.exchange import AbstractExchange
+
+PHASES = ("forward", "backward", "reduce", "optimizer")
+"""Of a step, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank is given in every step."""
+
+    inputs: Tensor
+    """(batch, ...): tokens or images."""
+    targets: Tensor
+    """Tokens or classes."""
+
+
+class Step:
+    """A model with its optimizer on one rank, ready to be timed.
+
+    Args:
+        model: called with inputs and targets; its output has a `loss`.
+        experts: parameters that no other rank has; the rest is dense, the same on all ranks.
+        batch: of this rank.
+        wire: of the dense reduction, and of ours.
+        grid: the nodes.
+        exchange: of a layer of others, which counts its messages and seconds itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: Sequence[nn.Parameter],
+        batch: Batch,
+        wire: Recorder,
+        grid: Grid,
+        exchange: AbstractExchange | None = None,
+    ) -> None:
+        self.model, self.batch, self._wire, self._grid, self._exchange = model, batch, wire, grid, exchange
+        spread = {id(parameter) for parameter in experts}
+        self.experts = list(experts)
+        self.dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+        self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        """Per phase, one number per step since the last `forget`."""
+        self.exchanging: list[float] = []
+        """Seconds in exchanges and the dense reduction, per step; of layers of others only."""
+
+    def train(self) -> float:
+        """Take a step; returns this rank's loss."""
+        self._clear()
+        marks = [time.monotonic()]
+        loss = self.model(self.batch.inputs, self.batch.targets).loss
+        marks.append(time.monotonic())
+        loss.backward()
+        marks.append(time.monotonic())
+        self.reduce()
+        marks.append(time.monotonic())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks.append(time.monotonic())
+        for phase, start, end in zip(PHASES, marks, marks[1:]):
+            self.seconds[phase].append(end - start)
+        if self._exchange is not None:
+            self.exchanging.append(self._exchange.seconds + marks[3] - marks[2])
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def infer(self) -> float:
+        """Run forward only; returns this rank's loss."""
+        self._clear()
+        start = time.monotonic()
+        loss = self.model(self.batch.inputs, self.batch.targets).loss
+        self.seconds["forward"].append(time.monotonic() - start)
+        if self._exchange is not None:
+            self.exchanging.append(self._exchange.seconds)
+        return float(loss)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Make gradients those of the mean over all ranks' batches."""
+        gradients = [_gradient(parameter) for parameter in self.dense]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = sum_node_first(self._wire, self._grid, flat) / self._grid.world
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(part.view_as(gradient))
+        torch._foreach_mul_([_gradient(parameter) for parameter in self.experts], 1 / self._grid.world)
+
+    def messages(self) -> list[Message]:
+        """Return what this rank sent to others in the step before."""
+        sent = [(m.source, m.target, float(m.num_bytes)) for held in self._wire.ranges for m in held.messages]
+        return sent + ([] if self._exchange is None else [(a, b, float(size)) for a, b, size in self._exchange.sent])
+
+    def forget(self) -> None:
+        """Forget the times of earlier steps."""
+        self.seconds = {phase: [] for phase in PHASES}
+        self.exchanging = []
+
+    def _clear(self) -> None:
+        self._wire.ranges.clear()
+        if self._exchange is not None:
+            self._exchange.sent.clear()
+            self._exchange.seconds = 0.0
+
+
+def sum_node_first(wire: AbstractWire, grid: Grid, flat: Tensor) -> Tensor:
+    """Return the sum over all ranks: summed in each node, each rank its share between nodes, gathered in each node.
+
+    Args:
+        wire: between all ranks.
+        grid: tells the nodes.
+        flat: (numbers,), of one length on all ranks.
+    """
+    node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(wire.rank))
+    rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(wire.rank))
+    local = all_reduce_sum(wire, node, flat)
+    mine = local[share_of(len(flat), node.index(wire.rank), len(node))]
+    return all_gather_rows(wire, node, all_reduce_sum(wire, rail, mine), len(flat))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:  # an expert without a row, in a layer that runs each on its own
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,173 @@
+"""What the training benchmark runs on a rank: one model, its MoE layers run by our plans and by layers of others.
+
+All systems start from the same weights and are given the same tokens. The auxiliary losses are off in all of them, since
+others define theirs otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.models.gpt import GPT
+from moesaic.models.swin import SwinMoE
+from moesaic.models.swin_config import SwinConfig
+from moesaic.plan import compile_plan
+from moesaic.program.grid import Grid
+from moesaic.routing.capacity import Dropless
+from moesaic.runtime.gradients import expert_parameters
+from moesaic.train.presets import demo
+from moesaic_lab.peers.absence import absence
+from moesaic_lab.peers.deepspeed import DeepSpeedLayer
+from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
+from moesaic_lab.peers.plain import PlainExpertParallel
+from moesaic_lab.train.config import Candidate, Case, Config
+from moesaic_lab.train.step import Batch, Step
+
+VOCAB_SIZE = 256
+"""Bytes, as in the demo."""
+SWIN = SwinConfig(
+    ffn="moe", image_size=64, channels=3, num_classes=100, patch_size=4, window=8, dim=48, depths=(2, 2, 2), heads=(3, 6, 12),
+    mlp_ratio=2.0, norm="pre", num_experts=16, top_k=1, dense_stages=0, balance_loss=0.0, capacity=Dropless(),
+)  # fmt: skip
+"""Tutel's shape in a size for CPU cores; dropless, since layers of others here are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One way to run the model."""
+
+    name: str
+    """Unique."""
+    kind: str
+    """ours, plain or deepspeed."""
+    exchange: str
+    """receive-first or torch's."""
+    step: Step
+    """Built on this rank."""
+    candidate: Candidate | None = None
+    """Of ours."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether it computes what the model in one process computes."""
+        return self.candidate is None or self.candidate.plan.is_lossless
+
+
+class Classifier(nn.Module):
+    """An image classifier with the loss that the loop wants.
+
+    Args:
+        model: images to logits.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, targets: Tensor) -> Loss:
+        return Loss(F.cross_entropy(self.model(images), targets))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a classifier returns."""
+
+    loss: Tensor
+    """(): mean cross-entropy."""
+
+
+def make_model(case: Case, seed: int) -> nn.Module:
+    """Return a case's model, whole, its weights a function of the seed."""
+    torch.manual_seed(seed)
+    if case.model == "swin":
+        shape = replace(SWIN, top_k=case.top_k or SWIN.top_k, router="switch" if (case.top_k or 1) == 1 else "softmax")
+        return Classifier(SwinMoE(shape))
+    config = demo().model
+    moe = replace(config.moe, balance_loss=0.0, top_k=case.top_k or config.moe.top_k)
+    return GPT(replace(config, moe=moe), VOCAB_SIZE)
+
+
+def make_batch(case: Case, seed: int, rank: int, world: int) -> Batch:
+    """Return a rank's part of the batch: bytes drawn evenly, each the target of the one before; or noise for images."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    count = case.batch_size // world
+    if case.model == "swin":
+        images = torch.randn(count, SWIN.channels, SWIN.image_size, SWIN.image_size, generator=generator)
+        return Batch(inputs=images, targets=torch.randint(SWIN.num_classes, (count,), generator=generator))
+    tokens = torch.randint(VOCAB_SIZE, (count, demo().model.seq_len + 1), generator=generator)
+    return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+
+
+def make_systems(config: Config, case: Case, wire: AbstractWire) -> Iterator[System]:
+    """Yield the systems of a case on this rank; all ranks build them together.
+
+    Args:
+        config: names our candidates.
+        case: names the peers.
+        wire: between all ranks.
+    """
+    recorder, whole = Recorder(wire), make_model(case, config.seed)
+    nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
+    batch = make_batch(case, config.seed, wire.rank, config.world)
+    for candidate in config.candidates:
+        if not (case.coded or candidate.plan.is_lossless):
+            continue
+        model = copy.deepcopy(whole)
+        _parallelize(model, candidate, config, recorder)
+        step = Step(model, list(expert_parameters(model)), batch, recorder, nodes)
+        label = f"ours: {candidate.label(config.world)}"
+        yield System(name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate)
+    makers: dict[str, Callable[[MoE, AbstractExchange], nn.Module]] = {
+        "plain": PlainExpertParallel,
+        "deepspeed": DeepSpeedLayer,
+    }
+    for peer in case.peers:
+        if peer == "deepspeed" and absence() is not None:
+            continue
+        group = dist.group.WORLD
+        assert group is not None
+        exchanges: dict[str, AbstractExchange] = {"receive-first": ReceiveFirst(wire), "torch's": TorchExchange(group)}
+        for how, exchange in exchanges.items():
+            model = copy.deepcopy(whole)
+            replace_layers(model, lambda layer: makers[peer](layer, exchange))  # noqa: B023
+            step = Step(model, peer_experts(model), batch, recorder, nodes, exchange)
+            yield System(name=f"{NAMES[peer]}, {how}", kind=peer, exchange=how, step=step)
+
+
+NAMES = {"plain": "plain expert parallelism", "deepspeed": "DeepSpeed"}
+"""Of peers, for people."""
+
+
+def replace_layers(model: nn.Module, make: Callable[[MoE], nn.Module]) -> None:
+    """Put something else in place of every MoE layer of a model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, MoE):
+                setattr(parent, name, make(child))
+
+
+def peer_experts(model: nn.Module) -> list[nn.Parameter]:
+    """Return the experts' parameters of layers of others; DeepSpeed marks its own as not to be reduced over all ranks."""
+    marked = [parameter for parameter in model.parameters() if not getattr(parameter, "allreduce", True)]
+    return marked or list(expert_parameters(model))
+
+
+def _parallelize(model: nn.Module, candidate: Candidate, config: Config, wire: AbstractWire) -> None:
+    """Spread the MoE layers of a model; experts stay plain tensors, so that all systems have the same optimizer."""
+    world, etp = config.world, candidate.etp
+    grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)
+    for module in list(model.modules()):
+        if isinstance(module, MoE):
+            compiled = compile_plan(candidate.plan, grid, bias=bool(module.experts.names[1]), host_runs_compute=True)
+            module.parallelize(Mesh(grid, wire), compiled)

@@ -1,1 +1,0 @@
-"""Measured comparisons: what `moesaic bench` runs."""

@@ -1,0 +1,131 @@
+"""The codecs by name: what a message of each is made of and what it loses, read by planning, simulation and the kernels.
+
+Nothing here needs torch. What encodes and decodes stands in `kernels/codecs`, one codec a file. To add one: a new file there
+and a line in `CODECS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from moesaic.errors import InputError
+
+ELEMENT_BYTES = {
+    "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4,
+    "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+"""Bytes of an element, by the name of its dtype in torch."""
+
+
+class Part(NamedTuple):
+    """One part of a message: an array, laid down in row-major order."""
+
+    shape: tuple[float, ...]
+    """Whole numbers, but where a simulator asks for an expected number of rows."""
+    dtype: str
+    """A key of `ELEMENT_BYTES`."""
+
+    @property
+    def num_bytes(self) -> float:
+        """How long the part is."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+Layout = Callable[[float, int, str], tuple[Part, ...]]
+"""From (rows, dim, dtype of the rows by name), neither number being 0, to the parts of a message. Parts of wide elements come
+first, so that each is aligned. The dtype is one of the rows that the codec takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec:
+    """What everyone but the codec itself has to know of a codec."""
+
+    implementation: str
+    """Where its class is: "file.Class" in `kernels/codecs`, an `AbstractCodec`."""
+    layout: Layout
+    """The parts of a message; nothing else says how long a message is."""
+    tolerance: float
+    """The largest error of a layer's results under it, relative to the largest of them, that `moesaic check` accepts against a
+    layer without it. 0 says that decoded rows equal the rows bit for bit, whatever they are."""
+    rows_per_block: int = 1
+    """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoded rows equal the rows bit for bit."""
+        return self.tolerance == 0
+
+    def num_bytes(self, rows: float, dim: int, dtype: str) -> float:
+        """Return the length of the message of (rows, dim) rows, in bytes; 0 for no rows.
+
+        Args:
+            rows: of the message; a fraction is an expected number.
+            dim: columns.
+            dtype: of the rows, by its name in torch.
+        """
+        if rows == 0 or dim == 0:
+            return 0
+        return sum(part.num_bytes for part in self.layout(rows, dim, dtype))
+
+
+def scale_dtype(dtype: str) -> str:
+    """Return the dtype that codecs compute in, and that their scales have: float64 for float64 rows, else float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def sixteen_bits(rows: float, dim: int, dtype: str, *, wire: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to 16 bits; those of a wider range than the wire's carry a power of two per row."""
+    values = Part((rows, dim), wire)
+    is_wider = dtype == "float64" if wire == "bfloat16" else dtype != "float16"
+    return (Part((rows, 1), "int16"), values) if is_wider else (values,)
+
+
+def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple[Part, ...]:
+    """Return the parts of rows at a fixed rate: an exponent, blocks of 4 x 4 values in words of 64 bits, a flag per row.
+
+    Args:
+        rows, dim, dtype: of the rows.
+        rate: bits per value.
+    """
+    num_bits = math.ceil(rows / 4) * math.ceil(dim / 4) * 16 * rate
+    return Part((1,), "int16"), Part((math.ceil(num_bits / 64) * 8,), "uint8"), Part((math.ceil(rows / 8),), "uint8")
+
+
+def scaled_tiles(rows: float, dim: int, dtype: str, *, width: int, wire: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to `wire`, with a scale per `width` values of a row."""
+    return Part((rows, math.ceil(dim / width)), scale_dtype(dtype)), Part((rows, dim), wire)
+
+
+def scaled_rows(rows: float, dim: int, dtype: str, *, wire: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to `wire`, with a scale per row."""
+    return Part((rows, 1), scale_dtype(dtype)), Part((rows, dim), wire)
+
+
+CODECS: dict[str, CodecSpec] = {
+    "none": CodecSpec(
+        implementation="identity.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
+    ),
+    "bf16": CodecSpec(implementation="sixteen.Bf16", layout=partial(sixteen_bits, wire="bfloat16"), tolerance=0.06),
+    "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, wire="float16"), tolerance=0.01),
+    "int8": CodecSpec(implementation="int8.Int8", layout=partial(scaled_rows, wire="int8"), tolerance=0.15),
+    "fp8": CodecSpec(
+        implementation="fp8.Fp8", layout=partial(scaled_tiles, width=128, wire="float8_e4m3fn"), tolerance=0.6
+    ),
+    "zfp": CodecSpec(implementation="zfp.Zfp", layout=blocks_of_bits, tolerance=0.15, rows_per_block=4),
+}
+"""All codecs, by the name that `Plan.codec` takes. "none" comes first."""
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """Return what is known of the codec of that name; "" stands for "none".
+
+    Raises:
+        InputError: there is no such codec.
+    """
+    if name and name not in CODECS:
+        raise InputError(f"codec {name!r} is unknown: write one of {', '.join(CODECS)}")
+    return CODECS[name or "none"]

@@ -1,0 +1,87 @@
+"""Expert products by rows, copies and codecs, in processor time while all ranks compute; and a rank's memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moesaic.cost.profile import Products
+from moesaic.experts import EXPERTS
+from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
+from moesaic.profiling.together import gathered
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+"""Per expert."""
+DIM, HIDDEN, EXPERTS_HELD = 256, 512, 2
+"""Of the experts that are timed: SwiGLU."""
+COPIED_ROWS = 2048
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def products(dtypes: tuple[str, ...], repeats: int, barrier: Callable[[], object]) -> Products:
+    """Time the library's experts, forward and backward, on all ranks at once."""
+    rates = {name: tuple(_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS) for name in dtypes}
+    return Products(rows=tuple(map(float, ROWS)), **rates)
+
+
+def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
+    """Return the rate of putting rows in another order: bytes read plus bytes written."""
+    rows = torch.ones(COPIED_ROWS, DIM)
+    order = torch.randperm(COPIED_ROWS, generator=torch.Generator().manual_seed(0))
+    return 2 * rows.nbytes / median_seconds(lambda: rows.index_select(0, order), repeats, barrier)
+
+
+def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
+    """Return how fast every codec encodes and decodes once."""
+    rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
+    rates = {}
+    for name in CODECS:
+        if name != "none":
+            rates[name] = rows.nbytes / median_seconds(partial(_code, codec_named(name), rows), repeats, barrier)
+    return rates
+
+
+def _code(codec: AbstractCodec, rows: torch.Tensor) -> None:
+    codec.decode(codec.encode(rows), len(rows), rows.shape[1], rows.dtype)
+
+
+def memory_gib(ranks_per_node: int) -> float:
+    """Return a rank's part of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks_per_node
+
+
+def median_seconds(function: Callable[[], object], repeats: int, barrier: Callable[[], object]) -> float:
+    """Return the median processor time of a function, the mean over ranks; short ones run several times a repeat."""
+    function()
+    start = time.thread_time()
+    function()
+    times = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
+    barrier()
+    mine = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        for _ in range(times):
+            function()
+        mine.append((time.thread_time() - start) / times)
+    return statistics.fmean(statistics.median(each) for each in gathered(mine))
+
+
+def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
+    experts = EXPERTS["swiglu"](DIM, HIDDEN, EXPERTS_HELD)
+    sharded_names, _ = experts.names
+    sharded = tuple(getattr(experts, name).detach().to(dtype) for name in sharded_names)
+    tokens = torch.ones(rows * EXPERTS_HELD, DIM, dtype=dtype)
+    gates = torch.ones(rows * EXPERTS_HELD)
+    ends = torch.arange(1, EXPERTS_HELD + 1, dtype=torch.int32) * rows
+
+    def once() -> None:
+        out, kept = experts.run(sharded, (), tokens, gates, ends)
+        experts.gradients(sharded, (), tokens, gates, ends, kept, out)
+
+    operations = 3 * 2 * rows * EXPERTS_HELD * DIM * HIDDEN * len(sharded_names)
+    return operations / median_seconds(once, repeats, barrier)

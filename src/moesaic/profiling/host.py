@@ -1,0 +1,111 @@
+"""Processor time of whole layers on the real wire, and how much longer it takes while all ranks of a machine compute."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.wire import AbstractWire
+from moesaic.layer import MoE
+from moesaic.profiling.balanced import BalancedRouter
+from moesaic.profiling.idle import IdleExperts
+from moesaic.profiling.shapes import Calibration
+from moesaic.profiling.together import gathered
+
+SPIN_SECONDS = 0.02
+"""Of processor time, for the sharing of cores: several time slices of a scheduler."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one calibration took, per repeat, over all ranks."""
+
+    processor: tuple[float, ...]
+    """Seconds of processor time of a rank, all threads, the mean over ranks."""
+    wall: tuple[float, ...]
+    """Seconds from the first rank's start to the last one's end."""
+
+
+def host_steps(
+    found: Sequence[Calibration],
+    wire: AbstractWire,
+    repeats: int,
+    barrier: Callable[[], object],
+    progress: Callable[[float], object],
+) -> list[tuple[Calibration, Step]]:
+    """Time layers whose experts compute nothing, all in turn; all ranks call it together and get the same.
+
+    Args:
+        found: the layers.
+        wire: between the ranks.
+        repeats: of each layer's step, after a first one in which it is worked out what rows go where.
+        barrier: lets all ranks go at one moment.
+        progress: told the share that is done.
+    """
+    layers: dict[object, _Layer] = {}
+    for each in found:
+        key = (each.mesh, each.workload)
+        if key not in layers:
+            layers[key] = _Layer(each, wire)
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in found]
+    gc.collect()
+    for repeat in range(-1, repeats):
+        for number, each in enumerate(found):
+            progress((repeat + 1 + number / len(found)) / (repeats + 1))
+            barrier()
+            start, before = time.monotonic(), time.process_time()
+            layers[each.mesh, each.workload].step(each)
+            if repeat >= 0:
+                taken[number].append((start, time.monotonic(), time.process_time() - before))
+    everyone = gathered(taken)
+    return [(each, _over_ranks([of_rank[number] for of_rank in everyone])) for number, each in enumerate(found)]
+
+
+def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> Step:
+    """Return what a step took, from each rank's (start, end, processor seconds) per repeat."""
+    return Step(
+        processor=tuple(statistics.fmean(span[2] for span in each) for each in zip(*spans)),
+        wall=tuple(max(span[1] for span in each) - min(span[0] for span in each) for each in zip(*spans)),
+    )
+
+
+class _Layer:
+    def __init__(self, first: Calibration, wire: AbstractWire) -> None:
+        workload = first.workload
+        self.layer = MoE(
+            workload.dim,
+            workload.hidden,
+            workload.num_experts,
+            workload.top_k,
+            router=BalancedRouter,
+            experts=IdleExperts,
+            losses=(),
+        )
+        self.layer.parallelize(Mesh(first.mesh, wire), first.compiled)
+        self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
+        self._dy = torch.ones(first.tokens, workload.dim)
+
+    def step(self, each: Calibration) -> None:
+        self.layer.use_plan(each.compiled)
+        self.layer(self.x).backward(self._dy)
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+
+def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
+    """Return how much longer a rank takes for its processor time while all ranks compute, per repeat; at least 1."""
+    mine = []
+    for _ in range(repeats):
+        barrier()
+        start, before, count = time.monotonic(), time.thread_time(), 0
+        while time.thread_time() - before < SPIN_SECONDS:
+            count += sum(range(1000)) > 0
+        mine.append((time.monotonic() - start) / (time.thread_time() - before))
+    return tuple(max(1.0, statistics.fmean(each)) for each in zip(*gathered(mine)))

@@ -1,0 +1,165 @@
+"""`moesaic profile`: measures the machine that its ranks run on and checks the fits on what they have not seen."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch.distributed as dist
+
+from moesaic.comm.mesh import open_wire
+from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, Machine, Versions
+from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
+from moesaic.cost.profile_host import FEATURES, layer_features
+from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
+from moesaic.profiling.host import Step, host_steps, sharing
+from moesaic.profiling.links import Moved, movements, partners
+from moesaic.profiling.shapes import Calibration, calibrations
+from moesaic.profiling.together import latest, start_together
+from moesaic.testbed.steady import hold_still
+
+Progress = Callable[[str, float], None]
+"""Told what is measured now, and the share of all that is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Everything that was timed, the same on all ranks; the profile is fitted to it."""
+
+    ranks_per_node: int
+    world: int
+    steps: list[tuple[Calibration, Step]]
+    sharing: tuple[float, ...]
+    links: dict[str, Moved]
+    """inside and outside with all senders, "inside, one" and "outside, one" with one pair."""
+    rest: ClusterProfile
+    """Products, codecs, copies and memory; no links yet."""
+
+
+def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress: Progress) -> Measured:
+    """Measure; all ranks call it together.
+
+    Args:
+        ranks_per_node: ranks on each machine.
+        repeats: of everything.
+        dtypes: of the products: fp32, bf16.
+        progress: told on every rank.
+    """
+    wire = open_wire()
+    barrier = start_together(latest) if dist.is_initialized() else lambda: None
+    progress("products, copies and codecs", 0.0)
+    rest = ClusterProfile(
+        products=products(dtypes, repeats, barrier),
+        codecs=codecs(repeats, barrier),
+        copy_bytes_per_second=copy_bytes_per_second(repeats, barrier),
+        memory_gib=memory_gib(ranks_per_node),
+    )
+    progress("sharing of cores", 0.1)
+    shared = sharing(repeats, barrier)
+    links: dict[str, Moved] = {}
+    for inside in (True, False):
+        name, peers = "inside" if inside else "outside", partners(wire.rank, wire.world, ranks_per_node, inside=inside)
+        if not peers:
+            continue
+        progress(f"messages {name} nodes", 0.15 if inside else 0.25)
+        links[name] = movements(wire, peers, peers, repeats, barrier)
+        end = 1 if inside else ranks_per_node  # rank 0 sends to it and hears nothing: a shared medium shows
+        to, source = (end,) * (wire.rank == 0), (0,) * (wire.rank == end)
+        links[f"{name}, one"] = movements(wire, to, source, repeats, barrier)
+    found = list(calibrations(wire.world, ranks_per_node))
+    steps = host_steps(found, wire, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.4 + 0.6 * share))
+    return Measured(
+        ranks_per_node=ranks_per_node, world=wire.world, steps=steps, sharing=shared, links=links, rest=rest
+    )
+
+
+def measure_still(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...]) -> Measured:
+    """Measure on ranks that are each held on one core, as the benchmarks of the model are; see `hold_still`."""
+    hold_still(dist.get_rank())
+    return measure(ranks_per_node, repeats, dtypes, lambda what, share: None)
+
+
+def profile_of(measured: Measured) -> ClusterProfile:
+    """Fit a profile to what was measured, and check it on what was held out.
+
+    Raises:
+        InputError: where the times are noise.
+    """
+    shared = statistics.median(measured.sharing)
+    nodes = measured.world // measured.ranks_per_node
+    rough = _with_links(measured, HostCosts(sharing=shared))[0]
+    simulator = ProfiledSimulator(rough)
+    samples = [Sample(_features(simulator, each), step.processor) for each, step in measured.steps]
+    host = fit_host(samples, shared)
+    profile, link_error = _with_links(measured, host.costs)
+    return _finished(profile, measured, host, link_error, nodes)
+
+
+def _finished(
+    profile: ClusterProfile, measured: Measured, host: HostFit, link_error: float, nodes: int
+) -> ClusterProfile:
+    return replace(
+        profile,
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        machine=Machine.here(),
+        versions=Versions.here(),
+        errors=Errors(
+            host_median=host.median_error, host_worst=host.worst_error, links_worst=link_error, spread=host.spread
+        ),
+    )
+
+
+def layer_errors(profile: ClusterProfile, measured: Measured) -> tuple[float, ...]:
+    """Return how far predicted times of the calibration layers are off, as shares; wall times took no part in any fit."""
+    simulator = ProfiledSimulator(profile, virtual_flops=1e30)
+    found = []
+    for each, step in measured.steps:
+        compiled = each.compiled
+        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.workload, compiled.grid)
+        found.append(predicted / statistics.median(step.wall) - 1)
+    return tuple(found)
+
+
+def _features(simulator: ProfiledSimulator, each: Calibration) -> np.ndarray:
+    total = layer_features()
+    for program in (each.compiled.forward, each.compiled.backward):
+        total += simulator.asked(program, each.workload, each.compiled.grid).features.mean(axis=1).sum(axis=0)
+    assert total.shape == (len(FEATURES),)
+    return total
+
+
+def _with_links(measured: Measured, host: HostCosts) -> tuple[ClusterProfile, float]:
+    """Return a profile with these host costs and the links' fits, and the worst error on held-out sizes."""
+    found: dict[str, LinkCosts] = {}
+    worst = 0.0
+    for name in ("inside", "outside"):
+        moved = measured.links.get(name)
+        if moved is None:
+            continue
+        one, error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
+        every, other_error = fit_link(*_timed(moved), f"all senders {name} nodes")
+        found[name] = LinkCosts(
+            latency_seconds=max(one.latency - host.task - host.message, 0.0),
+            credit_seconds=one.credit,
+            all_senders=every.bytes_per_second,
+            one_sender=one.bytes_per_second,
+        )
+        worst = max(worst, error, other_error)
+    nodes = measured.world // measured.ranks_per_node
+    profile = replace(
+        measured.rest,
+        nodes=nodes,
+        ranks_per_node=measured.ranks_per_node,
+        host=host,
+        inside=found.get("inside", LinkCosts()),
+        outside=found.get("outside", LinkCosts()),
+    )
+    return profile, worst
+
+
+def _timed(moved: Moved) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
+    return moved.num_bytes, moved.seconds

@@ -1,0 +1,326 @@
+"""What a case that fails looks like: which gradients are off by which factor, and which axis of the mesh that factor is.
+
+Router and input gradients are sums of what comes from the outputs and from every auxiliary loss; each of these parts gets a
+factor of its own. The case runs again on other meshes to tell axes of the same size apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.plan import compile_plan
+from moesaic.testing.cases import OF_WHOLE_BATCH, TOP_1, TOP_2_UP, Case
+from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
+from moesaic.testing.expected import Parts, expect_parts
+from moesaic.testing.factors import MISSING, Cause, Factors, Sizes, axes_of, explain, fit, is_right
+
+NAMES = {
+    "output": "outputs",
+    "evaluation": "outputs in evaluation",
+    "input gradient": "input gradients",
+    "router gradient": "router gradients",
+    "expert gradient": "expert gradients",
+    "shared gradient": "shared expert gradients",
+    "auxiliary loss": "auxiliary loss values",
+    "counts": "counts of copies",
+    "gradient norm": "squares of the gradient norm",
+    "router state": "router states",
+    "tensor group agrees": "values of the ranks of a tensor group",
+}
+"""A quantity that errors are reported for, in the plural."""
+LOSSES = "the auxiliary losses"
+NO_FACTOR = "wrong by no single factor: values are missing, mixed up or of another shape"
+ELSEWHERE = "wrong by no single factor: they are the right values in other places"
+OTHER_SIZES = (
+    (1, 1, 1),
+    (2, 2, 1),
+    (1, 2, 2),
+    (2, 1, 2),
+    (1, 3, 1),
+    (3, 2, 1),
+    (2, 3, 1),
+    (4, 2, 1),
+    (1, 4, 1),
+    (1, 2, 1),
+)
+"""(tp, ep, etp) of meshes that a case runs on again, besides those with its own sizes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a case."""
+
+    what: str
+    """In the plural: "expert gradients"."""
+    cause: Cause | None
+    """None where no single factor explains it."""
+    hint: str = NO_FACTOR
+    """What is said then."""
+
+    @property
+    def factor(self) -> str:
+        """What the factor is, such as "ep" or "1/dp"; empty where nothing explains it."""
+        if self.cause is None:
+            return ""
+        return str(self.cause.products[0]) if self.cause.products else "0" if self.cause.times == MISSING else ""
+
+    def __str__(self) -> str:
+        return f"{self.what} are {self.hint if self.cause is None else self.cause}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a case."""
+
+    wrong: Errors
+    """The errors that are too large; empty for a case that passes."""
+    findings: tuple[Finding, ...]
+
+
+def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | None = None) -> Diagnosis:
+    """Say what is wrong with a case.
+
+    Args:
+        case: it.
+        run: runs it or a case like it, with whatever makes it fail.
+        others: cases like it on other meshes; None for `relatives(case)`.
+    """
+    found: list[Ran] = []
+
+    def measure(other: Case) -> Factors:
+        found.append(run(other))
+        return factors_of(found[-1])
+
+    factors, causes = explain(case, list(relatives(case)) if others is None else others, sizes_of, measure)
+    wrong = failures(case, found[0].errors)
+    findings = (finding for quantity in wrong for finding in _findings(quantity, factors, causes, found[0]))
+    return Diagnosis(wrong, tuple(findings))
+
+
+def sizes_of(case: Case) -> Sizes:
+    """Return what a factor of a case may be made of."""
+    return axes_of(case.grid) | {
+        "top_k": case.top_k,
+        "num_experts": case.num_experts,
+        "chunks": case.plan.chunks,
+        "micro_batches": len(case.lengths),
+    }
+
+
+def factors_of(ran: Ran) -> dict[str, float | None]:
+    """Return the factor of every quantity of a case, and of the parts that it is the sum of; those unknown left out."""
+    tolerance = max(ran.case.tolerance, 1e-9)
+    pairs = _by_quantity(ran)
+    found: dict[str, float | None] = {}
+    for quantity, of_quantity in pairs.items():
+        name = NAMES[quantity]
+        _take(found, [name], _joined(of_quantity), tolerance)
+        by_name: dict[str, list[Pair]] = {}
+        for pair in of_quantity:
+            by_name.setdefault(pair.name, []).append(pair)
+        if quantity in ("expert gradient", "auxiliary loss", "counts"):
+            for own, same in by_name.items():
+                _take(found, [_part(quantity, own)], _joined(same), tolerance)
+    if any(pairs.get(quantity) for quantity in ("router gradient", "input gradient")):
+        parts = expect_parts(ran.case, ran.work)
+        for quantity, sources in (("router gradient", _router_parts), ("input gradient", _input_parts)):
+            if quantity in pairs:
+                _split(found, NAMES[quantity], pairs[quantity], sources(ran, parts), tolerance)
+    found |= _norm_factors(ran)
+    return found
+
+
+def relatives(case: Case) -> Iterator[Case]:
+    """Yield cases like a case: on other meshes, with other numbers of experts, choices, chunks and micro-batches."""
+    tp, ep, etp = case.grid.tp, case.grid.ep, case.grid.etp
+    own = ((tp, ep, etp), (1, ep, etp), (tp, 1, etp), (tp, ep, 1), (tp, 2 * ep, 1), (2 * tp, ep, etp))
+    seen = {case}
+    for sizes in dict.fromkeys((*own, *OTHER_SIZES)):
+        for world in (4, 6, 8, 2, 3):
+            other = _on_mesh(case, world, *sizes)
+            if other is not None and other not in seen:
+                seen.add(other)
+                yield other
+    others = [
+        replace(case, top_k=case.top_k + 1),
+        replace(case, num_experts=2 * case.num_experts),
+        replace(case, lengths=case.lengths[:1] if len(case.lengths) > 1 else case.lengths * 2),
+    ]
+    if case.plan.chunks > 1:
+        others.append(replace(case, plan=replace(case.plan, chunks=case.plan.chunks + 1)))
+    yield from (other for other in others if _fits(other))
+
+
+def _on_mesh(case: Case, world: int, tp: int, ep: int, etp: int) -> Case | None:
+    """Return a case on a mesh, its experts per rank and its nodes kept; None if it does not fit."""
+    nodes = case.grid.world // (case.grid.ranks_per_node or case.grid.world)
+    if world % nodes:
+        return None
+    try:
+        grid = replace(case.grid, world=world, tp=tp, ep=ep, etp=etp, etp_inner=1, ranks_per_node=world // nodes)
+        other = replace(
+            case,
+            grid=grid,
+            num_experts=max(case.num_experts // case.grid.ep, -(-case.top_k // ep)) * ep,
+            lengths=tuple(tuple(row[i % len(row)] for i in range(grid.dp)) for row in case.lengths),
+        )
+        compile_plan(other.plan, grid)
+    except InputError:
+        return None
+    return other if _fits(other) else None
+
+
+def _fits(case: Case) -> bool:
+    """Whether a case is one that `draw_case` may draw, where it differs from one that it drew."""
+    grid = case.grid
+    if case.router in OF_WHOLE_BATCH and (grid.dp > 1 or (case.plan.schedule == "s1" and grid.tp > 1)):
+        return False
+    if case.router in TOP_1 or case.router in ("gshard", "group_limited"):
+        return False  # their numbers of choices and of experts are bound to each other
+    alone = grid.tp == 1 if case.placement != "none" else True
+    modules = case.experts != "modules" or grid.etp == 1
+    padded = not case.capacity.is_padded or all(length % grid.tp == 0 for row in case.lengths for length in row)
+    least = 2 if case.router in TOP_2_UP else 1
+    return alone and modules and padded and least <= case.num_experts >= case.top_k
+
+
+def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
+    found: dict[str, list[Pair]] = {}
+    for rank, result in enumerate(ran.results):
+        for pair in pairs_of(ran.case, ran.work, ran.expected, rank, result):
+            if pair.expected is None and pair.actual is None:
+                continue
+            found.setdefault(pair.quantity, []).append(pair)
+    return found
+
+
+def _joined(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]] | None:
+    """Return all values of pairs, (n,) each; None where a shape is wrong."""
+    actual, expected = [], []
+    for pair in pairs:
+        like = pair.expected if pair.expected is not None else pair.actual
+        assert like is not None
+        both = [torch.zeros_like(like) if value is None else value for value in (pair.actual, pair.expected)]
+        if both[0].shape != both[1].shape:
+            return None
+        actual.append(both[0].detach().double().flatten())
+        expected.append(both[1].detach().double().flatten())
+    return torch.cat(actual), [torch.cat(expected)]
+
+
+def _take(
+    found: dict[str, float | None],
+    names: Sequence[str],
+    values: tuple[Tensor, list[Tensor]] | None,
+    tolerance: float,
+) -> bool:
+    """Note the factors of parts; returns whether there are any. Parts that are zero have none that can be known."""
+    if values is None:
+        found.update(dict.fromkeys(names))
+        return False
+    actual, parts = values
+    present = [(name, part) for name, part in zip(names, parts) if len(part) and float(part.abs().max()) > 0]
+    factors = fit(actual, [part for _, part in present], tolerance) if present else None
+    if factors is None and not present:
+        return False
+    found.update(zip((name for name, _ in present), factors or [None] * len(present)))
+    return factors is not None
+
+
+def _split(
+    found: dict[str, float | None], name: str, pairs: Sequence[Pair], by_pair: list[dict[str, Tensor]], tolerance: float
+) -> None:
+    """Note the factors of what a gradient is the sum of: with all auxiliary losses as one part, else each by itself."""
+    joined = _joined(pairs)
+    if joined is None:
+        return
+    sources = list(dict.fromkeys(source for parts in by_pair for source in parts))
+    columns = {source: torch.cat([parts[source].flatten() for parts in by_pair]) for source in sources}
+    losses = [source for source in sources if not source.startswith("the ")]
+    together = {source: columns[source] for source in sources if source not in losses}
+    if losses:
+        together[LOSSES] = torch.stack([columns[loss] for loss in losses]).sum(0)
+    for parts in (together, columns):
+        factors: dict[str, float | None] = {}
+        names = [_of_source(name, source) for source in parts]
+        if _take(factors, names, (joined[0], list(parts.values())), tolerance):
+            found.update(factors)
+            return
+    found.update(dict.fromkeys(names))
+
+
+def _router_parts(ran: Ran, parts: Parts) -> list[dict[str, Tensor]]:
+    """Return the parts of the router's gradients, in the order of `pairs_of`."""
+    names = [name for name, whole in ran.expected.gradients.items() if name.startswith("router") and whole is not None]
+    return [parts.router[name] for _ in ran.results for name in names]
+
+
+def _input_parts(ran: Ran, parts: Parts) -> list[dict[str, Tensor]]:
+    grid = ran.case.grid
+    return [of_groups[grid.coordinate(rank, "dp")] for rank in range(grid.world) for of_groups in parts.inputs]
+
+
+def _norm_factors(ran: Ran) -> dict[str, float | None]:
+    """Return by which factor the norm's square is off, or one of its two parts if the other is right."""
+    norm = ran.results[0].norm
+    if norm is None:
+        return {}
+    gradients = ran.expected.gradients
+    of_experts = sum(float(g.square().sum()) for n, g in gradients.items() if g is not None and n.startswith("experts"))
+    square, whole = norm**2, ran.expected.norm**2
+    return {
+        NAMES["gradient norm"]: square / whole,
+        _of_source(NAMES["gradient norm"], "the experts"): (square - whole + of_experts) / of_experts,
+        _of_source(NAMES["gradient norm"], "all others"): (square - of_experts) / (whole - of_experts),
+    }
+
+
+def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ran) -> list[Finding]:
+    """Return what to say about a quantity that is wrong: of the whole if it has one factor, else of its parts."""
+    whole = NAMES[quantity]
+    if (
+        quantity == "gradient norm"
+    ):  # each of these supposes that nothing else is wrong: what has an explanation is right
+        explained = [
+            Finding(name, cause) for name, cause in causes.items() if name.startswith(whole) and cause.products
+        ]
+        return explained[:1] or [Finding(whole, causes.get(whole))]
+    if factors.get(whole) is not None:
+        return [Finding(whole, causes[whole])] if whole in causes else []
+    pairs = [pair for pair in _by_quantity(ran).get(quantity, []) if _is_wrong(pair, ran.case.tolerance)]
+    parts = [name for name in factors if name.startswith(f"{whole} ") and not is_right(factors[name])]
+    if quantity in ("expert gradient", "auxiliary loss", "counts"):
+        parts = list(dict.fromkeys(_part(quantity, pair.name) for pair in pairs))
+    if parts and all(factors.get(name) is not None for name in parts):
+        return [Finding(name, causes[name]) for name in parts if name in causes]
+    return [Finding(whole, None, ELSEWHERE if _are_elsewhere(pairs) else NO_FACTOR)]
+
+
+def _part(quantity: str, name: str) -> str:
+    return {
+        "expert gradient": f"gradients of {name}",
+        "auxiliary loss": f"values of {name}",
+        "counts": f"copies counted ({name})",
+    }[quantity]
+
+
+def _of_source(whole: str, source: str) -> str:
+    return f"{whole} {'through' if source.startswith('the ') and 'input' in whole and source != LOSSES else 'from'} {source}"
+
+
+def _is_wrong(pair: Pair, tolerance: float) -> bool:
+    return not relative(pair.actual, pair.expected) <= tolerance
+
+
+def _are_elsewhere(pairs: Sequence[Pair]) -> bool:
+    """Whether the values are the right ones but for their places."""
+    joined = _joined(pairs) if pairs else None
+    if joined is None:
+        return False
+    actual, expected = joined[0].sort().values, joined[1][0].sort().values
+    return bool(torch.allclose(actual, expected, rtol=1e-9, atol=1e-12))

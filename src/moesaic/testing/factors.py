@@ -1,0 +1,198 @@
+"""By which factor a quantity is wrong, and which sizes of the mesh that factor is made of.
+
+A wrong factor is the commonest silent bug of parallel training: no shape is wrong, no error is raised, and an optimizer such
+as AdamW hides it. One mesh rarely says which axis is meant, since several axes have the same size. So the factor is measured
+again on other meshes, chosen such that the explanations that are left differ there, until one is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moesaic.program.grid import Grid
+
+S = TypeVar("S")
+Sizes = Mapping[str, int]
+"""What a factor may be made of, by name: the axes of the mesh, top_k, chunks."""
+Factors = Mapping[str, float | None]
+"""Quantity to the factor by which all its values are off, 1 where it is right; None where no single factor is."""
+
+AXES = ("ep", "etp", "tp", "dp", "edp")
+MOST_RUNS = 8
+"""Meshes on which a factor is measured again."""
+MISSING = "missing altogether"
+CLOSE = 1e-4
+"""Relative difference of two factors that are the same."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of sizes over a product of sizes, or a number that depends on none."""
+
+    over: tuple[str, ...] = ()
+    under: tuple[str, ...] = ()
+    number: float = 1.0
+
+    def value(self, sizes: Sizes) -> float:
+        """Return the product for given sizes."""
+        return self.number * math.prod(sizes[n] for n in self.over) / math.prod(sizes[n] for n in self.under)
+
+    def __str__(self) -> str:
+        if not self.over and not self.under:
+            return f"{self.number:.4g}"
+        return ("*".join(self.over) or "1") + "".join(f"/{name}" for name in self.under)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a wrong factor looks like."""
+
+    factor: float
+    """On the first mesh."""
+    sizes: Sizes
+    """Of the first mesh."""
+    products: tuple[Product, ...]
+    """The simplest explanation, then others that no mesh could tell from it; empty where there is none."""
+    runs: int
+    """Meshes on which the factor was measured."""
+
+    def __str__(self) -> str:
+        return self.times + (f": {self.reason}" if self.reason else "")
+
+    @property
+    def times(self) -> str:
+        """How wrong it is, after "they are"."""
+        if abs(self.factor) < CLOSE:
+            return MISSING
+        if self.factor < 0:
+            return f"{self.factor:.4g} times what they should be, which is the wrong sign"
+        large = self.factor > 1
+        return f"{self.factor if large else 1 / self.factor:.2f} times too {'large' if large else 'small'}"
+
+    @property
+    def reason(self) -> str:
+        """What the factor looks like; empty where a factor of zero or below says it all."""
+        if self.factor < CLOSE:
+            return ""
+        if not self.products:
+            return "no product of the sizes of the mesh explains it"
+        return "looks like " + ", or like ".join(map(self._reason, self.products))
+
+    def _reason(self, product: Product) -> str:
+        if not product.over and not product.under:
+            return f"the same factor on every mesh ({self.runs} tried), no axis of any"
+        parts = [f"a missing division by {self._with_sizes(product.over)}"] if product.over else []
+        parts += [f"one division too many by {self._with_sizes(product.under)}"] if product.under else []
+        return " and ".join(parts)
+
+    def _with_sizes(self, names: Sequence[str]) -> str:
+        return " * ".join(f"{name} (={self.sizes[name]})" for name in names)
+
+
+def axes_of(grid: Grid) -> dict[str, int]:
+    """Return the sizes of a mesh's axes, by name."""
+    return {name: int(getattr(grid, name)) for name in AXES}
+
+
+def fit(actual: Tensor, parts: Sequence[Tensor], tolerance: float) -> list[float] | None:
+    """Return the factors with which parts add up to what was found; None if none do, or they are not unique.
+
+    Args:
+        actual: (n,) what was found.
+        parts: (n,) each, whose sum it should be.
+        tolerance: on what is left, relative to the largest expected value.
+    """
+    columns = torch.stack([part.double() for part in parts], 1)
+    lengths = columns.norm(dim=0)
+    if not len(actual) or float(lengths.min()) == 0 or not bool(actual.isfinite().all()):
+        return None
+    scaled = columns / lengths
+    if int(torch.linalg.matrix_rank(scaled, rtol=1e-9)) < len(parts):
+        return None
+    factors = torch.linalg.lstsq(scaled, actual.double().unsqueeze(1)).solution.squeeze(1) / lengths
+    left = float((columns @ factors - actual.double()).abs().max())
+    largest = max(float(columns.sum(1).abs().max()), float(actual.abs().max()))
+    return factors.tolist() if left <= tolerance * largest else None
+
+
+def is_right(factor: float | None) -> bool:
+    """Whether a factor is 1."""
+    return factor is not None and abs(factor - 1) <= CLOSE
+
+
+def products(names: Sequence[str]) -> Iterator[Product]:
+    """Yield products of up to three sizes, the simplest first."""
+    for count in (1, 2, 3):
+        for num_under in range(count + 1):
+            for over in combinations_with_replacement(names, count - num_under):
+                for under in combinations_with_replacement(names, num_under):
+                    if not set(over) & set(under):
+                        yield Product(over, under)
+
+
+def explain(
+    first: S, others: Sequence[S], sizes_of: Callable[[S], Sizes], measure: Callable[[S], Factors]
+) -> tuple[Factors, dict[str, Cause]]:
+    """Find what the wrong factors of a setting are made of; returns them, and a cause for each that is not 1.
+
+    Args:
+        first: a setting, such as a mesh, on which something is wrong.
+        others: settings that it may be measured on as well.
+        sizes_of: returns a setting's sizes, the same names for each.
+        measure: runs a setting; what it raises on another than the first rules that setting out.
+    """
+    found, runs, left = measure(first), 1, list(others)
+    sizes = sizes_of(first)
+    wrong = {what: factor for what, factor in found.items() if factor is not None and not is_right(factor)}
+    open_for = {what: _candidates(factor, sizes) for what, factor in wrong.items()}
+    while left and runs <= MOST_RUNS:
+        setting = max(left, key=lambda other: _told_apart(open_for, sizes_of(other)))
+        left.remove(setting)
+        if not _told_apart(open_for, sizes_of(setting)):
+            break
+        try:
+            again = measure(setting)
+        except Exception:  # a layer need not fit every mesh
+            continue
+        runs += 1
+        for what, candidates in open_for.items():
+            if what in again:
+                open_for[what] = _agreeing(candidates, again[what], sizes_of(setting))
+    causes = {}
+    for what, candidates in open_for.items():
+        apart = [c for c in candidates[1:] if any(not _agree(candidates[0], c, sizes_of(other)) for other in left)]
+        causes[what] = Cause(wrong[what], sizes, (*candidates[:1], *apart[:2]), runs)
+    return found, causes
+
+
+def _candidates(factor: float, sizes: Sizes) -> list[Product]:
+    """Return what explains a factor on one setting, the simplest first; that it is a number comes after single sizes."""
+    if factor < CLOSE:
+        return []
+    found = [p for p in products(list(sizes)) if _same(p.value(sizes), factor)]
+    single = [p for p in found if len(p.over) + len(p.under) == 1]
+    return [*single, Product(number=factor), *found[len(single) :]]
+
+
+def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: Sizes) -> int:
+    """Return how many candidates a setting tells from the simplest of their quantity."""
+    return sum(not _agree(candidates[0], c, sizes) for candidates in open_for.values() for c in candidates[1:])
+
+
+def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: Sizes) -> list[Product]:
+    return [c for c in candidates if factor is not None and _same(c.value(sizes), factor)]
+
+
+def _agree(one: Product, other: Product, sizes: Sizes) -> bool:
+    return _same(one.value(sizes), other.value(sizes))
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= CLOSE * max(abs(one), abs(other))

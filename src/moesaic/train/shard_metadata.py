@@ -1,0 +1,183 @@
+"""The list of what a sharded checkpoint holds, read without running anything that its file names.
+
+`torch.distributed.checkpoint` writes that list, `.metadata`, as a pickle, and a plain unpickler calls whatever a pickle names.
+The unpickler here knows no class and no function: each name that such a list may hold becomes an inert record, every other
+name is refused. The real objects are then built from the records' fields, whose types are compared.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from moesaic.errors import InputError
+
+T = TypeVar("T")
+
+
+class ShardReader(FileSystemReader):
+    """Reads a sharded checkpoint; its list of tensors by `read_list`, its tensors as torch does, as weights only.
+
+    Args:
+        folder: that holds `.metadata` and the files that it names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds.
+
+        Raises:
+            InputError: as `read_list` does.
+            OSError: if there is no list.
+        """
+        path = self._folder / ".metadata"
+        metadata = read_list(path.read_bytes(), str(path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def read_list(data: bytes, source: str) -> Metadata:
+    """Return the list of a sharded checkpoint.
+
+    Args:
+        data: the bytes of `.metadata`.
+        source: where they come from, for messages.
+
+    Raises:
+        InputError: if they name anything but the parts of a list of tensors in files of the same folder.
+    """
+    try:
+        return _metadata(_ListUnpickler(io.BytesIO(data)).load())
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{source}: is no list of tensors as Moesaic writes it ({reason:.200}), nothing in it was run: take another "
+            "checkpoint, or delete this one"
+        ) from error
+
+
+class _Record:
+    """What stands for an object of the pickle: what it was called with, and the state that it was given."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    place: type(place[1], (_Record,), {})
+    for place in (
+        (_METADATA, "Metadata"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
+    )
+}
+"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. Not among them:
+BytesStorageMetadata, for which torch would unpickle a part of a tensor file without any restriction."""
+
+
+class _ListUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name of the pickle; nothing of it does more than keep what it is given."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _RECORDS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return _RECORDS[module, name]
+
+
+def _metadata(record: Any) -> Metadata:
+    fields = _fields(record, "Metadata")
+    tensors: dict[str, STORAGE_TYPES] = {
+        _is(name, str): _tensor(entry) for name, entry in _is(fields["state_dict_metadata"], dict).items()
+    }
+    places = {_index(key): _place(place) for key, place in _is(fields["storage_data"], dict).items()}
+    return Metadata(tensors, storage_data=places, version=_is(fields.get("version", ""), str))
+
+
+def _tensor(record: Any) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    if type(properties).__name__ != "TensorProperties":
+        raise TypeError(f"it holds {type(properties).__name__} in place of TensorProperties")
+    dtype = _is(_is(properties.state, tuple)[0], torch.dtype)
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _is(fields["chunks"], list)]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype),
+        _size(fields["size"]),
+        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _is(fields["fqn"], str), None if offset is None else _size(offset), None if index is None else _is(index, int)
+    )
+
+
+def _place(record: Any) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name = _is(fields["relative_path"], str)
+    if PurePosixPath(name).name != name or "\\" in name:
+        raise ValueError(f"it names {name}, which is no file of its folder")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name} is transformed")
+    return _StorageInfo(name, _is(fields["offset"], int), _is(fields["length"], int))
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of an object of the pickle that must be of a class."""
+    if type(record).__name__ != kind:
+        raise TypeError(f"it holds {type(record).__name__} in place of {kind}")
+    found: dict[str, Any] = _is(record.state, dict)
+    return found
+
+
+def _size(record: Any) -> torch.Size:
+    if type(record).__name__ != "Size":
+        raise TypeError(f"it holds {type(record).__name__} in place of a size")
+    (sizes,) = record.arguments
+    return torch.Size(_is(size, int) for size in sizes)
+
+
+def _is(value: Any, kind: type[T]) -> T:
+    """Return a value that must be of a type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"it holds {type(value).__name__} in place of {kind.__name__}")
+    return value

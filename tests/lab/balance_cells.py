@@ -1,0 +1,51 @@
+"""Cells of the balance benchmark without a cluster, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moesaic_lab.balance.config import Case, Place
+from moesaic_lab.balance.job import Decided, Job
+from moesaic_lab.balance.loads import Routes
+from moesaic_lab.balance.methods import methods
+from moesaic_lab.balance.run import Cell
+from moesaic_lab.measure import Timing
+
+ROUTES = Routes(experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64))
+
+
+def cell(
+    load: float | None,
+    seconds: Mapping[str, float | Sequence[float]],
+    *,
+    place: Place | None = None,
+    near: Mapping[str, Sequence[float]] | None = None,
+    peak: Mapping[str, int] | None = None,
+    decided: Mapping[str, Sequence[float]] | None = None,
+    lent: int = 3,
+) -> Cell:
+    """A cell whose methods took the given seconds, 8 times where only one is given."""
+    place = place or Place()
+    every = methods(place.grid, place.tokens_per_rank * place.top_k)
+    job = Job(
+        case=Case(place=place, label=f"case {load}", max_vio=load, routes=ROUTES),
+        methods={name: every[name] for name in seconds},
+    )
+    times = {n: tuple(s) if isinstance(s, Sequence) else (float(s),) * 8 for n, s in seconds.items()}
+    return Cell(
+        job=job,
+        max_vio=(load or 0.0,),
+        timings={name: Timing.of(each) for name, each in times.items()},
+        near={name: tuple(each) for name, each in (near or {}).items()},
+        peak_bytes={name: (peak or {}).get(name, 1000) for name in times},
+        error=dict.fromkeys(times, 1e-7),
+        link_seconds=dict.fromkeys(times, 0.3),
+        across_bytes=dict.fromkeys(times, 5000),
+        charged=dict.fromkeys(times, 0.6),
+        decided={
+            name: Decided(seconds=tuple(each), options=("shadow",), lent_experts=(lent,), lent_copies=(7,))
+            for name, each in (decided or {}).items()
+        },
+    )

@@ -1,0 +1,113 @@
+"""FasterMoE's equations, printed and corrected, its choice of shadows, and its layers as programs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic_lab.reproduce.fastermoe import GPT_S, PLAIN, Bed
+from moesaic_lab.reproduce.fastermoe_model import (
+    Machine,
+    ideal,
+    ratio,
+    semi_ideal,
+    shadowed_seconds,
+    shadows,
+    stay_home,
+    throughput,
+    unshadowed_seconds,
+    worth_by_size,
+    worth_by_time,
+)
+
+MACHINE = Machine(flops=1e12, bandwidth=1e9, dim=64)
+
+
+def skewed(workers: int, hot: tuple[int, ...], each: int, cold: int = 10) -> np.ndarray:
+    """Return counts in which every worker sends many copies to the hot experts."""
+    counts = np.full((workers, workers), cold)
+    counts[:, list(hot)] = each
+    return counts
+
+
+def test_shadowed_copies_are_computed_where_they_come_from() -> None:
+    counts = np.arange(16).reshape(4, 4)
+    kept = stay_home(counts, [2])
+    assert (kept.sum(1) == counts.sum(1)).all()
+    assert kept[:, 2].tolist() == [0, 0, counts[2, 2], 0]
+    assert kept[0, 0] == counts[0, 0] + counts[0, 2]
+    assert counts[0, 2] == 2  # the argument stays
+
+
+def test_the_corrected_cost_counts_remote_copies_in_bytes() -> None:
+    """Eq. 7 on two workers: 3 passes of 4 B alpha D^2 / P, 4 all-to-alls of remote copies times D times 4 bytes."""
+    counts = np.array([[5, 20], [7, 1]])
+    compute, move = 3 * 4 * 21 * 2 * 64**2 / 1e12, 4 * 20 * 64 * 4 / 1e9
+    assert unshadowed_seconds(MACHINE, counts, "corrected") == pytest.approx(compute + move)
+    assert unshadowed_seconds(MACHINE, counts, "printed") == pytest.approx(compute + 4 * 21 * 64 * 4 / 1e9)
+    weights = 2 * (2 * 2 * 64 * 64 * 4) / 1e9
+    home = shadowed_seconds(MACHINE, counts, [1], "corrected")
+    assert home == pytest.approx(3 * 4 * 32 * 2 * 64**2 / 1e12 + 4 * 7 * 64 * 4 / 1e9 + weights)
+    assert home - shadowed_seconds(MACHINE, counts, [1], "printed") == pytest.approx(4 * 7 * 64 * 4 / 1e9)
+
+
+@pytest.mark.parametrize(("most", "after"), [(300, 200), (50, 40), (140, 30), (10, 9)])
+def test_equation_10_says_when_8_is_below_7_in_printed_units(most: int, after: int) -> None:
+    """Of equations 7 and 8 as printed: all copies of the busiest worker travel, then none."""
+    for flops in (1e10, 1e12, 1e14):
+        machine = Machine(flops=flops, bandwidth=1e9, dim=64)
+        seven = 3 * machine.compute_seconds(most) + 4 * machine.move_seconds(most)
+        eight = 3 * machine.compute_seconds(after) + 2 * machine.weight_seconds()
+        assert worth_by_time(machine, most, after, 1) == (eight < seven)
+    assert worth_by_size(MACHINE, most, 1) == (most > 128)
+
+
+def test_two_equally_hot_experts_block_the_printed_algorithm() -> None:
+    counts = skewed(8, (1, 5), 4000)
+    machine = Machine(flops=1e12, bandwidth=1e12, dim=256)
+    assert shadows(machine, counts, "printed") == []
+    assert sorted(shadows(machine, counts, "corrected")[:2]) == [1, 5]
+
+
+def test_the_corrected_choice_is_never_worse_than_none_by_its_own_cost() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        counts = random.integers(0, 3000, (8, 8)) * (random.random(8) < 0.4)
+        chosen = shadows(MACHINE, counts, "corrected")
+        plain = unshadowed_seconds(MACHINE, counts, "corrected")
+        assert shadowed_seconds(MACHINE, counts, chosen, "corrected") <= plain + 2 * len(chosen) * 1e-12
+        assert bool(chosen) == any(
+            shadowed_seconds(MACHINE, counts, np.argsort(-counts.sum(0), kind="stable")[:n].tolist(), "corrected")
+            < plain
+            for n in range(1, 9)
+        )
+
+
+def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
+    compute, move, workers, rows = 0.03, 0.02, 4, 1000.0
+    machine = Machine(flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64)
+    reached = throughput(machine, rows, workers, compute, move)
+    assert semi_ideal(machine.flops, ratio(compute, move)) == pytest.approx(reached)
+    assert semi_ideal(machine.flops, compute / move, "printed") == pytest.approx(reached)
+    assert semi_ideal(machine.flops, ratio(compute, move), "printed") < reached
+    assert ideal(machine.flops, 0.5) == 0.5 * machine.flops
+    assert ideal(machine.flops, 3.0) == machine.flops
+
+
+def test_even_loads_need_no_shadow_and_hot_ones_gain() -> None:
+    bed = Bed(GPT_S)
+    even, hot = bed.counts(0.0, 1), bed.counts(1.6, 1)
+    assert bed.chosen(even) == []
+    slow, fast = bed.run(PLAIN, hot), bed.run(PLAIN, even)
+    assert slow.seconds > 2 * fast.seconds
+    assert bed.shadowed(PLAIN, hot, bed.chosen(hot)) < slow.seconds
+    assert bed.run(bed.smart, hot).seconds < slow.seconds
+    assert slow.limit <= slow.seconds
+
+
+def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
+    bed = Bed(GPT_S)
+    two, three = bed.zero_seconds(2), bed.zero_seconds(3)
+    assert three > two
+    nbytes = 16 * 2 * 1024 * 2048 * 4
+    assert three - two > 0.5 * nbytes / bed.nic

@@ -1,0 +1,85 @@
+"""Parm's sweep and its Algorithm 1, published and corrected."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.cost.workload import Workload
+from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.parm import Testbed as Bed
+from moesaic_lab.reproduce.parm import Times, layers, mean_speedup, shares
+from moesaic_lab.reproduce.parm_choice import Line, Operations, corrected, operations, published
+from moesaic_lab.reproduce.records import read_book
+
+BOOK = read_book()
+LAYER = Workload(tokens=1000, num_experts=4, top_k=2, dim=10, hidden=8, matrices=2, dtype="fp32")
+
+
+def rates(all_to_all: float, gather: float, overlapped: float) -> Operations:
+    """Return operations without start-up."""
+    lines = (Line(startup=0.0, per_element=rate) for rate in (all_to_all, gather, overlapped))
+    return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
+
+
+def test_a_cell_of_the_sweep_has_162_layers() -> None:
+    found = list(layers(32, 4, 2))
+    assert sum(count for _, count in found) == 162
+    assert len(found) == 90
+    assert len({workload for workload, _ in found}) == 90
+    assert {workload.num_experts for workload, _ in found} == {8}
+    assert max(workload.dim for workload, _ in found) == 4 * 4096
+
+
+def test_the_corrected_rule_is_the_closed_form() -> None:
+    """Papers.md 1.5: y = s k f S D = 4 * 20,000; S1 costs 2 y / m + gather of S D, S2 y / m + overlapped of y / m."""
+    m, s, y, sd = 2, 4, 80_000.0, 10_000.0
+    level = (y / m + sd) / (y / m)  # of the overlapped rate, at which both cost the same if the others are 1
+    assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, s) == "s1"
+    assert corrected(rates(1.0, 1.0, level * 0.99), LAYER, m, s) == "s2"
+
+
+def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_width_twice() -> None:
+    """Its y is E T M with M in T already: 20,000 * 10; at m = 4 it takes SAA of y, so S2 must be m times cheaper to win."""
+    m, y, sd = 4, 200_000.0, 10_000.0
+    level = (y / m + sd) / y
+    assert published(rates(1.0, 1.0, level * 1.01), LAYER, m, 4) == "s1"
+    assert published(rates(1.0, 1.0, level * 0.99), LAYER, m, 4) == "s2"
+    assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, 4) == "s2"
+
+
+def test_operations_are_fitted_to_the_simulated_cluster() -> None:
+    """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per message."""
+    bed = Bed(BOOK, "a")
+    found = operations(bed, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8))
+    rate = BOOK.constant("parm.a.link") * 1e9 / 8
+    assert found.all_to_all.per_element == pytest.approx(4 * 7 / 8 / rate)
+    assert found.all_to_all.startup == pytest.approx(7 * 664e-6)
+    assert found.gather.per_element == pytest.approx(4 * 3 / 4 / rate)
+    assert found.overlapped.per_element > found.all_to_all.per_element
+
+
+def test_tensor_groups_of_two_make_the_schedules_about_twice_as_fast() -> None:
+    """Papers.md 1.9: where computing or the all-to-all dominates, the ratio tends to m; gathers add to it."""
+    bed = Bed(BOOK, "b")
+    times = bed.cell(8, 2, 2, ("baseline", "s1"))
+    assert sum(each.count for each in times) <= 162
+    assert 1.8 < mean_speedup(times, "s1") < 3.2
+    least, most = shares(times)
+    assert 0 < least < most < 100
+
+
+def test_means_count_equal_layers_as_often_as_the_sweep_does() -> None:
+    times = [
+        Times(LAYER, 3, {"baseline": 2.0, "s1": 1.0}, {"baseline": 0.5}),
+        Times(LAYER, 1, {"baseline": 6.0, "s1": 1.0}, {"baseline": 0.6}),
+    ]
+    assert mean_speedup(times, "s1") == pytest.approx((3 * 2 + 6) / 4)
+    assert shares(times) == pytest.approx((75.0, 90.0))
+
+
+def test_layers_that_do_not_fit_into_memory_are_dropped() -> None:
+    bed = Bed(BOOK, "b")
+    sizes = [each.workload.tokens * each.workload.dim for each in bed.cell(8, 2, 4, ("baseline",))]
+    all_sizes = [layer.tokens * layer.dim for layer, _ in layers(8, 4, bed.top_k)]
+    assert max(sizes) < max(all_sizes)
+    assert min(sizes) == min(all_sizes)

@@ -1,0 +1,78 @@
+"""Tutel's layers: parts, breakdown, r."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.plan import Plan
+from moesaic_lab.reproduce.records import read_book
+from moesaic_lab.reproduce.tutel import Cluster, Layer, RLayer, big, breakdown, cluster, connections, single, sweep
+
+BOOK = read_book()
+
+
+def test_the_sweep_has_81_layers_and_cuts_half_experts_in_two() -> None:
+    found = list(sweep(16))
+    assert len(set(found)) == 81
+    assert {(layer.grid.ep, layer.grid.etp, layer.workload.num_experts) for layer in found} == {
+        (8, 2, 8), (16, 1, 16), (16, 1, 32)
+    }  # fmt: skip
+
+
+def test_computing_and_moving_of_the_large_layer_are_those_it_was_fitted_to() -> None:
+    computing, moving = Cluster(BOOK).parts_ms(big(16))
+    assert computing == pytest.approx(BOOK.value("tutel.compute.16"), rel=2e-3)
+    assert moving == pytest.approx(BOOK.value("tutel.a2a.16"), rel=5e-3)
+
+
+def test_the_rate_between_nodes_falls_with_their_number() -> None:
+    rates = [cluster(BOOK, gpus).links[1].gbps[0] for gpus in (16, 64, 256)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == BOOK.constant("tutel.nic")
+    assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
+
+
+def test_connections_are_those_to_gpus_of_other_nodes_and_few_under_2dh() -> None:
+    assert [connections(gpus, "linear") for gpus in (16, 2048)] == [8, 2040]
+    assert [connections(gpus, "hier2d") for gpus in (16, 2048)] == [1, 255]
+
+
+def test_a_start_up_grows_with_connections_and_a_single_one_does_not_fill_a_port() -> None:
+    start = [cluster(BOOK, 2048, peers=peers).links[1].message_us for peers in (8, 255, 2040)]
+    assert start == sorted(start)
+    each = 1e-3 * BOOK.constant("tutel.message")
+    assert start == pytest.approx(
+        [read_cluster("tutel").links[1].message_us + peers * each for peers in (8, 255, 2040)]
+    )
+    assert cluster(BOOK, 16, peers=1).links[1].gbps == (BOOK.constant("tutel.connection"),)
+    assert cluster(BOOK, 16, peers=8).links[1].gbps == (BOOK.constant("tutel.nic"),)
+    assert cluster(BOOK, 16).host.task_us == BOOK.constant("tutel.issue")
+
+
+def test_products_message_by_message_are_slower() -> None:
+    bed, layer = Cluster(BOOK), single(16)
+    assert layer.rows_per_message == 1024
+    small = Layer(gpus=16, tokens=256, dim=2048, hidden=2048)
+    assert bed.seconds(Plan(), layer, flexible=False) > bed.seconds(Plan(), layer)
+    assert bed.seconds(Plan(), small, flexible=False) == bed.seconds(Plan(), small), "here the issuing thread decides"
+    apart, together = (bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True))
+    assert apart > 1.1 * together
+
+
+def test_every_part_of_the_breakdown_helps() -> None:
+    parts = breakdown(Cluster(BOOK), 64)
+    assert parts.fairseq > parts.kernels >= parts.hier2d > parts.flexible
+
+
+def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
+    bed = Cluster(BOOK)
+    one, two = (bed.einsum_seconds(Layer(gpus=16, tokens=tokens, dim=512, hidden=512)) for tokens in (1024, 2048))
+    assert two == pytest.approx(4 * one)
+
+
+def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large() -> None:
+    bed = Cluster(BOOK)
+    many, large = RLayer(tokens=4096, hidden=2048), RLayer(tokens=1024, hidden=32768)
+    assert bed.with_r(0, many, 8.0) < bed.with_r(4, many, 8.0)
+    assert bed.with_r(4, large, 1.0) < bed.with_r(0, large, 1.0)

@@ -1,0 +1,164 @@
+"""The balance benchmark's claims by hand, and its rows, tables and pictures, from cells that nobody measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from balance_cells import cell
+from rich.console import Console
+
+from moesaic_lab.balance.claims import claims
+from moesaic_lab.balance.config import Place
+from moesaic_lab.balance.methods import BOUNDED, NETMOE, OURS, PLACED, PLAIN, SMART
+from moesaic_lab.balance.pictures import panels
+from moesaic_lab.balance.rows import NOTES, all_rows, tables
+from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.pictures import to_html
+from moesaic_lab.pictures_svg import to_svg
+
+LARGE = Place(name="4x2", nodes=4)
+
+
+def value(name: str, *cells: Any, forecasts: Any = ()) -> float | None:
+    (found,) = [claim for claim in claims(cells, forecasts) if claim.name == name]
+    return found.value
+
+
+def reason(name: str, *cells: Any) -> str:
+    (found,) = [claim for claim in claims(cells) if claim.name == name]
+    assert found.value is None
+    return found.reason
+
+
+def forecast(ranks: int, load: float, method: str, seconds: float) -> Forecast:
+    return Forecast(
+        ranks=ranks, max_vio=load, method=method, seconds=seconds, compute_seconds=1.0, communication_seconds=2.0,
+        lent_experts=1.0, option="", decision_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> None:
+    found = claims([])
+    assert {claim.name: (claim.op, claim.target) for claim in found} == {
+        "balance.speedup_maxvio2": (">=", 1.8),
+        "balance.over_best_single": ("<=", 1.03),
+        "balance.overhead_maxvio0": ("<=", 0.01),
+        "balance.memory_maxvio4": ("<=", 1.2),
+        "balance.memory_maxvio4_unbounded": ("<=", None),
+        "balance.memory_maxvio4_over_plain": ("<=", None),
+        "balance.budget_speedup_maxvio4": (">=", None),
+        "balance.decision_share": ("<=", 0.02),
+        "balance.recorded_speedup": (">=", None),
+        "balance.simulated_speedup_maxvio2": (">=", None),
+        "balance.simulated_over_best_single": ("<=", None),
+    }
+    assert all(claim.value is None and claim.reason.startswith("no case ") for claim in found)
+
+
+def test_speedup_is_of_the_bed_with_most_ranks_at_max_vio_2() -> None:
+    small, large = (cell(2.0, {PLAIN: s, OURS: 1.0}, place=p) for s, p in ((9.0, None), (2.5, LARGE)))
+    assert value("balance.speedup_maxvio2", large, small) == 2.5
+    assert value("balance.speedup_maxvio2", small) == 9.0
+    assert "MaxVio 2" in reason("balance.speedup_maxvio2", cell(1.0, {PLAIN: 2.0, OURS: 1.0}))
+
+
+def test_over_best_single_is_the_worst_case_against_the_fastest_technique_by_itself() -> None:
+    easy = cell(0.0, {PLAIN: 3.0, "spill": 2.0, "smart + shadow": 0.1, OURS: 1.0})
+    hard = cell(2.0, {PLAIN: 3.0, PLACED: 1.0, "shadow": 2.0, OURS: 1.5})
+    assert value("balance.over_best_single", easy) == 0.5
+    assert value("balance.over_best_single", easy, hard) == 1.5
+    close = cell(2.0, {PLAIN: 3.0, "shadow": 1.0, OURS: 1.05})
+    assert reason("balance.over_best_single", close) == "case 2.0: 8 repeats, a ratio under 1.10 needs 30"
+
+
+def test_a_ratio_near_one_is_the_worse_end_of_thirty_pairs() -> None:
+    ours = [1.0, 1.04] * 15
+    found = cell(0.0, {PLAIN: 1.0, "shadow": 2.0, OURS: 1.0}, near={OURS: ours, PLAIN: [1.0] * 30})
+    overhead = value("balance.overhead_maxvio0", found)
+    assert overhead is not None
+    assert 0.03 < overhead < 0.0401
+    worse = cell(0.0, {PLAIN: 1.0, OURS: 1.3}, place=LARGE)
+    assert value("balance.overhead_maxvio0", found, worse) == pytest.approx(0.3)
+
+
+def test_memory_is_that_under_a_budget_at_max_vio_4_over_the_balanced_peak_of_the_same_bed() -> None:
+    both = {PLAIN: 1.0, OURS: 1.0, BOUNDED: 2.0}
+    even = cell(0.0, both, place=LARGE, peak={OURS: 500, BOUNDED: 1000, PLAIN: 800})
+    other = cell(0.0, both, peak={OURS: 100, BOUNDED: 100, PLAIN: 100})
+    skewed = cell(4.0, both, place=LARGE, peak={OURS: 1500, BOUNDED: 1100, PLAIN: 5000})
+    assert value("balance.memory_maxvio4", even, other, skewed) == 1.1
+    assert value("balance.memory_maxvio4_unbounded", even, other, skewed) == 3.0
+    assert value("balance.memory_maxvio4_over_plain", even, other, skewed) == 1.375
+    assert value("balance.budget_speedup_maxvio4", even, other, skewed) == 0.5
+    assert "MaxVio 0 and 4 of one bed" in reason("balance.memory_maxvio4", other, skewed)
+
+
+def test_decision_share_is_the_median_decision_over_a_step_in_the_worst_case() -> None:
+    quick = cell(0.0, {PLAIN: 1.0, OURS: 1.0}, decided={OURS: [0.001] * 3})
+    slow = cell(2.0, {PLAIN: 1.0, OURS: 0.5}, decided={OURS: [0.01, 0.02, 9.0]})
+    assert value("balance.decision_share", quick, slow) == 0.04
+
+
+def test_recorded_and_simulated_figures() -> None:
+    assert value("balance.recorded_speedup", cell(None, {PLAIN: 3.0, OURS: 2.0})) == 1.5
+    found = [
+        forecast(ranks, load, name, seconds)
+        for ranks, load, seconds_of in (
+            (16, 2.0, {PLAIN: 4.0, "shadow": 3.0, OURS: 2.0}),
+            (32, 2.0, {PLAIN: 6.0, "shadow": 3.0, OURS: 4.0}),
+            (16, 0.0, {PLAIN: 1.0, "shadow": 2.0, OURS: 1.0}),
+        )
+        for name, seconds in seconds_of.items()
+    ]
+    assert value("balance.simulated_speedup_maxvio2", forecasts=found) == 1.5
+    assert value("balance.simulated_over_best_single", forecasts=found) == pytest.approx(4 / 3)
+
+
+def every_kind() -> list[Any]:
+    seconds = {PLAIN: 2.0, "shadow": 1.0, SMART: 1.6, NETMOE: 2.1, OURS: 0.9}
+    decided = {"shadow": [0.01], OURS: [0.02]}
+    return [
+        cell(0.0, seconds, place=LARGE, decided=decided, lent=1),
+        cell(2.0, seconds, place=LARGE, decided=decided, lent=5),
+        cell(None, seconds, decided=decided),
+    ]
+
+
+def test_rows_say_what_the_layer_is_and_what_each_method_did() -> None:
+    rows = all_rows(every_kind(), [forecast(16, 2.0, PLAIN, 4.0), forecast(16, 2.0, OURS, 2.0)])
+    assert len(rows) == 3 * 5 + 2
+    ours = next(row for row in rows if row["method"] == OURS and row["max_vio"] == 2.0)
+    wanted = {
+        "tokens_per_rank": 128, "dim": 256, "hidden": 12, "experts_per_rank": 4, "compute": "virtual compute", "is_best": True,
+        "median_seconds": 0.9, "lent_experts": 5, "decision_seconds": 0.02, "options": "shadow", "bed": "4x2 100mbit, lo 1gbit",
+    }  # fmt: skip
+    assert {key: ours[key] for key in wanted} == wanted
+    assert ours["plain_over_this"] == pytest.approx(2 / 0.9)
+    assert rows[-1]["plain_over_this"] == 2.0
+    assert rows[-1]["part"] == "simulated"
+
+
+def test_tables_and_pictures_show_every_part() -> None:
+    cells = every_kind()
+    forecasts = [forecast(16, load, name, 4.0) for load in (0.0, 2.0) for name in (PLAIN, OURS)]
+    console = Console(width=240, record=True, quiet=False)
+    for each in tables(cells, forecasts):
+        console.print(each)
+    text = console.export_text()
+    assert "4x2 100mbit, lo 1gbit, 128 tokens per rank, dim 256, hidden 12, 4 experts per rank, top 2" in text
+    assert "virtual compute" in text
+    assert "Simulated" in text
+    made = panels(cells, forecasts)
+    titles = [panel.title for panel in made]
+    assert titles == [
+        "4x2, speed-up", "4x2, memory", "recorded routing", "4x2, lent experts per call", "gain of the smart schedule",
+        "16 ranks, simulated",
+    ]  # fmt: skip
+    lent = {series.name: series.y for series in made[3].series}
+    assert lent == {"shadow": (1, 5), OURS: (1, 5)}
+    gain = {series.name: (series.x, series.y) for series in made[4].series}
+    assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
+    assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))
+    assert "virtual compute" in to_svg("title", made, NOTES)
+    assert "plotly" in to_html("title", made)

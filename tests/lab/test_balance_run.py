@@ -1,0 +1,308 @@
+"""The balance benchmark: its file, its ranks in one process, its simulated clusters, the command; a small run on a bed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.cli.main import main
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.wire import AbstractWire
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.errors import InputError
+from moesaic.experts import PlainExperts
+from moesaic.plan import compile_plan
+from moesaic.testbed import refusal
+from moesaic_lab.balance import ranks
+from moesaic_lab.balance.claims import claims
+from moesaic_lab.balance.config import Case, Place, Simulated, Skewed, read_config
+from moesaic_lab.balance.job import Counted, Decided, Found, Job
+from moesaic_lab.balance.loads import Skew, made_up
+from moesaic_lab.balance.methods import NETMOE, OURS, PLACED, PLAIN, SMART, methods
+from moesaic_lab.balance.run import summed_up
+from moesaic_lab.balance.simulated import machine_of, simulate
+
+PLACE = Place(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
+
+
+def job_of(max_vio: float = 1.0, place: Place = PLACE) -> Job:
+    skew = Skew(
+        ranks=4, num_experts=8, top_k=2, samples=8, sample_tokens=8, max_vio=max_vio, calls=2, persistence=0.5, seed=3
+    )
+    case = Case(place=place, label="small-1", max_vio=max_vio, routes=made_up(skew))
+    return Job(case=case, methods=methods(place.grid))
+
+
+# The ranks
+
+
+def test_all_methods_compute_what_the_plain_layer_does() -> None:
+    job = job_of()
+    plans = {name: compile_plan(method.plan, PLACE.grid) for name, method in job.methods.items()}
+
+    def rank(wire: AbstractWire) -> dict[str, list[Tensor]]:
+        found = {}
+        for name in job.methods:
+            subject = ranks.Subject(job, name, plans[name], wire, PlainExperts)
+            y, trip = subject.forward(1)
+            if trip is not None:
+                y = trip.take_home(y.unflatten(0, (2, -1))).flatten(0, 1)
+            y.backward(subject.dy)
+            assert subject.x.grad is not None
+            found[name] = [y.detach(), subject.x.grad]
+        return found
+
+    for of_rank in run_ranks(4, rank):
+        assert len(of_rank) == 11
+        for name, values in of_rank.items():
+            for mine, plain in zip(values, of_rank[PLAIN]):
+                assert float(plain.abs().max()) > 0.01
+                torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_layer_whose_weights_stand_elsewhere_is_found_out() -> None:
+    job = job_of()
+
+    def rank(wire: AbstractWire) -> list[Tensor]:
+        found = []
+        for name in (PLAIN, PLACED):
+            subject = ranks.Subject(job, name, compile_plan(job.methods[name].plan, PLACE.grid), wire, PlainExperts)
+            if name == PLACED:  # as if experts had been placed and nobody had told the router
+                subject.layer.router.tell(torch.from_numpy(job.case.routes.experts[0].reshape(4, -1, 2)[wire.rank]))  # type: ignore[operator]
+                found.append(subject.layer(subject.x).detach())
+            else:
+                found.append(subject.forward(0)[0].detach())
+        return found
+
+    assert any(ranks.difference(*values) > 0.1 for values in run_ranks(4, rank))
+    assert ranks.difference(torch.ones(3), torch.ones(3) * 2) == 0.5
+    assert ranks.difference(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
+
+
+def test_steps_go_through_the_calls_and_count_decisions() -> None:
+    job, other = job_of(2.0), job_of(1.0)
+    experts = np.concatenate([each.case.routes.experts[:1] for each in (job, other)])
+    job = replace(job, case=replace(job.case, routes=replace(job.case.routes, experts=experts)))
+
+    def rank(wire: AbstractWire) -> dict[str, tuple[int, Decided]]:
+        found = {}
+        for name in ("shadow", "least loaded", OURS):
+            subject = ranks.Subject(job, name, compile_plan(job.methods[name].plan, PLACE.grid), wire, PlainExperts)
+            subject.step()
+            subject.start_over()
+            for _ in range(4):
+                subject.step()
+            found[name] = subject.steps, subject.decisions(2)
+        return found
+
+    of_ranks = run_ranks(4, rank)
+    for name in ("shadow", "least loaded", OURS):
+        steps, decided = of_ranks[0][name]
+        assert steps == 4
+        assert len(decided.seconds) == 4
+        assert len(decided.options) == len(decided.lent_experts) == len(decided.lent_copies) == 2
+        assert all(found[name][1].lent_copies == decided.lent_copies for found in of_ranks)
+    loads = [job.case.routes.counts(call, 4, 8).sum(axis=0).reshape(4, 2).sum(axis=1) for call in range(2)]
+    excess = tuple(int((load - 32).clip(min=0).sum()) for load in loads)
+    assert excess[0] > excess[1]
+    assert of_ranks[0]["least loaded"][1].lent_copies == excess
+    assert of_ranks[0]["least loaded"][1].options == ("least_loaded",) * 2
+
+
+def test_methods_near_ours_are_timed_more_often() -> None:
+    every = methods(PLACE.grid)
+    seconds = {PLAIN: (2.0,), "shadow": (1.05,), "spill": (1.02,), "smart + shadow": (1.0,), OURS: (1.0,)}
+    assert ranks.near_ours(seconds, every, balanced=False) == [OURS, "spill", "shadow"]
+    assert ranks.near_ours(seconds, every, balanced=True) == [OURS, "spill", "shadow", PLAIN]
+    assert ranks.near_ours({PLAIN: (3.0,), "spill": (2.0,), OURS: (1.0,)}, every, balanced=False) == []
+
+
+def test_cells_sum_up_what_ranks_found() -> None:
+    job = replace(job_of(), methods={name: methods(PLACE.grid)[name] for name in (PLAIN, OURS)})
+
+    def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> Found:
+        back = [(target, source, size) for source, target, size in sent]
+        counted = Counted(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
+        return Found(
+            spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
+            pairs={OURS: [(9.0, 10.0)], PLAIN: [(9.0, 12.0)]},
+            counted=dict.fromkeys((PLAIN, OURS), counted),
+            decided={OURS: Decided(seconds=(decided,), options=("alone",), lent_experts=(0,), lent_copies=(0,))},
+            charged={PLAIN: 0.1 * peak, OURS: 0.1},
+        )
+
+    none: list[tuple[int, int, float]] = []
+    sent = ([(0, 2, 12.5e6)], [(1, 0, 1e6)], none, none)
+    made = summed_up(
+        job, [found(e, p, d, m) for e, p, d, m in zip((1, 1.5, 1, 1), (3, 5, 1, 1), (0.1, 0.4, 0.2, 0.3), sent)]
+    )
+    assert made.timings[OURS].seconds == (1.0, 0.5)
+    assert made.near[PLAIN] == (2.0, 1.0, 3.0)
+    assert made.ratio(PLAIN, OURS).repeats == 3
+    assert made.peak_bytes[OURS] == 5
+    assert made.error[OURS] == pytest.approx(5e-7)
+    assert made.charged[PLAIN] == pytest.approx(0.5)
+    assert made.decided[OURS].seconds == (0.4,)
+    assert made.link_seconds[OURS] == pytest.approx(2.0)  # 12.5 MB there at 100 Mbit/s, and then back
+    assert made.across_bytes[OURS] == 25_000_000
+    assert made.best_single() == PLAIN
+    assert made.max_vio == pytest.approx((1.0, 1.0), abs=0.05)
+
+
+# Larger clusters
+
+
+def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should() -> None:
+    config = Simulated(
+        ranks=(8,), max_vio=(0.0, 2.0), calls=1, experts_per_rank=4, sample_tokens=2048, locality=0.0, persistence=0.98
+    )
+    found = {(each.max_vio, each.method): each for each in simulate(config, seed=1)}
+    assert len(found) == 2 * 11
+    even, skewed = ({n: found[load, n] for n in methods(PLACE.grid)} for load in (0.0, 2.0))
+    assert even["spill"].seconds == even[PLAIN].seconds == even["least loaded"].seconds
+    assert even["spill"].lent_experts == 0
+    assert skewed[PLAIN].compute_seconds > 2 * even[PLAIN].compute_seconds
+    assert skewed["least loaded"].compute_seconds < 1.3 * even[PLAIN].compute_seconds
+    assert skewed["least loaded"].lent_experts > 0
+    assert skewed[PLACED].compute_seconds < 0.9 * skewed[PLAIN].compute_seconds
+    assert skewed[NETMOE].compute_seconds == pytest.approx(skewed[PLAIN].compute_seconds)
+    assert skewed[OURS].seconds < skewed[PLAIN].seconds
+    assert skewed[OURS].option
+    assert even["ZeRO-3 (r = 0)"].communication_seconds > even[PLAIN].communication_seconds
+
+
+def test_policies_see_a_device_s_share_of_the_links() -> None:
+    machine = machine_of(read_cluster("100gbe"), "bf16")
+    assert (machine.intra_gbps, machine.tflops) == (120, 85)
+    assert machine.inter_gbps == pytest.approx(720 / 64)
+    assert machine_of(read_cluster("dgx-h100"), "bf16").inter_gbps == 368
+
+
+def test_ranks_that_fill_no_nodes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"simulated\.ranks=12: nodes of dgx-h100 have 8 devices: choose a multiple"):
+        simulate(Simulated(ranks=(12,)), seed=0)
+
+
+# The file and the command
+
+
+def test_the_committed_file_covers_what_the_claims_need() -> None:
+    config = read_config()
+    config.check()
+    labels = {case.label: case for case in config.cases()}
+    assert {"2x2-0", "2x2-0.5", "2x2-1", "2x2-2", "4x2-0", "4x2-2", "4x2-4", "trace"} <= set(labels)
+    assert all(place.repeats >= 8 and place.pairs >= 30 for place in (*config.skewed, *config.recorded))
+    assert config.simulated is not None
+    assert config.simulated.ranks == (16, 32, 64)
+    costs = labels["4x2-2"].place.costs
+    assert costs.cluster is not None
+    assert [link.gbps for link in costs.cluster.links] == [(1.0,), (0.08,)]
+    assert costs.flops_per_second == pytest.approx(0.1e9)
+    assert costs.machine.inter_latency_us == 500
+    assert (costs.element_bytes, costs.matrices) == (4, 2)
+
+
+def test_a_part_can_be_asked_for() -> None:
+    config = read_config()
+    assert [case.label for case in replace(config, only=("4x2-2", "trace")).cases()] == ["4x2-2", "trace"]
+    assert len(replace(config, only=("2x2",)).cases()) == 4
+    simulated = replace(config, only=("simulated",))
+    assert (simulated.cases(), simulated.simulates) == ([], True)
+    assert not replace(config, only=("2x2",)).simulates
+    few = config.repeated(3)
+    assert {place.repeats for place in (*few.skewed, *few.recorded)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("speed = 1", "unknown field speed"),
+        ("skewed = 3", r"skewed must be a list of tables: write \[\[skewed\]\] above each"),
+        ("simulated = 3", r"simulated must be a table: write \[simulated\]"),
+        ('[[skewed]]\nname = "a"\n[[recorded]]\nname = "a"', "two beds have one name"),
+        ("[[skewed]]\ngflops = 0", "gflops=0.0: must be above 0"),
+        ("[[skewed]]\ngflop = 1", "gflop"),
+        ('[[skewed]]\ninter = "fast"', "is no rate"),
+    ],
+)
+def test_bad_files_get_one_line(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=line) as found:
+        read_config(path)
+    assert "\n" not in str(found.value)
+
+
+def test_a_trace_of_another_shape_is_refused() -> None:
+    config = read_config()
+    other = replace(config, recorded=(replace(config.recorded[0], experts_per_rank=4),), skewed=())
+    with pytest.raises(InputError, match="trace: the trace has 8 experts, top_k=2, 8 samples of 64 tokens; the layer"):
+        other.cases()
+
+
+def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "balance", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "balance", "--only", "4x3-2"]) == 2
+    assert main(["bench", "balance", "--config", str(tmp_path / "none.toml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "--only 4x3-2: unknown case" in lines[1]
+
+
+def test_a_machine_without_rights_can_still_simulate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moesaic.testbed.refusal", lambda: "tc is missing: install iproute2")
+    config = tmp_path / "small.toml"
+    config.write_text("[[skewed]]\n[simulated]\nranks = [8]\nmax_vio = [2.0]\ncalls = 1\nsample_tokens = 1024\n")
+    assert main(["bench", "balance", "--config", str(config)]) == 2
+    assert "tc is missing" in capsys.readouterr().err
+    assert main(["bench", "balance", "--config", str(config), "--only", "simulated", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["part"] for row in told["rows"]} == {"simulated"}
+    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_speedup_maxvio2") > 1
+
+
+SMALL = """
+[[skewed]]
+name = "small"
+dim = 8
+hidden = 4
+experts_per_rank = 2
+samples_per_rank = 2
+sample_tokens = 8
+max_vio = [0.0, 1.0]
+calls = 2
+gflops = 1.0
+repeats = 2
+pairs = 3
+"""
+
+
+def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = refusal()
+    if missing:
+        pytest.skip(missing)
+    config, results, picture = (tmp_path / name for name in ("small.toml", "found.json", "found.svg"))
+    config.write_text(SMALL)
+    assert main(["bench", "balance", "--config", str(config), "--json", str(results), "--picture", str(picture)]) == 0
+    told = json.loads(results.read_text())
+    rows = told["rows"]
+    assert [row["method"] for row in rows] == 2 * list(methods(Skewed().grid, budget=1))
+    assert {row["compute"] for row in rows} == {"virtual compute"}
+    assert all(0 < row["low_seconds"] <= row["median_seconds"] <= row["high_seconds"] for row in rows)
+    assert all(row["error"] < 1e-4 and row["peak_bytes"] > 0 for row in rows)
+    even, skewed = ({row["method"]: row for row in rows if row["case"] == f"small-{load}"} for load in (0, 1))
+    assert skewed[PLAIN]["computing_seconds"] == pytest.approx(2 * even[PLAIN]["computing_seconds"], rel=0.05)
+    assert skewed["least loaded"]["computing_seconds"] == pytest.approx(even[PLAIN]["computing_seconds"], rel=0.05)
+    assert skewed["least loaded"]["peak_bytes"] < skewed[PLAIN]["peak_bytes"]
+    assert even[SMART]["across_bytes"] == even[PLAIN]["across_bytes"] > 0
+    assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
+    assert picture.read_text().count("<svg") == 1
+    assert "virtual compute" in capsys.readouterr().out

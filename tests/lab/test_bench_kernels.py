@@ -1,0 +1,92 @@
+"""The kernel benchmark's operations, rooflines and memory formula; never a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesaic.cli.main import main
+from moesaic_lab.device.cases import Shape
+from moesaic_lab.kernels.memory import Sizes, measured_bytes
+from moesaic_lab.kernels.memory import claims as memory_claims
+from moesaic_lab.kernels.ops import Op, ops
+from moesaic_lab.kernels.run import Roof, claims, measure, panels
+from moesaic_lab.pictures import write_picture
+
+SMALL = Shape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_operation_agrees_with_the_plain_way(dtype: torch.dtype) -> None:
+    found = {op.name: op.error() for op in ops(SMALL, dtype)}
+    assert len(found) == 9
+    assert all(error <= 8 * torch.finfo(dtype).eps for error in found.values()), found
+
+
+def test_an_error_is_seen() -> None:
+    x = torch.ones(4, 4)
+    op = Op(name="off", inputs=(x,), run=lambda x: 1.5 * x, plain=lambda x: x, flops=0, num_bytes=1)
+    assert op.error() == pytest.approx(0.5)
+
+
+def test_arithmetic_and_bytes_are_those_of_the_shapes() -> None:
+    found = {op.name: op for op in ops(SMALL, torch.float32)}
+    rows = 64
+    assert found["gather"].num_bytes == 4 * 16 * (32 + rows) + 8 * rows
+    assert found["SwiGLU"].num_bytes == 3 * 4 * rows * 8
+    assert found["experts, both passes"].flops == 3 * (3 * 2 * rows * 16 * 8)
+
+
+def test_the_roof_is_the_longer_of_arithmetic_and_bytes() -> None:
+    roof = Roof(flops=100.0, bandwidth=10.0)
+    heavy, light = ({"flops": 1000.0, "num_bytes": 50.0}, {"flops": 100.0, "num_bytes": 50.0})
+    made = [Op(name="", inputs=(), run=torch.zeros, plain=torch.zeros, **each) for each in (heavy, light)]
+    assert [roof.bound(op) for op in made] == [10.0, 5.0]
+
+
+def test_rows_claims_and_picture(tmp_path: Path) -> None:
+    rows = measure(2, SMALL, ("float32",))
+    assert [row["of_bound"] == row["bound_seconds"] / row["median_seconds"] for row in rows] == [True] * 9
+    found = {claim.name: claim for claim in claims(rows)}
+    assert {name for name in found if "einsum" in name} == {
+        f"kernels.fast_{which}.float32.{what}over_einsum" for which in ("encode", "decode") for what in ("", "memory_")
+    }
+    assert found["kernels.experts_both_passes.float32.of_bound"].value == rows[-1]["of_bound"]
+    write_picture(tmp_path / "kernels.svg", "x", panels(rows), columns=2)
+    assert "experts, both passes" in (tmp_path / "kernels.svg").read_text()
+
+
+@pytest.mark.parametrize("tokens", [6144, 12288])
+def test_the_memory_formula_is_what_the_profiler_counts(tokens: int) -> None:
+    sizes = Sizes(dim=1024, hidden=256)
+    assert measured_bytes(tokens, sizes) == pytest.approx(sizes.peak_bytes(tokens), rel=0.06)
+
+
+def test_a_size_that_was_not_measured_says_so() -> None:
+    rows = [
+        {"tokens": 4096, "measured_gib": 1.0, "formula_gib": 9.0, "tutel_gib": 2.9},
+        {"tokens": 8192, "measured_gib": None, "formula_gib": 4.0, "tutel_gib": 3.2},
+    ]
+    found = [(claim.name, claim.value, claim.holds) for claim in memory_claims(rows)]
+    assert found == [
+        ("memory.table5.4096_tokens", 1.0, True),
+        ("memory.table5.8192_tokens.by_formula", 4.0, False),
+    ]
+
+
+@pytest.mark.parametrize("words", ["--repeats 0", "--memory --picture x.html", "--picture x.png"])
+def test_bad_input_is_refused_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", *words.split()]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_adding_to_a_file_of_other_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps({"rows": [{"threads": 9, "kept_memory": True}]}))
+    words = f"bench device --no-keep-freed-memory --add --json {path}".split()
+    assert main(words) == 2
+    assert "--threads 2" in capsys.readouterr().err
+    assert main(["bench", "device", "--add"]) == 2

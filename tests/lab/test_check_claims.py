@@ -1,0 +1,28 @@
+"""The claims of the conformance suite, made of what `moesaic check --json` prints."""
+
+from __future__ import annotations
+
+from moesaic_lab.check import measurement
+
+FOUND = {
+    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"lending": 2}, "cases_by_processes": {},
+    "failures": [{"seed": 3, "failure": "output 1.0"}], "worst_errors": {"output": 1e-16},
+    "mutants": [{"mutant": name, "source": "own", "caught_by": by} for name, by in (("a", "numbers"), ("b", "nobody"))],
+}  # fmt: skip
+
+
+def test_claims_count_cases_failures_and_mutants() -> None:
+    claims = {claim.name: claim for claim in measurement(FOUND).claims}
+    assert {name: claim.value for name, claim in claims.items()} == {
+        "check.cases": 4, "check.failures": 1, "check.mutants": 2, "check.mutants_caught": 1, "check.gloo_worlds": None,
+    }  # fmt: skip
+    assert claims["check.gloo_worlds"].reason == "run without processes (--no-gloo)"
+    assert claims["check.mutants_caught"].holds is False
+    assert claims["check.failures"].holds is False
+
+
+def test_worlds_of_processes_are_counted_and_listed() -> None:
+    made = measurement({**FOUND, "cases_by_processes": {2: 8, 4: 6, 8: 4}})
+    assert next(claim for claim in made.claims if claim.name == "check.gloo_worlds").value == 3
+    assert {"world": 4, "cases": 6} in made.rows
+    assert {"seed": 3, "failure": "output 1.0"} in made.rows

@@ -1,0 +1,133 @@
+"""The device benchmark's parts: steered routing, the bound's work, claims, memory; never a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic_lab.device.bound import Bound, RouterBound
+from moesaic_lab.device.cases import SHAPES, Case, Shape, cases, step
+from moesaic_lab.device.claims import claims, merged
+from moesaic_lab.device.memory import peak_growth_bytes
+from moesaic_lab.device.run import LAYER, LB, ROUTER, Cell, GivenRouting, measure
+
+SMALL = Shape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
+
+
+def case(**options: str) -> Case:
+    return Case(**{"shape": SMALL, "dtype": "float32", "activation": "swiglu", "routed": "balanced", **options})  # type: ignore[arg-type]
+
+
+def test_the_table_has_every_case_once() -> None:
+    assert len(set(cases())) == len(cases()) == len(SHAPES) * 2 * 2 * 2
+
+
+def test_a_balanced_case_is_balanced() -> None:
+    layer, (x, _) = case().layer(), case().inputs()
+    layer(x)
+    assert layer.step_counts.tolist() == [16] * 4
+
+
+def test_a_zipf_case_has_the_skew_that_the_figures_were_taken_at() -> None:
+    found = []
+    for shape in SHAPES:
+        x, _ = Case(shape=shape, dtype="float32", activation="gelu", routed="zipf").inputs()
+        chosen = x.detach()[:, : shape.experts].topk(shape.top_k).indices.reshape(-1)
+        counts = torch.bincount(chosen, minlength=shape.experts).double()
+        found.append(float(counts.max() / counts.mean()))
+    assert found == pytest.approx([2.35, 7.7, 6.5], abs=0.1)
+
+
+def test_given_routing_computes_what_the_layer_does() -> None:
+    layer, (x, dy) = case(routed="zipf").layer(), case(routed="zipf").inputs()
+    y = layer(x)
+    torch.testing.assert_close(GivenRouting(layer, x)(x), y)
+    step(layer, x, dy)
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_bound_writes_every_gradient(activation: str) -> None:
+    bound = Bound(case(activation=activation), [16, 0, 20, 28])
+    for gradient in (*bound.d_ups, bound.d_down):
+        gradient.fill_(torch.nan)
+    bound()
+    for gradient in (*bound.d_ups, bound.d_down):
+        assert gradient[[0, 2, 3]].isfinite().all()
+        assert gradient[1].isnan().all(), "an expert without rows has no product"
+
+
+def test_growth_counts_what_is_alive_at_once() -> None:
+    def call() -> torch.Tensor:
+        first = torch.empty(1000, dtype=torch.float32)
+        del first
+        return torch.empty(3000, dtype=torch.float32)
+
+    assert 12000 <= peak_growth_bytes(call) < 13000
+
+
+def test_the_routers_bound_multiplies_as_its_gradients_do() -> None:
+    bound = RouterBound(case())
+    bound()
+    logits = bound.x @ bound.weight.T
+    torch.testing.assert_close(bound.dx, logits @ bound.weight)
+    torch.testing.assert_close(bound.d_weight, logits.T @ bound.x)
+
+
+def cell(layer: float, **options: str) -> Cell:
+    seconds = {LB: (1.0,) * 3, ROUTER: (0.25,) * 3, LAYER: (layer,) * 3}
+    growth = {LAYER: 10}
+    if options.get("activation") != "gelu":
+        seconds |= {"slow": (4.0,) * 3, "fast": (2.0,) * 2}
+        growth |= {"slow": 20, "fast": 40}
+    return Cell(case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
+
+
+def rows_of(*cells: Cell, kept: bool = True) -> list[dict[str, object]]:
+    return [row | {"kept_memory": kept} for cell in cells for row in cell.rows()]
+
+
+def test_claims_are_the_worst_of_their_cases() -> None:
+    rows = rows_of(cell(1.05, activation="gelu"), cell(1.2))
+    found = {claim.name: claim for claim in claims(rows)}
+    name = "cpu.t32_d16_h8_e4_k2"
+    assert found[f"{name}.float32.balanced_over_lb"].value == pytest.approx(1.2)
+    assert found[f"{name}.float32.balanced_over_lb"].holds is False
+    assert found[f"{name}.over_best_peer"].value == pytest.approx(0.6)
+    assert found[f"{name}.memory_over_best_peer"].value == pytest.approx(0.5)
+
+
+def test_a_row_has_both_bounds() -> None:
+    row = next(row for row in cell(1.5).rows() if row["method"] == LAYER)
+    assert (row["over_lb"], row["over_lb_with_router"]) == (1.5, 1.2)
+
+
+def test_a_later_run_replaces_its_cases_and_keeps_the_others() -> None:
+    old = [*rows_of(cell(1.3), cell(1.05, dtype="bfloat16")), *rows_of(cell(1.4), kept=False)]
+    found = {claim.name: claim.value for claim in claims(merged(old, rows_of(cell(1.02))))}
+    name = "cpu.t32_d16_h8_e4_k2"
+    assert found[f"{name}.float32.balanced_over_lb"] == pytest.approx(1.02)
+    assert found[f"{name}.bfloat16.balanced_over_lb"] == pytest.approx(1.05)
+    assert found[f"{name}.over_best_peer"] == pytest.approx(0.525)
+    assert found["cpu.default_allocator.t32_d16_h8_e4_k2.over_best_peer"] == pytest.approx(0.7)
+
+
+def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
+    seconds = {LB: (1.0,), ROUTER: (1.0,), LAYER: (1.0,)}
+    one = Cell(case=case(), counts=(16,) * 4, seconds=seconds, growth_bytes={}, absent={"deepspeed": "not installed"})
+    claim = next(claim for claim in claims(rows_of(one)) if claim.name.endswith("over_best_peer"))
+    assert (claim.value, claim.reason) == (None, "not installed")
+
+
+def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers() -> dict[str, object]:
+        return {"same": lambda layer: layer, "gone": "not installed"}
+
+    monkeypatch.setattr("moesaic_lab.device.run.peers", peers)
+    found = measure(case(), 7, given_routing=True)
+    assert {name: len(seconds) for name, seconds in found.seconds.items() if name != "same"} == {
+        LB: 7, ROUTER: 7, LAYER: 7, "experts": 7,
+    }  # fmt: skip
+    assert len(found.seconds["same"]) in (2, 5, 7)
+    assert found.absent == {"gone": "not installed"}
+    assert found.growth_bytes[LAYER] > 0

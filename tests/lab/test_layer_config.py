@@ -1,0 +1,278 @@
+"""The layer benchmark: its configuration, its routing, which plans do the same, its predictions and its jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.profiling.balanced import BalancedRouter, balanced_choice
+from moesaic.program.grid import Grid
+from moesaic.program.task import Op
+from moesaic.program.volume import even_sizes
+from moesaic_lab.bounds import program_messages
+from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs
+from moesaic_lab.layer.config import Ablation, AdaptiveR, Config, Orders, Pipelining, Place, Schedules, read_config
+from moesaic_lab.layer.job import BEST
+from moesaic_lab.layer.predict import COPIED_BYTES_PER_SECOND, Predictor
+from moesaic_lab.layer.same import distinct
+
+GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
+PLACE = Place(
+    nodes=2, ranks_per_node=2, intra="400mbit", dim=8, hidden=16, num_experts=4, tokens_per_rank=8, gflops=1e3
+)
+
+
+# Configuration
+
+
+def test_the_committed_configuration_holds_every_part() -> None:
+    config = read_config()
+    assert config.schedules is not None
+    assert (config.schedules.nodes, config.schedules.ranks_per_node) == (4, 4)
+    assert config.schedules.tp == config.schedules.etp == (1, 2, 4)
+    assert {each.name for each in config.adaptive_r} == {"base", "large"}
+    assert {min(each.factors) for each in config.adaptive_r} == {1.0}
+    assert {max(each.factors) for each in config.adaptive_r} == {8.0}
+    assert config.pipelining is not None
+    assert config.pipelining.chunks == (1, 2, 4, 8)
+    assert config.codecs is not None
+    assert config.codecs.codecs == ("none", "bf16", "int8", "fp8", "zfp")
+    assert config.ablation is not None
+    for part in (
+        config.schedules,
+        *config.adaptive_r,
+        config.pipelining,
+        *config.orders,
+        config.codecs,
+        config.ablation,
+    ):
+        assert part.repeats >= 8
+        assert part.pairs >= (12 if isinstance(part, AdaptiveR) else 30)  # nothing near 1 is claimed about r
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[schedule]\n", "unknown field schedule: did you mean schedules?"),
+        ("[schedules]\ntps = [1]\n", "unknown field schedules.tps: did you mean tp?"),
+        ("[adaptive_r]\n", "adaptive_r must be a list of tables: write [[adaptive_r]] above each"),
+        ("[[codecs]]\n", "codecs must be a table: write [codecs] above its fields"),
+        ("[[orders]]\norders = ['best']\n", "orders[0].orders"),
+        ("[codecs]\ngflops = 0\n", "gflops=0.0: must be above 0"),
+        ("[codecs]\ntokens_per_rank = 24\n", "tokens_per_rank=24 must be a multiple of num_experts=16"),
+        ("[codecs]\ntop_k = 17\n", "top_k=17 of num_experts=16"),
+        ("[codecs]\ninter = '5'\n", "inter='5' is no rate"),
+        ("[schedules]\nrepeats = 0\n", "repeats=0: must be above 0"),
+    ],
+)
+def test_configurations_that_make_no_sense_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_config(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_narrows_to_parts_and_repeats() -> None:
+    config = read_config().narrowed(only=("pipelining", "ablation"), repeats=3)
+    assert config.schedules is config.codecs is None
+    assert config.adaptive_r == ()
+    assert config.pipelining is not None
+    assert config.ablation is not None
+    assert {part.repeats for part in (config.pipelining, config.ablation, *config.orders)} == {3}
+    assert {part.pairs for part in (config.pipelining, config.ablation, *config.orders)} == {3}
+    assert len(config.orders) == len(read_config().orders)
+    assert read_config().narrowed(only=("codecs",)).orders == ()
+    with pytest.raises(InputError, match="--only codec: unknown part: did you mean codecs"):
+        config.narrowed(only=("codec",))
+    with pytest.raises(InputError, match="--only codecs: the configuration has no such part"):
+        config.narrowed(only=("codecs",))
+
+
+# Routing
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(64, 2, 16), (8, 1, 4), (12, 4, 4), (0, 2, 4)])
+def test_every_choice_is_balanced_and_no_token_chooses_twice(tokens: int, top_k: int, experts: int) -> None:
+    choice = balanced_choice(tokens, top_k, experts, seed=3)
+    expert = choice.expert.view(tokens, top_k)
+    for slot in range(top_k):
+        assert torch.bincount(expert[:, slot], minlength=experts).tolist() == [tokens // experts] * experts
+    assert all(len(set(row)) == top_k for row in expert.tolist())
+    assert choice.token.tolist() == [t for t in range(tokens) for _ in range(top_k)]
+    assert choice.slot.tolist() == list(range(top_k)) * tokens
+    assert choice.per_token == top_k
+
+
+def test_the_pattern_follows_the_seed() -> None:
+    one, again, other = (balanced_choice(64, 2, 16, seed).expert for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    with pytest.raises(InputError, match="10 tokens do not spread evenly over num_experts=4"):
+        balanced_choice(10, 2, 4, 0)
+
+
+def test_weights_share_a_token() -> None:
+    router = BalancedRouter(8, 4, seed=0)
+    scores = router.scores(torch.zeros(8, 8), None, None)
+    assert router.weigh(scores, router.choose(scores, 2, None, None), 2).tolist() == [0.5] * 16
+
+
+# Which plans do the same
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_plans_that_do_the_same_send_the_same(tp: int, etp: int) -> None:
+    grid = Grid(world=4, tp=tp, ep=4 // etp, etp=etp, ranks_per_node=2)
+    plans = {name: plan for name, choices in SINGLES.items() if (plan := fitting(choices, grid)) is not None}
+    kept, same = distinct(plans)
+    assert {*kept, *same} == set(plans)
+    assert not {*kept} & {*same}
+
+    def sent(name: str) -> list[Any]:
+        found = plans[name]
+        sizes = even_sizes(found.grid, redundant=found.is_redundant, tokens=8 * tp, num_experts=4, top_k=2, units=4)
+        between: list[Counter[tuple[int, int]]] = [Counter(), Counter()]
+        for total, program in zip(between, (found.forward, found.backward)):
+            for source, target, num_bytes in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16):
+                total[source, target] += int(num_bytes)
+        return between
+
+    for name, other in same.items():
+        assert sent(name) == sent(other)
+    assert (
+        set(kept)
+        == {
+            (1, 1): {"baseline"},
+            (1, 2): {"baseline", "s1", "s3"},
+            (2, 1): {"baseline", "s1", "s2", "s2, saa"},
+            (2, 2): set(SINGLES),
+        }[(tp, etp)]
+    )
+
+
+def test_orders_and_chunks_tell_plans_apart() -> None:
+    grid = all_ep(PLACE)
+    plans = {order: compile_plan(Plan(chunks=2, order=order), grid) for order in ("optsche", "fifo")}  # type: ignore[arg-type]
+    assert set(distinct(plans)[0]) == {"optsche"}
+    assert set(distinct(plans, in_order=True)[0]) == {"optsche", "fifo"}
+    plans = {str(n): compile_plan(Plan(chunks=n), grid) for n in (1, 2)}
+    assert set(distinct(plans)[0]) == {"1", "2"}
+    plans = {codec: compile_plan(Plan(codec=codec), grid) for codec in ("bf16", "int8")}  # type: ignore[arg-type]
+    assert set(distinct(plans)[0]) == {"bf16", "int8"}
+
+
+# Predictions
+
+
+def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> None:
+    place = replace(PLACE, gflops=2.0, coded_mb_per_second=1.0)
+    grid, plan = all_ep(place), Plan(codec="bf16")
+    made = compile_plan(plan, grid)
+    seconds = Predictor(place, with_host=False).task_seconds(made.forward, made.grid, plan)
+    copies, row = 8 * 2, 8 * 4
+    assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
+    assert seconds["h@pack"] == pytest.approx(copies * row / 1e6 + copies * row / COPIED_BYTES_PER_SECOND)
+    assert seconds["h@0"] == pytest.approx(
+        2 * copies / 2 * row / 2 / 25e6
+    )  # two ranks, half of it leaves, two bytes of four
+    with_host = Predictor(place).task_seconds(made.forward, made.grid, plan)
+    assert all(with_host[name] > length for name, length in seconds.items())
+
+
+@pytest.mark.parametrize("r", [None, 1, 0])
+def test_computing_does_not_depend_on_r(r: int | None) -> None:
+    place = replace(PLACE, gflops=2.0)
+    grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
+    made = compile_plan(plan, grid)
+    seconds = Predictor(place, with_host=False).task_seconds(made.backward, made.grid, plan)
+    (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
+    assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)
+
+
+def test_promising_plans_are_those_that_should_be_faster() -> None:
+    predictor = Predictor(PLACE)
+    plans = [compile_plan(plan, GRID) for plan in (Plan(schedule="baseline"), Plan(schedule="s3"), Plan(schedule="s1"))]
+    seconds = {plan.plan.schedule: predictor.step_seconds(plan) for plan in plans}
+    ranked = sorted(plans, key=predictor.step_seconds)
+    assert predictor.most_promising(plans, 2, at_most=1e9) == ranked[:2]
+    assert predictor.most_promising(plans, 3, at_most=min(seconds.values())) == ranked[:1]
+
+
+# Jobs
+
+
+def small(**parts: Any) -> Config:
+    return Config(**parts)
+
+
+def shaped(kind: Any, **fields: Any) -> Any:
+    return replace(kind(), **{name: getattr(PLACE, name) for name in PLACE.__dataclass_fields__} | fields)
+
+
+def test_schedules_make_a_job_for_every_mesh() -> None:
+    found = list(jobs(small(schedules=shaped(Schedules, tp=(1, 2), etp=(1, 2), trial_plans=1))))
+    labels = [job.label for job in found]
+    assert labels == [
+        "tp 1, etp 1", "tp 2, etp 1", "tp 1, etp 2, etp inside nodes", "tp 1, etp 2, ep inside nodes",
+        "tp 2, etp 2, etp inside nodes", "tp 2, etp 2, ep inside nodes",
+    ]  # fmt: skip
+    assert [job.tokens for job in found[:2]] == [8, 16]
+    for job in found:
+        assert job.reference == BEST
+        assert next(iter(job.methods)) == "baseline"
+        assert {"s1", "s2", "s3"} <= {*job.methods, *job.same}
+        assert {*job.compete} <= {*job.methods}
+        assert all(plan.grid.innermost == job.grid.innermost for plan in job.methods.values())
+    assert "ted" in found[4].methods
+    assert "ted" not in {*found[5].methods, *found[5].same}
+    assert set(found[0].same) == {"ted", "s1", "s2", "s2, saa", "s3"}
+
+
+def test_adaptive_r_makes_a_job_for_every_factor_and_a_method_for_every_r() -> None:
+    part = shaped(AdaptiveR, nodes=2, ranks_per_node=4, etp=4, factors=(1.0, 3.0))
+    found = list(jobs(small(adaptive_r=(part,))))
+    assert [(job.factor, job.counts_switches) for job in found] == [(1.0, True), (3.0, False)]
+    assert list(found[0].methods) == ["r=4", "r=2", "r=1", "r=0"]
+    assert [plan.plan.gather_weights for plan in found[0].methods.values()] == [None, 2, 1, 0]
+
+
+def test_the_other_parts_make_their_jobs() -> None:
+    found = list(
+        jobs(
+            small(
+                pipelining=shaped(Pipelining, chunks=(1, 2), codecs=("none", "int8")),
+                orders=(shaped(Orders, chunks=2, codec="int8"),),
+                ablation=shaped(Ablation, codec="int8"),
+            )
+        )
+    )
+    assert [job.label for job in found] == [
+        "chunks, no codec",
+        "chunks, int8",
+        "linear, 2 chunks, int8",
+        "int8, 2 chunks",
+    ]
+    assert found[1].methods["2"].plan == Plan(chunks=2, codec="int8", backward_codec="int8")
+    assert {*found[2].methods, *found[2].same} == {"optsche", "fifo", "early", "exact"}
+    last = [plan.plan for plan in found[3].methods.values()]
+    assert last[0] == Plan(order="fifo")
+    assert last[1] == replace(last[0], codec="int8", backward_codec="int8")
+    assert last[2] == replace(last[1], all_to_all="pipelined")
+    assert last[3] == replace(last[2], order="optsche", chunks=2)
+
+
+def test_an_exact_order_gets_the_durations_of_links_and_accelerators() -> None:
+    place = replace(PLACE, gflops=0.001, tokens_per_rank=32)
+    made = compiled(place, all_ep(place), "none", chunks=4, all_to_all="multicast", order="exact")
+    plain = compiled(place, all_ep(place), "none", chunks=4, all_to_all="multicast")
+    assert sorted(t.name for t in made.forward.tasks) == sorted(t.name for t in plain.forward.tasks)

@@ -1,0 +1,185 @@
+"""The model benchmark: its configuration, its plans, what is kept, its figures. No cluster is made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Versions
+from moesaic.errors import InputError
+from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
+from moesaic_lab.model.config import BedFields, Case, Config, narrowed, read_config
+from moesaic_lab.model.run import Found, _path, _profile_path, kept, plans_of, predict
+from moesaic_lab.model.speed import SIZES
+from moesaic_lab.pictures_svg import to_svg
+
+BED = BedFields(name="2x2", intra="400mbit")
+CASE = Case(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
+CONFIG = Config(beds=(BED,), cases=(CASE,))
+PROFILE = ClusterProfile(
+    machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
+    inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
+    host=HostCosts(layer=1e-3, task=1e-4, message=2e-5, sharing=2.0),
+)  # fmt: skip
+
+
+def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> Found:
+    times = {name: (seconds,) * 3 for name, seconds in measured.items()}
+    return Found(case=CASE, bed=BED, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
+
+
+def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[Found]:
+    """Return cases of 40 plans; the last one's pick takes longer than its best plan."""
+    made = []
+    for number in range(count):
+        measured = {f"plan {n}": 0.1 + 0.01 * n for n in range(40)}
+        predicted = {name: (1 + error) * seconds for name, seconds in measured.items()}
+        if number == count - 1:
+            measured["plan 0"] *= 1 + regret
+            measured["plan 1"] = 0.1
+        made.append(found(predicted, measured))
+    return made
+
+
+def value(name: str, cases: list[Found]) -> float | None:
+    return next(claim.value for claim in claims(cases, {2048: 0.1}) if claim.name == name)
+
+
+def test_the_committed_cases_are_enough_for_the_claims() -> None:
+    config = read_config()
+    ranked = [case for case in config.cases if case.compute == "virtual"]
+    assert len(ranked) >= 10
+    assert {config.bed_of(case).name for case in ranked} == {"2x2", "4x2"}
+    assert any(case.compute == "real" for case in config.cases)
+
+
+def test_every_plan_of_a_case_is_there_once() -> None:
+    plans = plans_of(CASE, BED)
+    assert len(plans) >= 40
+    assert {each.plan.chunks for each in plans.values()} == {1, 2, 4}
+    assert {each.plan.all_to_all for each in plans.values()} == {
+        "linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast",
+    }  # fmt: skip
+    assert all(each.plan.is_lossless for each in plans.values())
+    some = plans_of(replace(CASE, plans=7), BED)
+    assert len(some) == 7
+    assert set(some) <= set(plans)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "beds must be a list"),
+        ('[[beds]]\nname="a"\n[[cases]]\nbed="b"', "case case: bed='b' is unknown"),
+        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\netp=3', "etp=3 does not divide"),
+        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\ntokens_per_rank=10', "multiple of num_experts"),
+        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\ngflops=0', "gflops=0"),
+        ('[[beds]]\nname="a"\n[[beds]]\nname="a"\n[[cases]]\nbed="a"', "two beds have one name"),
+        ('[[beds]]\nname="a"\n[[cases]]\nbedd="a"', "cases\\[0\\].bedd"),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "m.toml").write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_config(tmp_path / "m.toml")
+
+
+def test_parts_beds_and_cases_can_be_asked_for() -> None:
+    config = read_config()
+    assert narrowed(config, ()) == config
+    assert {case.compute for case in narrowed(config, ("real",)).cases} == {"real"}
+    assert {case.bed for case in narrowed(config, ("4x2",)).cases} == {"4x2"}
+    assert narrowed(config, ("speed",)).cases == ()
+    assert [case.name for case in narrowed(config, (config.cases[1].name,)).cases] == [config.cases[1].name]
+    with pytest.raises(InputError, match=r"--only plan: unknown: did you mean plans"):
+        narrowed(config, ("plan",))
+
+
+def test_predictions_come_from_the_profile_alone() -> None:
+    plans = plans_of(replace(CASE, plans=6), BED)
+    usual = predict(CASE, plans, PROFILE)
+    slow = predict(CASE, plans, replace(PROFILE, host=replace(PROFILE.host, task=1e-3)))
+    quick = predict(replace(CASE, gflops=1e-3), plans, PROFILE)
+    assert all(slow[name] > usual[name] and quick[name] > usual[name] for name in plans)
+
+
+def test_what_is_kept_is_used_again_for_the_same_case_only(tmp_path: Path) -> None:
+    plans = plans_of(CASE, BED)
+    table = {"screened": {name: [0.1, 0.2, 0.3] for name in plans}, "confirmed": {}}
+    PROFILE.write(_profile_path(tmp_path, BED))
+    assert kept(CONFIG, tmp_path) == []
+    _path(tmp_path, CONFIG, BED, CASE).write_text(json.dumps(table))
+    (again,) = kept(CONFIG, tmp_path)
+    assert again.measured == dict.fromkeys(plans, 0.2)
+    assert again.predicted == predict(CASE, plans, PROFILE)
+    assert kept(replace(CONFIG, cases=(replace(CASE, gflops=1.0),)), tmp_path) == []
+    assert kept(replace(CONFIG, repeats=9), tmp_path) == []
+    assert kept(replace(CONFIG, beds=(replace(BED, inter="100mbit"),)), tmp_path) == []
+    _path(tmp_path, CONFIG, BED, CASE).write_text(json.dumps({"screened": {"x": [1.0]}, "confirmed": {}}))
+    with pytest.raises(InputError, match="other plans than this version"):
+        kept(CONFIG, tmp_path)
+
+
+def test_errors_and_their_percentile() -> None:
+    cases = many(10)
+    assert value("model.median_error", cases) == pytest.approx(0.1)
+    assert value("model.p95_error", cases) == pytest.approx(0.1)
+    assert value("model.rank_correlation", cases) == pytest.approx(1.0, abs=1e-4)
+    spread = [found({f"{n}": (1 + n) * (1 + n / 100) for n in range(101)}, {f"{n}": 1.0 + n for n in range(101)})]
+    assert value("model.p95_error", spread) == pytest.approx(0.95)
+    assert value("model.median_error", spread) == pytest.approx(0.5)
+    wrong = [found({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 3.0, "b": 2.0, "c": 1.0})] * 20
+    assert value("model.rank_correlation", wrong) == pytest.approx(-1.0)
+    assert value("model.median_error", wrong) == pytest.approx(2 / 3)
+
+
+def test_regret_is_the_worst_case_and_rests_on_enough_of_them() -> None:
+    assert value("model.planner_regret", many(10)) == 0
+    assert value("model.planner_regret", many(10, regret=0.05)) == pytest.approx(0.05)
+    assert value("model.planner_regret_median", many(10, regret=0.05)) == 0
+    few = next(claim for claim in claims(many(9), {}) if claim.name == "model.planner_regret")
+    assert few.value is None
+    assert "9 cases" in few.reason
+
+
+def test_regret_is_among_the_plans_that_were_timed_again() -> None:
+    measured = {"a": 0.10, "b": 0.09, "c": 0.20}
+    confirmed = {"a": (0.10,) * 5, "b": (0.098,) * 5}
+    each = found({"a": 1.0, "b": 2.0, "c": 3.0}, measured, confirmed=confirmed)
+    assert each.pick == "a"
+    assert each.regret == pytest.approx(0.10 / 0.098 - 1)
+    other = replace(each, predicted={"a": 3.0, "b": 2.0, "c": 1.0})
+    assert other.regret == pytest.approx(0.20 / 0.098 - 1)
+
+
+def test_what_was_not_measured_is_listed_with_its_reason() -> None:
+    made = {claim.name: claim for claim in claims([], {})}
+    assert set(made) >= {
+        "model.median_error", "model.p95_error", "model.rank_correlation", "model.planner_regret",
+        "model.simulate_2048_seconds", "model.simulate_100k_seconds",
+    }  # fmt: skip
+    assert all(claim.value is None and claim.reason for claim in made.values())
+    assert made["model.p95_error"].target == 0.20
+    fast = claims([], {2048: 0.5, 100_352: 11.0})
+    assert [claim.holds for claim in fast[-2:]] == [True, False]
+
+
+def test_rows_and_picture_show_every_plan() -> None:
+    cases = many(2)
+    rows = rows_of(cases)
+    assert len(rows) == 80
+    assert rows[0]["error"] == pytest.approx(0.1)
+    assert sum(row["is_pick"] for row in rows) == 2
+    assert [row["plans"] for row in case_rows(cases)] == [40, 40]
+    json.dumps([*rows, *case_rows(cases)])
+    (panel,) = panels(cases)
+    assert [len(series.x) for series in panel.series] == [2, 40, 40]
+    assert "<svg" in to_svg("model", [panel])
+
+
+def test_the_simulators_own_time_is_taken_at_both_sizes() -> None:
+    assert {size.world for size in SIZES} == {2048, 100_352}
+    assert asdict(SIZES[0])["plan"]["schedule"] == "s2"

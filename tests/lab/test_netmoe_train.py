@@ -1,0 +1,91 @@
+"""Steps of one model by every answer to skewed routing, in turn on the same batches; on four processes."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.configfile import override
+from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage
+from moesaic.testing.processes import leave
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.presets import demo
+from moesaic_lab.netmoe.train import Found, Job, Method, step_times
+
+SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
+EXPERTS: dict[str, Any] = {"place_experts": {"every": 1, "policy": "smartmoe"}}
+ARBITER: dict[str, Any] = {"plan": {"lending": "arbiter"}, "planner": {"cluster": "bed-2x2"}}
+
+
+class Anywhere(AbstractPlacer):
+    """Any placement at all, a function of the load."""
+
+    def decide(self, load: SampleLoad) -> Homes:
+        samples = load.homes.samples
+        return Homes(np.random.default_rng(int(load.copies.max())).permutation(samples.size).reshape(samples.shape))
+
+
+def job(steps: int) -> Job:
+    plain = demo()
+    config = replace(
+        plain, precision="float32", model=replace(plain.model, seq_len=32), mesh=MeshConfig(ep=4, ranks_per_node=2)
+    )
+    random = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 8, (8, 33), generator=random)
+        batches.append((tokens[:, :-1].clone(), tokens[:, 1:].clone()))
+
+    def changed(**tables: Any) -> TrainConfig:
+        return override(config, tables, source="the test")
+
+    methods = {
+        "plain": Method(config=config),
+        "two_stage": Method(config=changed(**SAMPLES), placer=TwoStage(least_gain=0.0)),
+        "anywhere": Method(config=changed(**SAMPLES), placer=Anywhere()),
+        "all": Method(config=changed(**SAMPLES, **EXPERTS, **ARBITER)),
+    }
+    return Job(methods=methods, vocab=256, batches=batches)
+
+
+def on_processes(function: Callable[[Job], Any], asked: Job) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, args=(folder, function, asked), nprocs=4)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+def _process(rank: int, folder: str, function: Callable[[Job], Any], asked: Job) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=datetime.timedelta(seconds=3000))
+    torch.save(function(asked), Path(folder) / f"{rank}.pt")
+    leave()
+
+
+@pytest.mark.slow
+def test_steps_by_all_methods_are_of_one_model() -> None:
+    found: dict[str, Found] = on_processes(step_times, job(3))[0]
+    assert {len(each.seconds) for each in found.values()} == {2}
+    plain, moved, anywhere = found["plain"], found["two_stage"], found["anywhere"]
+    assert plain.inter_bytes > 100_000
+    assert moved.decided_saved > 0
+    assert moved.inter_bytes < anywhere.inter_bytes
+    assert 0.3 < anywhere.moved_nodes < 0.7
+    assert anywhere.moved_ranks > anywhere.moved_nodes
+    assert moved.predicted_right > 0.3
+    assert -0.05 < moved.locality < 1
+    assert plain.moved_ranks == 0
+    assert [each.experts_moved > 0 for each in found.values()] == [False, False, False, True]
+    assert sum(found["all"].options.values()) == 3 * 4
+    assert plain.options == {}

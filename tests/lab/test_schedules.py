@@ -1,0 +1,63 @@
+"""The benchmark of schedules: counted bytes equal the formulas, wrong ones are noticed, the stored results are complete."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.plan import Plan
+from moesaic.program.build import SCHEDULES
+from moesaic.program.links import LINKS
+from moesaic_lab import schedules
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(schedule="s1"),
+        Plan(schedule="ted"),
+        Plan(schedule="baseline"),
+        Plan(schedule="s3", all_to_all="hier1d"),
+        Plan(schedule="s2", all_to_all="hier2d"),
+        Plan(schedule="s2", all_to_all="multicast"),
+        Plan(schedule="s2", gather_weights=0),
+        Plan(schedule="s2", gather_weights=1),
+    ],
+    ids=lambda plan: f"{plan.schedule}-{plan.all_to_all}-{plan.gather_weights}",
+)
+def test_counted_bytes_equal_the_formulas_and_others_do_not(plan: Plan) -> None:
+    grid = schedules.GRIDS["loopback"]
+    counted = schedules.on_loopback(grid, plan)
+    line = schedules.row("loopback", grid, plan, counted)
+    assert line["wrong"] == ""
+    assert line["forward_inside_bytes"] + line["forward_across_bytes"] > 0
+    for key in [key for key in counted if key.startswith("forward")]:
+        inside, across = counted[key]
+        doctored = {**counted, key: (inside + 8, across)}
+        assert key.split()[1].split("/")[0] in schedules.row("loopback", grid, plan, doctored)["wrong"]
+        missing = {other: value for other, value in counted.items() if other != key}
+        if inside + across:
+            assert schedules.row("loopback", grid, plan, missing)["wrong"]
+
+
+def test_formulas_depend_on_the_mesh_and_the_nodes() -> None:
+    grid, plan = schedules.GRIDS["loopback"], Plan(schedule="s2", all_to_all="hier2d")
+    plain = schedules.formulas(grid, plan)
+    assert schedules.formulas(replace(grid, ranks_per_node=2), plan) != plain
+    assert schedules.formulas(replace(grid, tp=1), plan) != plain
+    assert schedules.formulas(grid, replace(plan, all_to_all="linear")) != plain
+
+
+def test_the_stored_results_cover_every_schedule_and_all_to_all_on_both_wires() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text(encoding="utf-8"))
+    for wire in ("loopback", "gloo"):
+        rows = [row for row in found["rows"] if row["wire"] == wire]
+        assert {row["schedule"] for row in rows} >= set(SCHEDULES)
+        assert {row["all_to_all"] for row in rows} == {*LINKS, "multicast"}
+    assert not [row for row in found["rows"] if row["wrong"]]
+    assert all(claim["holds"] for claim in found["claims"])

@@ -1,0 +1,123 @@
+"""Measuring a machine: what is calibrated on, and that a profile says what was measured. Times are made up, but for one run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Products
+from moesaic.cost.profile_host import FEATURES, costs_vector
+from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.errors import InputError
+from moesaic.profiling import compute as profile_compute
+from moesaic.profiling import profile as profiling
+from moesaic.profiling import shapes as profile_shapes
+from moesaic.profiling.host import Step
+from moesaic.profiling.links import SIZES, Moved, partners
+from moesaic.profiling.profile import Measured, layer_errors, measure, profile_of
+from moesaic.profiling.shapes import calibrations
+from moesaic.program.task import Op
+
+TRUE = HostCosts(
+    layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, wire_byte=2e-9, sharing=2.0
+)
+REST = ClusterProfile(products=Products(rows=(1.0, 64.0), fp32=(1e9, 2e10)))
+
+
+def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> Moved:
+    sent = tuple(float(size * messages) for size in SIZES)
+    return Moved(sent, tuple((max(latency, size / rate),) * 3 for size in sent), messages)
+
+
+def measured() -> Measured:
+    found = list(calibrations(4, 2))
+    made = Measured(
+        ranks_per_node=2,
+        world=4,
+        steps=[],
+        sharing=(2.0, 2.1, 1.9),
+        links={
+            "inside": moved(25e6),
+            "inside, one": moved(50e6),
+            "outside": moved(12.5e6, messages=2),
+            "outside, one": moved(25e6),
+        },
+        rest=REST,
+    )
+    simulator = ProfiledSimulator(
+        replace(
+            REST, nodes=2, ranks_per_node=2, inside=LinkCosts(one_sender=50e6, all_senders=25e6),
+            outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
+        )
+    )  # fmt: skip
+    costs = costs_vector(TRUE)
+    steps = [(each, Step((float(profiling._features(simulator, each) @ costs),) * 3, (0.05,) * 3)) for each in found]
+    return replace(made, steps=steps)
+
+
+def test_calibrations_have_every_kind_of_task_and_differ() -> None:
+    found = list(calibrations(4, 2))
+    kinds = {task.op for each in found for task in (*each.compiled.forward.tasks, *each.compiled.backward.tasks)}
+    assert {Op.MOVE, Op.HOP, Op.PACK, Op.UNPACK, Op.EXPERT, Op.EXPERT_GRAD, Op.TAKE, Op.JOIN, Op.PERMUTE} <= kinds
+    assert len(found) >= 2 * len(FEATURES)
+    assert len({(each.compiled.digest, each.workload) for each in found}) == len(found)
+    assert {each.mesh.tp for each in found} == {1, 2}
+
+
+def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
+    assert {each.mesh.world for each in calibrations(1, 1)} == {1}
+    assert {each.mesh.ep for each in calibrations(3, 3)} == {3}
+
+
+def test_a_profile_says_what_was_measured() -> None:
+    profile = profile_of(measured())
+    assert costs_vector(profile.host)[:4] == pytest.approx(costs_vector(TRUE)[:4], rel=0.02)
+    assert (profile.nodes, profile.ranks_per_node, profile.host.sharing) == (2, 2, 2.0)
+    assert profile.inside.one_sender == pytest.approx(50e6)
+    assert profile.outside.all_senders == pytest.approx(12.5e6)
+    assert profile.outside.latency_seconds == pytest.approx(4e-4 - TRUE.task - TRUE.message, rel=0.05)
+    assert profile.products == REST.products
+    assert profile.machine == Machine.here()
+    assert profile.errors.host_worst < 0.02
+    assert profile.errors.links_worst < 0.01
+
+
+def test_whole_layers_are_checked_against_their_wall_times() -> None:
+    made = measured()
+    errors = layer_errors(profile_of(made), made)
+    assert len(errors) == len(made.steps)
+    slower = replace(made, steps=[(each, Step(step.processor, (0.1,) * 3)) for each, step in made.steps])
+    assert np.array(layer_errors(profile_of(made), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
+
+
+def test_noise_is_refused() -> None:
+    made = measured()
+    draw = np.random.default_rng(0)
+    steps = [(each, Step(tuple(draw.uniform(1e-3, 3e-2, 5)), step.wall)) for each, step in made.steps]
+    with pytest.raises(InputError, match="--repeats"):
+        profile_of(replace(made, steps=steps))
+    links = made.links | {"outside": Moved(made.links["outside"].num_bytes, ((1e-3,) * 3,) * 5, 2)}
+    with pytest.raises(InputError, match="all senders outside nodes"):
+        profile_of(replace(made, links=links))
+
+
+def test_partners_are_those_of_the_node_or_all_others() -> None:
+    assert partners(2, 6, 2, inside=True) == (3,)
+    assert partners(2, 6, 2, inside=False) == (0, 1, 4, 5)
+    assert partners(0, 1, 1, inside=True) == ()
+
+
+def test_one_rank_without_a_launcher_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_shapes, "SHAPES", ((8, 8, 1),))
+    monkeypatch.setattr(profile_compute, "ROWS", (1, 4))
+    monkeypatch.setattr(profile_compute, "COPIED_ROWS", 64)
+    told: list[float] = []
+    found = measure(1, 3, ("fp32", "bf16"), lambda what, share: told.append(share))
+    assert told == sorted(told)
+    assert found.links == {}
+    assert len(found.rest.products.fp32) == len(found.rest.products.bf16) == 2
+    assert min(*found.rest.products.fp32, found.rest.copy_bytes_per_second, found.rest.codecs["int8"]) > 0
+    assert all(len(step.processor) == len(step.wall) == 3 and min(step.wall) > 0 for _, step in found.steps)
+    assert min(found.sharing) >= 1

@@ -1,0 +1,151 @@
+"""Routers that adapt outside the loss, and losses over the global batch, under plain DDP and FSDP2: as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moesaic import LoadBalance, MoE, balance_on_step, finish_step, set_loss_scale
+from moesaic.routing.gates import ROUTERS
+from worlds import on_ranks, refusal
+
+DIM, TOKENS, STEPS, MICRO = 8, 8, 3, 2
+ADAPTING = [name for name, make in ROUTERS.items() if make(DIM, 8).adapts]
+
+
+def make_layer(router: str, **options: Any) -> MoE:
+    torch.manual_seed(0)
+    losses = (LoadBalance(0.5, level="global_batch"),)
+    return MoE(DIM, 6, 8, 2, router=router, losses=losses, **options).double()
+
+
+def tokens(step: int, micro: int, world: int) -> Tensor:
+    """Return the tokens of all ranks, which differ in what they are like."""
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randn(world, TOKENS, DIM, generator=generator, dtype=torch.float64)
+    return x + 2 * torch.eye(world, DIM, dtype=torch.float64).unsqueeze(1)
+
+
+def train(layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, world: int) -> list[Tensor]:
+    """Return bias and parameters after some steps of two micro-batches, which DDP is not told to keep apart."""
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            set_loss_scale(model, 1 / MICRO)
+            y = model(tokens(step, micro, world)[parts].flatten(0, 1))
+            (y.sin().mean() / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    buffers = [buffer.clone() for name, buffer in layer.router.named_buffers() if name.endswith("bias")]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in layer.parameters()]
+    return [*buffers, *(p.detach().clone() for p in whole)]
+
+
+def alone(router: str, world: int) -> list[Tensor]:
+    layer = make_layer(router)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    balance_on_step(optimizer, layer)
+    return train(layer, layer, optimizer, slice(None), world)
+
+
+def by_ddp(layer: MoE) -> nn.Module:
+    return DistributedDataParallel(layer)
+
+
+def by_fsdp(layer: MoE) -> nn.Module:
+    fully_shard(layer)
+    return layer
+
+
+def by_hybrid_fsdp(layer: MoE) -> nn.Module:
+    fully_shard(
+        layer, mesh=init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("copies", "shards"))
+    )
+    return layer
+
+
+def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: str) -> list[Tensor]:
+    """Train a layer on this rank's tokens; `says` is how the ranks that share it become known."""
+    layer, world, rank = make_layer(router), dist.get_world_size(), dist.get_rank()
+    model = wrap(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    if says == "group":
+        balance_on_step(optimizer, layer, dist.group.WORLD)
+    elif says == "forward":  # the layer itself, of which only DDP's forward pass knows that it is wrapped
+        balance_on_step(optimizer, layer)
+    else:
+        balance_on_step(optimizer, model)
+    return train(layer, model, optimizer, slice(rank, rank + 1), world)
+
+
+WAYS: dict[str, tuple[Callable[[MoE], nn.Module], str]] = {
+    "ddp": (by_ddp, "model"),
+    "ddp, its forward pass": (by_ddp, "forward"),
+    "ddp, a group": (by_ddp, "group"),
+    "fsdp": (by_fsdp, "model"),
+    "hybrid fsdp": (by_hybrid_fsdp, "model"),
+}
+
+
+def every_way() -> dict[tuple[str, str], list[Tensor]]:
+    return {(router, name): with_data_parallelism(router, *way) for router in ADAPTING for name, way in WAYS.items()}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request) -> tuple[int, list[dict[tuple[str, str], list[Tensor]]]]:
+    return request.param, on_ranks(request.param, every_way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("router", ADAPTING)
+def test_data_parallel_ranks_adapt_as_one_process(world, router, way):
+    number, results = world
+    expected = alone(router, number)
+    assert expected[0].unique().numel() > 1, "the bias moved"
+    for of_rank in results:
+        assert torch.equal(of_rank[router, way][0], expected[0])
+        for found, wanted in zip(of_rank[router, way][1:], expected[1:], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def unknown() -> dict[str, str]:
+    x = tokens(0, 0, 2)[dist.get_rank()]
+    found = {}
+    adapting = MoE(DIM, 6, 8, 2, router="sigmoid", losses=()).double()
+    adapting(x).sum().backward()
+    found["step"] = refusal(finish_step, adapting)
+    found["alone"] = refusal(finish_step, adapting, None)
+    found["bias"] = str(bool(adapting.router.bias.any()))
+    copied = copy.deepcopy(adapting)
+    found["copy"] = refusal(copied.finish_step)
+    spanning = make_layer("softmax")
+    found["forward"] = refusal(spanning, x)
+    found["no training"] = refusal(spanning.eval(), x)
+    found["nothing adapts"] = refusal(finish_step, MoE(DIM, 6, 8, 2))
+    return found
+
+
+def test_where_nobody_can_tell_the_layer_refuses():
+    for found in on_ranks(2, unknown):
+        loss = "the loss load_balance_global_batch"
+        for what, subject in (("step", "SigmoidTopK"), ("copy", "SigmoidTopK"), ("forward", loss)):
+            assert found[what].startswith(f"InputError: {subject} spans the tokens of all ranks")
+            assert "group=None" in found[what]
+            assert "\n" not in found[what]
+        assert (found["alone"], found["no training"], found["nothing adapts"]) == ("", "", "")
+        assert found["bias"] == "True"
+
+
+def test_routers_with_a_bias_adapt():
+    routers = {name: make(DIM, 8) for name, make in ROUTERS.items()}
+    assert [n for n, router in routers.items() if any("bias" in b for b, _ in router.named_buffers())] == ADAPTING
+    assert {"sigmoid", "group_limited"} <= set(ADAPTING)

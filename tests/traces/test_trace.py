@@ -1,0 +1,263 @@
+"""Traces come back from their files as they were written; damage, mixtures and other files are refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.traces.file import Segment, TraceShape, read_header, write_segment
+from moesaic.traces.load import drift, layer_loads, locality, max_violation
+from moesaic.traces.trace import Trace, differences, samples_of, segment_name, steps_in_words
+
+SHAPE = TraceShape(num_layers=2, num_experts=5, top_k=2, sequences=4, seq_len=3, accumulation=2)
+
+
+def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2) -> Segment:
+    """Return random choices, distinct within a token; some second ones are held back."""
+    random = np.random.default_rng(seed)
+    rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[..., : shape.top_k]
+    rows[..., -1] = np.where(random.random(rows.shape[:-1]) < 0.2, -1 - rows[..., -1], rows[..., -1])
+    return Segment(shape, "tokens", np.array(steps), rows, groups, {"router": "gshard"})
+
+
+def counted(segment: Segment) -> np.ndarray:
+    """Count copies per (sequence, expert), slowly."""
+    shape = segment.shape
+    found = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
+    for place in np.ndindex(*segment.table.shape):
+        if segment.table[place] >= 0:
+            found[(*place[:3], place[3] // shape.seq_len, segment.table[place])] += 1
+    return found
+
+
+@pytest.mark.parametrize("experts", [5, 128, 129, 300])
+def test_a_trace_comes_back_as_it_was_written(tmp_path, experts):
+    shape = TraceShape(num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=3, accumulation=2)
+    segment = tokens([3, 4, 7], shape)
+    segment.table[0, 0, 0, 0] = [experts - 1, -experts]
+    write_segment(segment, tmp_path / "a.npz")
+    trace = Trace.open(tmp_path / "a.npz")
+    assert (trace.shape, trace.holds, trace.steps) == (shape, "tokens", [3, 4, 7])
+    expected = counted(segment)
+    for place, step in enumerate(trace.steps):
+        for micro in range(2):
+            for layer in range(2):
+                assert (trace.experts(layer, step, micro) == segment.table[place, micro, layer]).all()
+                assert (trace.samples(layer, step, micro) == expected[place, micro, layer]).all()
+                by_group = expected[place, micro, layer].reshape(2, 2, experts).sum(1)
+                assert (trace.counts(layer, step, micro) == by_group).all()
+                assert (trace.counts(layer, step, micro, groups=4) == expected[place, micro, layer]).all()
+    assert (trace.loads() == expected.sum((1, 3))).all()
+    assert dict(read_header(tmp_path / "a.npz").source) == {"router": "gshard"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_counts_come_back(tmp_path):
+    segment = tokens([0, 1])
+    write_segment(Segment(SHAPE, "counts", segment.steps, counted(segment), 4), tmp_path / "a.npz")
+    trace = Trace.open(tmp_path / "a.npz")
+    assert (trace.samples(1, 1, 0) == counted(segment)[1, 0, 1]).all()
+    assert trace.counts(0, 0).shape == (4, 5)
+    with pytest.raises(
+        InputError, match="holds counts only, not the tokens' experts: record it with --record-routing tokens"
+    ):
+        trace.experts(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("holds", "seq_len", "experts", "expected"),
+    [
+        ("counts", 255, 64, 3 * 2 * 4 * 64),
+        ("counts", 256, 64, 3 * 2 * 4 * 64 * 2),
+        ("tokens", 256, 128, 3 * 2 * 4 * 256 * 2),
+        ("tokens", 256, 129, 3 * 2 * 4 * 256 * 2 * 2),
+    ],
+)
+def test_sizes_are_what_the_pages_say(tmp_path, holds, seq_len, experts, expected):
+    shape = TraceShape(num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=seq_len, accumulation=3)
+    assert shape.bytes_per_step(holds) == expected
+    random = np.random.default_rng(0)
+    table = random.integers(0, experts, (5, *shape.table(holds)))
+    write_segment(Segment(shape, holds, np.arange(5), table), tmp_path / "a.npz")
+    assert 0.4 * 5 * expected < (tmp_path / "a.npz").stat().st_size < 1.02 * 5 * expected + 2000
+
+
+def test_segments_in_a_folder_are_one_trace(tmp_path):
+    parts = [tokens([0, 1], seed=1), tokens([2, 3, 4], seed=2, groups=4), tokens([9], seed=3)]
+    for part in parts:
+        write_segment(part, tmp_path / "run" / "routing" / segment_name(int(part.steps[0])))
+    for path in (tmp_path / "run", tmp_path / "run" / "routing"):
+        trace = Trace.open(path)
+        assert trace.steps == [0, 1, 2, 3, 4, 9]
+        assert (trace.experts(1, 4, 1) == parts[1].table[2, 1, 1]).all()
+        assert (trace.experts(0, 9) == parts[2].table[0, 0, 0]).all()
+        assert (trace.experts(0, 0) == parts[0].table[0, 0, 0]).all()
+        assert [trace.counts(0, step).shape[0] for step in trace.steps] == [2, 2, 4, 4, 4, 2]
+    again = list(trace.segments())
+    assert [part.steps.tolist() for part in again] == [[0, 1], [2, 3, 4], [9]]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 5])
+def test_a_segment_is_cut_before_a_step(step):
+    cut = tokens([1, 2, 4]).before(step)
+    assert cut.steps.tolist() == [s for s in (1, 2, 4) if s < step]
+    assert len(cut.table) == len(cut.steps)
+
+
+def damage(path: Path, where: str) -> None:
+    data = path.read_bytes()
+    if where == "cut short":
+        path.write_bytes(data[: len(data) * 2 // 3])
+    elif where == "flipped":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 0x55]) + data[middle + 1 :])
+    else:
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("where", ["cut short", "flipped", "empty"])
+def test_damaged_files_are_refused(tmp_path, where):
+    path = tmp_path / "routing" / segment_name(0)
+    write_segment(tokens(list(range(40))), path)
+    damage(path, where)
+    with pytest.raises(InputError) as caught:
+        Trace.open(tmp_path).loads()
+    assert str(caught.value) == (
+        f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
+    )
+
+
+def other_files(folder: Path) -> dict[str, str]:
+    """Write files that are no traces of one run; return the start of the message for each."""
+    np.savez(folder / "other.npz", weights=np.zeros(3))
+    np.save(folder / "plain.npy", np.zeros(3))
+    header = {
+        "format": "moesaic routing trace",
+        "version": 2,
+        "shape": {},
+        "holds": "counts",
+        "groups": 1,
+        "source": {},
+    }
+    np.savez(folder / "newer.npz", header=np.array(json.dumps(header)), steps=np.arange(2))
+    np.savez(folder / "torn.npz", header=np.array(json.dumps({**header, "version": 1})), steps=np.arange(2))
+    for name, parts in {
+        "mixed": [
+            tokens([0]),
+            tokens([1], TraceShape(num_layers=2, num_experts=6, top_k=2, sequences=4, seq_len=3, accumulation=2)),
+        ],
+        "twice": [tokens([0, 1, 2]), tokens([2, 3])],
+    }.items():
+        for part in parts:
+            write_segment(part, folder / name / segment_name(int(part.steps[0])))
+    write_segment(tokens([1, 0]), folder / "back.npz")
+    large = tokens([0])
+    large.table[0, 0, 0, 0, 0] = 5
+    write_segment(large, folder / "large.npz")
+    (folder / "nothing").mkdir()
+    return {
+        "other.npz": "is no routing trace: make one with moesaic train --record-routing counts",
+        "plain.npy": "is no routing trace: make one with moesaic train --record-routing counts",
+        "newer.npz": "has version 2, this Moesaic reads up to 1: upgrade it",
+        "torn.npz": "its header is damaged",
+        "mixed": "is of another model or run than steps-00000000.npz, num_experts=6 (not 5): keep",
+        "twice": "steps-00000000.npz and steps-00000002.npz both hold step 2: remove one",
+        "back.npz": "its header is damaged (holds tokens, steps not ascending): record it again",
+        "large.npz": "its table holds more than whole numbers from -5 to 4: record it again",
+        "nothing": "holds no steps-*.npz: name a trace, or the folder of a run that recorded one",
+        "absent.npz": "no such file: name a trace",
+    }
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_other_files_are_refused(tmp_path, place):
+    name, message = list(other_files(tmp_path).items())[place]
+    with pytest.raises(InputError) as caught:
+        Trace.open(tmp_path / name).loads()
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"trace {tmp_path / name}")
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_questions_are_refused():
+    trace = Trace.of(tokens([3, 4]))
+    for ask, message in (
+        (lambda: trace.samples(2, 3), "has no layer 2: choose 0 to 1"),
+        (lambda: trace.samples(0, 3, 2), "has no micro-batch 2: choose 0 to 1"),
+        (lambda: trace.samples(0, 5), "has no step 5, only 3 to 4"),
+        (lambda: trace.counts(0, 3, groups=3), "4 sequences do not split into 3 groups: choose a divisor"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ask()
+
+
+def test_an_unwritable_place_is_refused_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_segment(tokens([0]), tmp_path / "file" / "a.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_steps_and_differences_in_words():
+    assert steps_in_words([0, 1, 2, 5, 7, 8]) == "0 to 2 and 5 and 7 to 8"
+    assert steps_in_words([4]) == "4"
+    assert steps_in_words(range(0, 100, 10)) == "10 steps from 0 to 90"
+    assert differences(SHAPE, SHAPE) == []
+
+
+def test_max_violation_is_the_definition():
+    assert max_violation(np.array([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 4, 4], [0, 0, 0, 0]])).tolist() == [0, 3, 0.5, 0]
+
+
+def test_drift_is_the_share_of_copies_that_change():
+    assert drift(np.array([[4, 4], [8, 0], [8, 0]])) == pytest.approx(0.25)
+    assert drift(np.array([[4, 4]])) == 0.0
+
+
+def slow_locality(experts: np.ndarray, shape: TraceShape) -> float:
+    """Compare every pair of copies."""
+    same = {True: [0, 0], False: [0, 0]}
+    copies = [(t, int(e)) for t, row in enumerate(experts) for e in row]
+    for token, expert in copies:
+        for other, wanted in copies:
+            if token != other:
+                found = same[token // shape.seq_len == other // shape.seq_len]
+                found[0] += expert == wanted
+                found[1] += 1
+    within, between = (hits / pairs for hits, pairs in (same[True], same[False]))
+    return (within - between) / (1 / shape.top_k - between)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_locality_compares_pairs_of_copies(top_k):
+    shape = TraceShape(num_layers=1, num_experts=6, top_k=top_k, sequences=3, seq_len=5)
+    random = np.random.default_rng(top_k)
+    experts = random.random((15, 6)).argsort(1)[:, :top_k]
+    assert locality(samples_of(experts, shape), top_k) == pytest.approx(slow_locality(experts, shape))
+
+
+def test_locality_goes_from_none_to_all():
+    alike, apart = np.tile([4, 4, 4, 4], (4, 1)), 8 * np.eye(4, dtype=int)
+    assert locality(apart, 1) == 1.0
+    assert locality(np.repeat(apart, 2, axis=1)[:, :8], 2) == pytest.approx(1.0)
+    assert -0.15 < locality(alike, 1) < 0.0
+    assert locality(np.array([[3, 3]]), 1) == 0.0
+
+
+def test_a_layers_figures_are_over_all_micro_batches():
+    segment = tokens([0, 1, 2])
+    rows = layer_loads(Trace.of(segment))
+    loads = counted(segment).sum((1, 3))
+    for layer, row in enumerate(rows):
+        assert row.layer == layer
+        assert row.max_violation == pytest.approx(max_violation(loads[:, layer]).tolist())
+        assert row.busiest == tuple(loads[:, layer].argmax(1))
+        assert row.drift == pytest.approx(drift(loads[:, layer]))
+        assert row.shares == pytest.approx(loads[:, layer] / loads[:, layer].sum(1, keepdims=True))
+        each = [locality(counted(segment)[step, micro, layer], 2) for step in range(3) for micro in range(2)]
+        assert row.locality == pytest.approx(np.mean(each))
+        assert row.dead_experts == 0
