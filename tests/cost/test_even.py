@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cost.clusters import tree
+from documented import block
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import Host
 from moesaic.cost.cluster_file import read_cluster
@@ -226,22 +224,13 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
         Simulator(tree(200, 6)).run(found.forward, WORKLOAD, large)
 
 
-def documented(section: str) -> dict[str, Any]:
-    """The names that the code block of a section of docs/extending.md defines."""
-    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text.split(f"\n## {section}\n")[1].split("\n## ")[0], re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    return found
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
 ) -> None:
     """It passes parcels on from node to node: on eight nodes it takes four times as long as if all did the same."""
-    monkeypatch.setitem(LINKS, "ring", documented("An all-to-all")["NodeRing"]())
+    monkeypatch.setitem(LINKS, "ring", block("An all-to-all")["NodeRing"]())
     cluster = read_cluster("25gbe", nodes=nodes)
     world = cluster.world
     grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=cluster.devices_per_node)
