@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,9 +74,10 @@ def test_a_bug_that_escapes_is_a_failure(monkeypatch, capsys):
 
 
 def test_processes_are_counted_and_their_failures_are_failures(few_mutants, monkeypatch, capsys):
-    monkeypatch.setattr(
-        evidence, "run_on_gloo", lambda jobs: [{"output": 0.0 if i else 9.0} for i, _ in enumerate(jobs)]
-    )
+    def run(jobs):
+        return [SimpleNamespace(case=job.case, errors={"output": 0.0 if i else 9.0}) for i, job in enumerate(jobs)]
+
+    monkeypatch.setattr(evidence, "run_on_gloo", run)
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
     claims = {claim["name"]: claim["value"] for claim in json.loads(capsys.readouterr().out)["claims"]}
     assert claims["check.gloo_worlds"] == 3

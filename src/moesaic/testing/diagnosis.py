@@ -286,10 +286,8 @@ def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ra
     if (
         quantity == "gradient norm"
     ):  # each of these supposes that nothing else is wrong: what has an explanation is right
-        explained = [
-            Finding(name, cause) for name, cause in causes.items() if name.startswith(whole) and cause.products
-        ]
-        return explained[:1] or [Finding(whole, causes.get(whole))]
+        found = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
+        return [finding for finding in found if finding.factor][:1] or [Finding(whole, None)]
     if factors.get(whole) is not None:
         return [Finding(whole, causes[whole])] if whole in causes else []
     pairs = [pair for pair in _by_quantity(ran).get(quantity, []) if _is_wrong(pair, ran.case.tolerance)]

@@ -87,7 +87,7 @@ class Cause:
 
     def _reason(self, product: Product) -> str:
         if not product.over and not product.under:
-            return f"the same factor on every mesh ({self.runs} tried), no axis of any"
+            return f"the same factor on every mesh ({self.runs} tried), so no axis"
         parts = [f"a missing division by {self._with_sizes(product.over)}"] if product.over else []
         parts += [f"one division too many by {self._with_sizes(product.under)}"] if product.under else []
         return " and ".join(parts)
@@ -155,7 +155,7 @@ def explain(
     while left and runs <= MOST_RUNS:
         setting = max(left, key=lambda other: _told_apart(open_for, sizes_of(other)))
         left.remove(setting)
-        if not _told_apart(open_for, sizes_of(setting)):
+        if runs > 1 and not _told_apart(open_for, sizes_of(setting)):
             break
         try:
             again = measure(setting)
@@ -173,12 +173,15 @@ def explain(
 
 
 def _candidates(factor: float, sizes: Sizes) -> list[Product]:
-    """Return what explains a factor on one setting, the simplest first; that it is a number comes after single sizes."""
+    """Return what explains a factor on one setting, the simplest first; a whole number, or one over it, comes after single
+    sizes."""
     if factor < CLOSE:
         return []
     found = [p for p in products(list(sizes)) if _same(p.value(sizes), factor)]
     single = [p for p in found if len(p.over) + len(p.under) == 1]
-    return [*single, Product(number=factor), *found[len(single) :]]
+    whole = factor if factor > 1 else 1 / factor
+    number = [Product(number=factor)] if abs(whole - round(whole)) <= CLOSE else []
+    return [*single, *number, *found[len(single) :]]
 
 
 def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: Sizes) -> int:
