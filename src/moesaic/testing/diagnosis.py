@@ -147,7 +147,7 @@ def relatives(case: Case) -> Iterator[Case]:
                 seen.add(other)
                 yield other
     others = [
-        replace(case, top_k=case.top_k + 1),
+        replace(case, top_k=case.top_k + (1 if case.top_k < case.num_experts else -1)),
         replace(case, num_experts=2 * case.num_experts),
         replace(case, lengths=case.lengths[:1] if len(case.lengths) > 1 else case.lengths * 2),
     ]
@@ -185,8 +185,9 @@ def _fits(case: Case) -> bool:
     alone = grid.tp == 1 if case.placement != "none" else True
     modules = case.experts != "modules" or grid.etp == 1
     padded = not case.capacity.is_padded or all(length % grid.tp == 0 for row in case.lengths for length in row)
-    least = 2 if case.router in TOP_2_UP else 1
-    return alone and modules and padded and least <= case.num_experts >= case.top_k
+    moves = grid.ep > 1 or not case.experts_move
+    least = 2 if case.router in TOP_2_UP and case.num_experts > 1 else 1
+    return alone and modules and padded and moves and least <= case.top_k <= case.num_experts
 
 
 def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
