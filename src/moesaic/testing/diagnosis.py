@@ -229,7 +229,8 @@ def _take(
     factors = fit(actual, [part for _, part in present], tolerance) if present else None
     if factors is None and not present:
         return False
-    found.update(zip((name for name, _ in present), factors or [None] * len(present)))
+    known: list[float | None] = [None] * len(present) if factors is None else [*factors]
+    found.update(zip((name for name, _ in present), known))
     return factors is not None
 
 
