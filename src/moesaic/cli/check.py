@@ -124,7 +124,7 @@ def _measurement(evidence: Evidence) -> Measurement:
                 "mutant": v.mutant.name,
                 "source": v.mutant.source,
                 "caught_by": v.caught_by,
-                "looks_like": [str(finding) for finding in v.findings if finding.factor],
+                "looks_like": "; ".join(str(finding) for finding in v.findings if finding.factor),
             }
             for v in evidence.verdicts
         ]

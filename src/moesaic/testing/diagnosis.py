@@ -239,7 +239,7 @@ def _split(
 ) -> None:
     """Note the factors of what a gradient is the sum of: with all auxiliary losses as one part, else each by itself."""
     joined = _joined(pairs)
-    if joined is None:
+    if joined is None or sum(part.numel() for parts in by_pair for part in list(parts.values())[:1]) != len(joined[0]):
         return
     sources = list(dict.fromkeys(source for parts in by_pair for source in parts))
     columns = {source: torch.cat([parts[source].flatten() for parts in by_pair]) for source in sources}
@@ -274,20 +274,19 @@ def _norm_factors(ran: Ran) -> dict[str, float | None]:
         return {}
     gradients = ran.expected.gradients
     of_experts = sum(float(g.square().sum()) for n, g in gradients.items() if g is not None and n.startswith("experts"))
-    square, whole = norm**2, ran.expected.norm**2
-    return {
-        NAMES["gradient norm"]: square / whole,
-        _of_source(NAMES["gradient norm"], "the experts"): (square - whole + of_experts) / of_experts,
-        _of_source(NAMES["gradient norm"], "all others"): (square - of_experts) / (whole - of_experts),
+    name, off = NAMES["gradient norm"], norm**2 - ran.expected.norm**2
+    parts = {
+        name: ran.expected.norm**2,
+        _of_source(name, "the experts"): of_experts,
+        _of_source(name, "all others"): ran.expected.norm**2 - of_experts,
     }
+    return {part: (square + off) / square for part, square in parts.items() if square > 0}
 
 
 def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ran) -> list[Finding]:
     """Return what to say about a quantity that is wrong: of the whole if it has one factor, else of its parts."""
     whole = NAMES[quantity]
-    if (
-        quantity == "gradient norm"
-    ):  # each of these supposes that nothing else is wrong: what has an explanation is right
+    if quantity == "gradient norm":  # its parts each suppose that the other is right: one with an explanation is
         found = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
         return [finding for finding in found if finding.factor][:1] or [Finding(whole, None)]
     if factors.get(whole) is not None:

@@ -48,7 +48,8 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: Rates) -> list[int]:
         rates: of the layer.
     """
     computed = np.bincount(home, weights=copies.sum(0), minlength=len(copies))
-    best, found = rates.unshadowed(computed), []
+    best = rates.unshadowed(computed)
+    found: list[int] = []
     for expert in np.argsort(-copies.sum(0), kind="stable").tolist():
         computed[home[expert]] -= copies[:, expert].sum()
         computed += copies[:, expert]
