@@ -92,6 +92,26 @@ def test_one_case_with_all_its_errors(capsys):
     assert "passed" in out
 
 
+def test_a_failure_says_which_factor_it_looks_like(monkeypatch, capsys):
+    original = suite.ran_case
+
+    def spoiled(case):
+        ran = original(case)
+        for result in ran.results:
+            for name in result.gradients:
+                if name.startswith("experts"):
+                    result.gradients[name] *= case.grid.world / case.grid.edp
+        return ran
+
+    monkeypatch.setattr(suite, "ran_case", spoiled)
+    monkeypatch.setattr(suite, "run_case", lambda case: spoiled(case).errors)
+    seed = next(seed for seed in range(100) if draw_case(seed).grid.ep == 2 and draw_case(seed).router == "softmax")
+    assert main(["check", "--only", str(seed)]) == 1
+    assert "expert gradients are 2.00 times too large: looks like a missing division by" in words(
+        capsys.readouterr().out
+    )
+
+
 def test_one_case_that_fails(broken, capsys):
     assert main(["check", "--only", "3", "--world", "2"]) == 1
     out = words(capsys.readouterr().out)
