@@ -54,7 +54,7 @@ def test_formulas_depend_on_the_mesh_and_the_nodes() -> None:
 
 @pytest.mark.parametrize("link", PUBLISHED)
 @pytest.mark.parametrize("schedule", ["s1", "s3"])
-def test_paths_say_what_the_formulas_of_the_papers_say(schedules: ModuleType, schedule: str, link: str) -> None:
+def test_paths_say_what_the_formulas_of_the_papers_say(schedule: str, link: str) -> None:
     """All-to-alls without a formula of their own are held against the legs of their paths."""
     grid, plan = schedules.GRIDS["loopback"], Plan(schedule=schedule, all_to_all=link)
     same, crossing = schedules.mean_legs(grid, link, ("ep", "etp") if schedule == "s1" else ("ep",))

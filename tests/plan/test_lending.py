@@ -94,6 +94,36 @@ def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
     assert Published(FAST_WEIGHTS).decide(tied).sum() == 0
 
 
+def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float) -> set[int]:
+    """FasterMoE's Algorithm 1 with equations 7 and 8 as printed but in bytes: one expert per worker, two bytes an element."""
+    experts, width = len(copies), 2 / bytes_per_second
+    computed, shadowed = copies.sum(0).astype(float), set()
+    best = max(12 * b * alpha * dim**2 / flops + 4 * b * dim * width for b in computed)
+    for expert in sorted(range(experts), key=lambda e: (-copies[:, e].sum(), e)):
+        trial = computed + copies[:, expert]
+        trial[expert] -= copies[:, expert].sum()
+        r = len(shadowed) + 1
+        seconds = 12 * max(trial) * alpha * dim**2 / flops + 2 * r * 2 * alpha * dim**2 * width
+        if seconds >= best:
+            break
+        computed, best = trial, seconds
+        shadowed.add(expert)
+    return shadowed
+
+
+def test_the_published_rule_charges_the_weights_that_equation_8_charges():
+    """At weights that cost something: there and back once, 2 r * 2 alpha H^2 / W."""
+    random, dim, alpha, found = np.random.default_rng(0), 64, 2.0, []
+    costs = LendingCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
+    for _ in range(200):
+        copies = random.multinomial(int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8)
+        load = Load(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
+        right = algorithm_1(copies, dim, alpha, 1e10, 1e9 / 8)
+        assert set(np.flatnonzero(Published(costs).decide(load).sum((0, 2)))) == right
+        found.append(len(right))
+    assert len(set(found)) > 2  # none, some, and more
+
+
 def test_a_place_is_lent_no_more_experts_than_it_has_room_for():
     load = Load(Grid(world=4, ep=4), np.full((4, 16), 9), 16, units=2, dim=2)
     costs = LendingCosts(machine=Machine(tflops=1000, inter_gbps=1e-3, intra_gbps=1e-3), element_bytes=1, matrices=1)

@@ -5,7 +5,7 @@ Where a bug was seen is written as repository#number of a public thread, or as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,7 +19,7 @@ from moesaic.runtime import movements, sharing
 from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
-from moesaic.testing.equivalence import Patch, Ran, ran_case
+from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
 
 Catcher = Literal["validator", "crash", "numbers", "nobody"]
 """What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
@@ -110,8 +110,16 @@ CASES: dict[str, Case] = {
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
 }
 """The few cases that mutants are run on."""
-GLOO = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3), (3, 4)), seed=19)
-"""The case for mutants of what needs processes."""
+GLOO = tuple(
+    replace(
+        BASE,
+        grid=Grid(world=4, tp=tp, ep=ep, etp=etp),
+        lengths=((4, 3, 2, 4)[: 4 // tp], (3, 4, 2, 3)[: 4 // tp]),
+        seed=19,
+    )
+    for tp, ep, etp in ((2, 2, 2), (2, 2, 1), (4, 2, 1), (1, 4, 1), (1, 1, 2))
+)
+"""The cases for mutants of what needs processes, on several meshes of as many ranks."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "step",
         "numbers",
         plants.load_balance(plants.balance_over_wrong_pairs),
+        looks_like=("input gradients from load_balance", "0"),
     ),
     Mutant(
         "load-balance loss without the number of experts",
@@ -342,7 +351,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("drops per rank instead of global", "the papers", "drops", "numbers", plants.drops_per_rank),
     Mutant("counts over the wrong axis", "FastMoE", "baseline", "crash", plants.counted_over_tp),
     Mutant(
-        "gradient norm without experts", "Megatron-LM#5916, FastMoE#29", "gloo", "numbers", plants.norm_without_experts
+        "gradient norm without experts",
+        "Megatron-LM#5916, FastMoE#29",
+        "gloo",
+        "numbers",
+        plants.norm_without_experts,
+        looks_like=("squares of the gradient norm from the experts", "0"),
     ),
     Mutant("gradient norm counts replicas", "own", "gloo", "numbers", plants.norm_with_replicas),
     Mutant(
@@ -487,6 +501,19 @@ def judge(mutant: Mutant) -> Verdict:
         return Verdict(mutant, "validator", str(error))
     except Exception as error:  # any error catches a bug
         return Verdict(mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> Verdict:
+    """Say who catches a mutant that needs processes.
+
+    Args:
+        mutant: it.
+        ran: the cases `GLOO`, run with it.
+    """
+    by_case = {of_case.case: of_case for of_case in ran}
+    first = next((of_case.case for of_case in ran if failures(of_case.case, of_case.errors)), GLOO[0])
+    others = [case for case in by_case if case != first]
+    return verdict_of(mutant, diagnose(first, by_case.__getitem__, others))
 
 
 def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> Verdict:

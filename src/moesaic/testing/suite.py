@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from moesaic.testing.cases import Case, Refusals, draw_case
-from moesaic.testing.equivalence import Errors, failures, run_case
+from moesaic.testing.diagnosis import diagnose
+from moesaic.testing.equivalence import Errors, failures, ran_case, run_case
 from moesaic.testing.invariants import disagreements, observed
 
 PART = 20
@@ -106,6 +107,14 @@ def check_case(case: Case) -> tuple[Errors, str]:
         return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     wrong = [f"{quantity} {error:.1e}" for quantity, error in failures(case, errors).items()]
     return errors, ", ".join([*wrong, *apart[:3]])
+
+
+def looks_like(case: Case) -> list[str]:
+    """Return what a case that fails looks like, a line per quantity; none where it raises or its numbers are right."""
+    try:
+        return [str(finding) for finding in diagnose(case, ran_case).findings]
+    except Exception:  # the case's own failure is reported; this only explains it
+        return []
 
 
 def answers(case: Case) -> list[str]:

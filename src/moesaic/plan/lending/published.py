@@ -7,10 +7,58 @@ released implementation summed over experts and never lent anything.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from moesaic.plan.lending.cost import Board, LendingCosts, boards
 from moesaic.plan.lending.lender import AbstractLender, Load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What equations 7 and 8 know of a layer: seconds, forward and backward together."""
+
+    copy: float
+    """Of computing a copy."""
+    trip: float
+    """Of sending a copy every way that it goes."""
+    weights: float
+    """Of sending an expert's weights and fetching their gradients."""
+
+    def unshadowed(self, computed: np.ndarray) -> float:
+        """Return the time without shadows (eq. 7): all copies travel, those that stay at home too.
+
+        Args:
+            computed: copies that each place computes.
+        """
+        return float(computed.max()) * (self.copy + self.trip)
+
+    def shadowed(self, computed: np.ndarray, shadows: int) -> float:
+        """Return the time with shadows (eq. 8): no copy travels, and every shadow's weights do."""
+        return float(computed.max()) * self.copy + shadows * self.weights
+
+
+def shadows_of(copies: np.ndarray, home: np.ndarray, rates: Rates) -> list[int]:
+    """Return the experts to shadow by Algorithm 1, hottest first: while equation 8 falls, starting from equation 7.
+
+    Args:
+        copies: (places, experts) copies of a place for an expert.
+        home: (experts,) the place of each.
+        rates: of the layer.
+    """
+    computed = np.bincount(home, weights=copies.sum(0), minlength=len(copies))
+    best = rates.unshadowed(computed)
+    found: list[int] = []
+    for expert in np.argsort(-copies.sum(0), kind="stable").tolist():
+        computed[home[expert]] -= copies[:, expert].sum()
+        computed += copies[:, expert]
+        seconds = rates.shadowed(computed, len(found) + 1)
+        if seconds >= best:
+            break
+        best = seconds
+        found.append(expert)
+    return found
 
 
 class Published(AbstractLender):
@@ -28,19 +76,15 @@ class Published(AbstractLender):
         return np.sum([board.spread(self._lent(board)) for board in boards(load, self.costs)], axis=0)
 
     def _lent(self, board: Board) -> np.ndarray:
-        load, ep = board.load, len(board.origins)
-        slowest = board.seconds_per_byte.max()
-        loads = np.bincount(load.home, weights=board.copies.sum(0), minlength=ep)
-        best = loads.max() * (board.seconds_per_copy + board.passes * board.row_bytes * slowest)
-        lent = np.zeros((ep, load.num_experts, ep), dtype=np.int64)
-        places = np.arange(ep)
-        for number, expert in enumerate(np.argsort(-board.copies.sum(0), kind="stable"), start=1):
-            loads[load.home[expert]] -= board.copies[:, expert].sum()
-            loads += board.copies[:, expert]
-            seconds = loads.max() * board.seconds_per_copy + board.passes * number * board.weight_bytes * slowest
-            if seconds >= best:
-                break
-            best = seconds
+        load, places = board.load, np.arange(len(board.origins))
+        slowest = float(board.seconds_per_byte.max())
+        rates = Rates(
+            copy=board.seconds_per_copy,
+            trip=board.passes * board.row_bytes * slowest,
+            weights=board.passes / 2 * board.weight_bytes * slowest,
+        )
+        lent = np.zeros((len(places), load.num_experts, len(places)), dtype=np.int64)
+        for expert in shadows_of(board.copies, load.home, rates):
             away = places[places != load.home[expert]]
             lent[away, expert, away] = board.copies[away, expert]
         return lent
