@@ -157,7 +157,7 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     assert before.count(said) == 1
     assert before.count("Traceback") <= (1 if "bug" in said else 0) + 1  # torchrun's own is the other
     assert "onnection" not in err
-    assert summary.count(said.removeprefix("moesaic train: ")) == 1  # in the error that is written down for torchrun
+    assert said.removeprefix("moesaic train: ") in summary  # in the error that is written down for torchrun
     assert re.search(r"error_file: /\S+error.json", summary)
 
 
@@ -246,7 +246,10 @@ def test_where_the_store_dies_the_others_say_one_line(tmp_path):
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
             ["mpirun started 4 processes", "RANK=$OMPI_COMM_WORLD_RANK", "MASTER_ADDR"],
         ),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, ["srun started 4 processes", "WORLD_SIZE=$SLURM_STEP_NUM"]),
+        (
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
+            ["srun started 4 processes", "WORLD_SIZE=$SLURM_STEP_NUM"],
+        ),
     ],
 )
 def test_a_launcher_that_does_not_say_enough_is_told_what_is_missing(monkeypatch, said, fragments):

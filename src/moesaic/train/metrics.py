@@ -13,6 +13,9 @@ from typing import Any
 
 from moesaic.errors import InputError
 
+METRICS = "metrics.jsonl"
+"""The file, in a run folder."""
+
 
 class Metrics:
     """Appends lines to a run's metrics.
@@ -24,7 +27,7 @@ class Metrics:
     """
 
     def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
-        self.path = run_folder / "metrics.jsonl"
+        self.path = run_folder / METRICS
         kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
         self._written = {(line["kind"], line["step"]) for line in kept}
         aside = self.path.with_suffix(".writing")
@@ -44,6 +47,8 @@ class Metrics:
             InputError: if the disk is full, or the file cannot be written.
         """
         try:
+            if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                raise FileNotFoundError(errno.ENOENT, "another file took its place")
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
         except OSError as error:
@@ -84,7 +89,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: if the run has no metrics, or a line before the last is damaged.
     """
-    path = run_folder / "metrics.jsonl"
+    path = run_folder / METRICS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:

@@ -6,19 +6,18 @@ is the first that a run writes, at once and whole, and the last that goes.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import re
 import socket
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
 from moesaic.cost.trace import FOLDER, PATTERN
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.checkpoint import list_checkpoints, remove_checkpoint
-from moesaic.train.config import TrainConfig
+from moesaic.train.metrics import METRICS
 
 try:
     import fcntl
@@ -26,6 +25,7 @@ except ImportError:  # Windows, where runs are not kept apart
     fcntl = None  # type: ignore[assignment]
 
 CONFIG, TOKENIZER, PLAN_TABLE, LOCK = "config.json", "tokenizer.json", "plan-table.json", ".lock"
+"""Files of a run folder, besides its metrics, checkpoints, events and traces."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has them."""
 
@@ -41,7 +41,6 @@ class RunFolder:
         self.path = path
         self._lock: IO[str] | None = None
 
-    @property
     def is_a_run(self) -> bool:
         """Whether a run wrote the folder; False where it is missing or empty.
 
@@ -53,7 +52,7 @@ class RunFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise InputError(f"out={self.path}: cannot be read ({error.strerror}): choose another --out") from error
+            raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
         if not names:
             return False
         if _is_marked(self.path / CONFIG):
@@ -96,7 +95,7 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
         self.claim()
-        if self.is_a_run:
+        if self.is_a_run():
             raise InputError(f"out={self.path}: another run has begun there meanwhile: choose another --out")
 
     def clear(self) -> None:
@@ -105,7 +104,8 @@ class RunFolder:
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
         own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN)]
-        own += [self.path / name for name in (TOKENIZER, PLAN_TABLE, "metrics.jsonl")]
+        for name in (TOKENIZER, PLAN_TABLE, METRICS):
+            own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:
             path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
