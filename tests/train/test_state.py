@@ -192,6 +192,30 @@ def test_a_checkpoint_without_a_hash_of_its_data_is_taken(tmp_path):
     assert open_run(tiny(tmp_path, existing="resume"), pytest.fail).step == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "float8"},
+        {"precision": None},
+        {"seconds": "many"},
+        {"seconds": float("nan")},
+        {"rng": {}},
+        {"rng": {"cpu": "xyz"}},
+        {"rng": {"cpu": "00"}},
+    ],
+)
+def test_a_description_that_no_run_left_is_refused_in_one_line(tmp_path, change):
+    run_quietly(tiny(tmp_path, steps=1))
+    path = tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    state["extra"] |= change
+    path.write_text(json.dumps(state))
+    seal(path.parent)
+    with pytest.raises(InputError, match=r"state.json does not hold what a run left there .*: delete this") as caught:
+        open_run(tiny(tmp_path, existing="resume"), pytest.fail)
+    assert "\n" not in str(caught.value)
+
+
 def test_other_settings_are_said_in_one_line(tmp_path):
     run_quietly(tiny(tmp_path, steps=1))
     said: list[str] = []

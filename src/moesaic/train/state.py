@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
@@ -153,6 +154,7 @@ def _look_up(
             if resuming:
                 # Several ranks read their own parts later.
                 saved = load_checkpoint(folder / "checkpoints", say, with_tensors=ranks.mesh is None)
+                _require_resumable(saved)
                 _require_same_precision(config, saved)
             dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
             found = saved, dtype
@@ -234,11 +236,31 @@ def rng_state(device: torch.device) -> dict[str, str]:
 def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
     """Put back what `rng_state` returned."""
     for kind, text in checkpoint.extra["rng"].items():
-        state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        state = _generator_state(text)
         if kind == "cpu":
             torch.set_rng_state(state)
         elif device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
+
+
+def _require_resumable(saved: Checkpoint) -> None:
+    """Raise InputError for a checkpoint whose description does not hold what a run left in it."""
+    precision, seconds, rng = (saved.extra.get(name) for name in ("precision", "seconds", "rng"))
+    sound = precision in ("float32", "bfloat16", "float64") and isinstance(seconds, int | float)
+    sound = sound and 0 <= seconds < math.inf and isinstance(rng, dict) and "cpu" in rng
+    try:
+        torch.Generator().set_state(_generator_state(rng["cpu"]))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        sound = False
+    if not sound:
+        raise InputError(
+            f"{saved.folder}: its state.json does not hold what a run left there (precision, seconds, rng): delete this "
+            "checkpoint to go on from the one before"
+        )
+
+
+def _generator_state(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
