@@ -17,8 +17,11 @@ class DataConfig:
     """What is read, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
-    """Text files, globs, folders (every file in them that has no zero byte among its first 8192), or `.bin` files of tokens
-    (raw little-endian integers, memory mapped). Empty: the source text of this Python's standard library, without its tests."""
+    """Files, globs or folders of text, of JSON lines, of Arrow or Parquet tables (which need pyarrow), told apart by their
+    content and compressed or not; or `.bin` files of tokens (raw little-endian integers, memory mapped). Empty: the source text
+    of this Python's standard library, without its tests."""
+    text_field: str = "text"
+    """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON is text as it stands."""
     val_path: tuple[str, ...] = ()
     """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
     `.bin` files, the last val_share of the tokens."""
@@ -58,10 +61,11 @@ class OptimizerConfig:
     """Largest norm of the gradient over all parameters; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise InputError(f"optimizer.lr={self.lr}: must be above 0")
-        if self.warmup_steps < 0 or self.clip_norm < 0 or self.weight_decay < 0:
-            raise InputError("optimizer: warmup_steps, clip_norm and weight_decay must be 0 or more")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
+        for name in ("warmup_steps", "clip_norm", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")

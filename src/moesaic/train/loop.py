@@ -72,7 +72,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     check_routing(config)
     candidates = find_candidates(config)
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
+    try:
+        return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
+    finally:
+        run.claim.release()
 
 
 class Trainer:
@@ -264,8 +267,10 @@ class Trainer:
         return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
 
     def _save(self) -> None:
-        self.routing.flush()
         state = self.state
+        with self.ranks.together():
+            state.claim.require()
+        self.routing.flush()
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
