@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "moesaic"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = (
     "errors", "configfile", "program", "cost", "plan", "routing", "kernels", "experts", "comm", "runtime", "layer",
-    "models", "train", "testing", "testbed", "report", "reproduce", "bench", "cli",
+    "models", "parallel", "train", "testing", "testbed", "report", "reproduce", "bench", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "program", "cost", "plan", "report", "reproduce")
