@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
     "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
-    "runtime", "layer", "profiling", "models", "train", "testing", "report", "cli",
+    "runtime", "layer", "profiling", "models", "parallel", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "plan", "report")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
+    from moesaic.parallel import clip_grad_norm_
     from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
     from moesaic.routing.losses import Importance, LoadBalance, ZLoss, set_loss_scale
@@ -29,6 +30,7 @@ _HOMES = {
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.plan",
     "average_gradients": "moesaic.runtime.gradients",
+    "clip_grad_norm_": "moesaic.parallel",
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",
     "PlainExperts": "moesaic.experts",
@@ -62,6 +64,7 @@ __all__ = [
     "average_gradients",
     "balance_on_step",
     "checkpoint",
+    "clip_grad_norm_",
     "encoding",
     "fast_decode",
     "fast_encode",

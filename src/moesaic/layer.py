@@ -297,7 +297,9 @@ class MoE(HasLossScale, TapedModule):
         counts = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
-        if counts and self.on_mesh is None:
+        if self.on_mesh is not None:
+            self.data_ranks.refuse_wrapped(self.experts.parameters())
+        elif counts:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")

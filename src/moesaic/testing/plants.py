@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moesaic.layer as layer_module
+import moesaic.parallel as norm_module
 from moesaic.comm.collectives import all_reduce_sum, share
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer
 from moesaic.kernels.codecs import codec_named
@@ -37,7 +38,6 @@ from moesaic.runtime.tape import RoutingTape
 from moesaic.runtime.visits import Visits, find_visits
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
-from moesaic.train import norm as norm_module
 
 
 def replaced(owner: object, name: str, value: object) -> Patch:

@@ -1,10 +1,7 @@
-"""Sharding a model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
+"""Sharding our model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
 
 The model comes in whole and the same on every rank, drawn from the seed, so the weights do not depend on the mesh; each
-rank keeps its part. After a backward pass of each rank's mean loss every gradient is that of the mean over all tokens:
-
-    dense part   averaged over dp by FSDP2; complete on every rank of a tp group, or split like its parameter
-    experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
+rank keeps its part.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,7 +27,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, Block, Dense
 from moesaic.models.short_conv import ShortConv
-from moesaic.models.split import Norm, local_part
+from moesaic.models.split import Norm
+from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.lending.lender import AbstractLender
 
@@ -71,7 +68,7 @@ def parallelize(
             module.parallelize(mesh, compiled[bias], lenders[bias])
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
-    shard_over_data(model, mesh)
+    shard_over_data(model, mesh, model.blocks)
 
 
 def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
@@ -166,53 +163,3 @@ def _split_positions(mesh: DeviceMesh, _: nn.Module, __: tuple[Any, ...], output
     if isinstance(output, tuple):
         return (move(output[0], mesh, Replicate(), Shard(1)), *output[1:])
     return move(output, mesh, Replicate(), Shard(1))
-
-
-def shard_over_data(model: GPT, mesh: Mesh) -> None:
-    """Apply FSDP2: a unit per block over dp, experts over edp; axes of one rank are left out."""
-    dp, edp = mesh.grid.dp, mesh.grid.edp
-    unsharded: set[nn.Parameter] = set()
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        if isinstance(block.ffn, MoE):
-            if edp > 1:
-                _shard(block.ffn.experts, mesh.sparse["edp"], divide_by=dp)
-            else:
-                unsharded |= set(block.ffn.experts.parameters())
-    if dp == 1:
-        return
-    for parameter in unsharded:
-        parameter.register_hook(lambda gradient: gradient / dp)
-    for block in model.blocks:
-        _shard(block, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
-    _shard(model, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, *, divide_by: int, leave_out: set[nn.Parameter] | None = None) -> None:
-    """Make a module a unit of FSDP2 whose gradients are summed over `mesh` and divided by `divide_by`."""
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, mesh.size()))
-
-    # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, shard_placement_fn=place, ignored_params=leave_out)
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(divide_by)
-    module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
-
-
-def shard_dim(parameter: Tensor, parts: int) -> int:
-    """Return the dimension to split over data parallel ranks.
-
-    One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
-    checkpoint understands. Else one with equal parts; else the first.
-
-    Args:
-        parameter: perhaps split over model axes already.
-        parts: how many.
-    """
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    split = {place.dim for place in placements if isinstance(place, Shard)}
-    sizes = local_part(parameter).shape
-    even = [dim for dim, size in enumerate(sizes) if size % parts == 0]
-    return next((dim for dim in even if dim not in split), even[0] if even else 0)
