@@ -142,7 +142,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "users A1, ScheMoE",
         "step",
         "numbers",
-        plants.layer_attribute("inject_loss", plants.loss_returned_and_dropped),
+        plants.loss_never_used,
     ),
     Mutant(
         "S1: the gate's gradient not summed over tp",

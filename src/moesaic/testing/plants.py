@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import moesaic.layer as layer_module
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
@@ -156,9 +155,9 @@ def loss_share(factor: Callable[[Any], float]) -> Patch:
     return replaced(on_mesh.OnMesh, "loss_share", property(lambda self: factor(self.grid)))
 
 
-def loss_returned_and_dropped(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+def loss_never_used() -> AbstractContextManager[object]:
     """The auxiliary loss is computed and nobody uses it."""
-    return y
+    return mock.patch.object(MoE, "inject_loss", lambda self, y, *_: y)
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
@@ -343,8 +342,3 @@ def padding_routed() -> AbstractContextManager[object]:
 def bias_of_every_shard() -> AbstractContextManager[object]:
     """Every shard of an expert adds the whole output bias."""
     return mock.patch.object(compute, "_shards", return_value=1)
-
-
-def layer_attribute(name: str, value: object) -> Patch:
-    """Replace a function that the layer calls."""
-    return replaced(layer_module, name, value)

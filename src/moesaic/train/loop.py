@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
-from moesaic.routing.losses import set_loss_scale
+from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.gradients import expert_parameters
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
