@@ -37,7 +37,6 @@ from moesaic.runtime.relocate_run import RelocatedCall, run_relocated
 from moesaic.runtime.shard import shard_experts
 from moesaic.runtime.tape import TapedModule, count_in_graph, is_recomputing
 
-
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
 
