@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from moesaic.parallel import clip_grad_norm_
     from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
-    from moesaic.routing.losses import Importance, LoadBalance, ZLoss, set_loss_scale
+    from moesaic.routing.injection import collect_losses, set_loss_scale
+    from moesaic.routing.losses import Importance, LoadBalance, ZLoss
     from moesaic.routing.routing import Routing
     from moesaic.runtime.gradients import average_gradients
     from moesaic.runtime.tape import checkpoint, replay_contexts
@@ -42,7 +43,8 @@ _HOMES = {
     "Importance": "moesaic.routing.losses",
     "LoadBalance": "moesaic.routing.losses",
     "ZLoss": "moesaic.routing.losses",
-    "set_loss_scale": "moesaic.routing.losses",
+    "collect_losses": "moesaic.routing.injection",
+    "set_loss_scale": "moesaic.routing.injection",
     "Routing": "moesaic.routing.routing",
     "checkpoint": "moesaic.runtime.tape",
     "replay_contexts": "moesaic.runtime.tape",
@@ -65,6 +67,7 @@ __all__ = [
     "balance_on_step",
     "checkpoint",
     "clip_grad_norm_",
+    "collect_losses",
     "encoding",
     "fast_decode",
     "fast_encode",
@@ -78,4 +81,14 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ImportError(f'moesaic.{name} needs torch: pip install "moesaic[train]"', name=error.name) from None
+
+
+def __dir__() -> list[str]:
+    """List the public names, those that are not imported yet too."""
+    return sorted({*globals(), *__all__})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
+
+from moesaic.errors import InputError
 
 Lane = Literal["intra", "inter"]
 """Which links a transfer uses: inside a node or between nodes. NCCL has a communicator and a stream per lane."""
@@ -61,6 +63,21 @@ class AbstractWire(ABC):
         self.world = world
         self.device = device or torch.device("cpu")
         self._next_tag = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> AbstractWire:
+        """Return this wire: connections are shared by what copies whoever uses them."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: connections end with their process.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "a layer on a mesh holds connections to other ranks, which no file or other process can take over: save its "
+            "state_dict(), or copy it with copy.deepcopy"
+        )
 
     @abstractmethod
     def issue(self, transfer: Transfer) -> Ticket:

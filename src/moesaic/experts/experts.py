@@ -89,6 +89,13 @@ class AbstractExperts(nn.Module, ABC):
         out = self.compute(sharded, common, rows, None if weight_first else gates, permutation.ends)
         return unpermute(out, permutation, dtype=x.dtype)
 
+    def reset_parameters(self) -> None:
+        """Draw the weights and biases anew, as a new layer has them; here by the `reset_parameters` of the modules inside."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
     @abstractmethod
     def init_normal(self, std: float, out_std: float) -> None:
         """Draw the weights anew, as a model wants them, and set biases to zero; modules of a user stay as they are.
@@ -196,9 +203,15 @@ class AbstractExperts(nn.Module, ABC):
         return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
 
 
-def stacked(num_experts: int, out_width: int, in_width: int) -> nn.Parameter:
+def stacked(
+    num_experts: int,
+    out_width: int,
+    in_width: int,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
     """Return uninitialised matrices, (num_experts, out_width, in_width), each as `nn.Linear` stores it."""
-    return nn.Parameter(torch.empty(num_experts, out_width, in_width))
+    return nn.Parameter(torch.empty(num_experts, out_width, in_width, device=device, dtype=dtype))
 
 
 @torch.no_grad()

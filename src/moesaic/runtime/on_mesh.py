@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +100,16 @@ class OnMesh:
         way = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
         self._ways: dict[Plan | bytes, _Way] = {_key(plan): way}
         self._enter(way)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OnMesh:
+        """Return how a copy of the layer runs: over the same connections, by the same plans, with nothing learnt yet."""
+        other = object.__new__(OnMesh)
+        memo[id(self)] = other
+        other.__dict__.update(self.__dict__)
+        other.order = copy.deepcopy(self.order, memo)
+        other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
+        other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
+        return other
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
         """Run under another plan from the next call on; see `MoE.use_plan`.

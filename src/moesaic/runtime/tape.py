@@ -118,6 +118,24 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs)
 
 
+def is_recomputing() -> bool:
+    """Return whether torch's non-reentrant checkpoint runs a forward pass once more, for the backward pass under way.
+
+    A reentrant checkpoint has no gradients in its first pass, and computes with them in backward for the first time.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch_checkpoint.__module__
+
+
+@torch.library.custom_op("moesaic::count_in_graph", mutates_args=("counts",))
+def count_in_graph(counts: Tensor, requested: Tensor) -> None:
+    """Add a call's copies per expert to those of the step, (num_experts,) int64, unless the graph runs in a recomputation."""
+    if not is_recomputing():
+        counts += requested
+
+
 def _generators() -> tuple[Tensor, ...]:
     """Return the states of the random generators: the CPU's, and the current GPU's where one is in use."""
     return (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))

@@ -22,7 +22,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.routing.losses import set_loss_scale
+from moesaic.routing.injection import set_loss_scale
 from moesaic.runtime import gradients
 from moesaic.runtime.relocate import Relocator
 from moesaic.runtime.tape import checkpoint

@@ -271,7 +271,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Automodel#1408; ScheMoE",
         "step",
         "numbers",
-        plants.layer_attribute("inject_loss", plants.loss_returned_and_dropped),
+        plants.loss_never_used,
         looks_like=("input gradients from the auxiliary losses", "0"),
     ),
     Mutant("auxiliary losses of a rank's own tokens", "own", "step", "numbers", plants.losses_of_own_tokens),

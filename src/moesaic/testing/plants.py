@@ -5,7 +5,7 @@ Each is a real mistake, made in one place; what it imitates stands with the muta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import moesaic.layer as layer_module
 import moesaic.parallel as norm_module
 from moesaic.comm.collectives import all_reduce_sum, share
 from moesaic.comm.wire import AbstractWire, Ticket, Transfer
@@ -235,16 +234,15 @@ def norm_with(
     of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
 ) -> AbstractContextManager[object]:
     """The norm's square is a sum in which the experts' part or that of all others has a factor."""
-    original = norm_module.gradient_norm
 
-    def wrapped(parameters: Iterable[nn.Parameter], ranks: Any, experts: Iterable[nn.Parameter]) -> Tensor:
-        spread, grid = list(experts), ranks.mesh.grid
+    def wrapped(layer: MoE, mesh: Any) -> float:
+        spread = list(gradients.expert_parameters(layer))
         known = {id(parameter) for parameter in spread}
-        others = [parameter for parameter in parameters if id(parameter) not in known]
-        of_spread = original(spread, ranks, spread).square() * of_experts(grid)
-        return (of_spread + original(others, ranks).square() * of_others(grid)).sqrt()
+        others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
+        of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
+        return float((of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt())
 
-    return mock.patch.object(processes, "gradient_norm", wrapped)
+    return mock.patch.object(processes, "_norm", wrapped)
 
 
 def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
@@ -289,9 +287,9 @@ def loss_share(factor: Callable[[Any], float]) -> Patch:
     return replaced(on_mesh.OnMesh, "loss_share", property(lambda self: factor(self.grid)))
 
 
-def loss_returned_and_dropped(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+def loss_never_used() -> AbstractContextManager[object]:
     """The auxiliary loss is computed and nobody uses it."""
-    return y
+    return mock.patch.object(MoE, "inject_loss", lambda self, y, *_: y)
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
@@ -614,8 +612,3 @@ def padding_routed() -> AbstractContextManager[object]:
 def bias_of_every_shard() -> AbstractContextManager[object]:
     """Every shard of an expert adds the whole output bias."""
     return mock.patch.object(compute, "_shards", return_value=1)
-
-
-def layer_attribute(name: str, value: object) -> Patch:
-    """Replace a function that the layer calls."""
-    return replaced(layer_module, name, value)

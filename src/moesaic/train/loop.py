@@ -20,7 +20,7 @@ from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
 from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
-from moesaic.routing.losses import set_loss_scale
+from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned

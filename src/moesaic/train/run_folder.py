@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from moesaic.cost.trace import FOLDER, PATTERN
 from moesaic.errors import InputError, TrainingError
+from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import list_checkpoints, remove_checkpoint
 from moesaic.train.metrics import METRICS
 

@@ -27,6 +27,8 @@ class BalancedAssignment(AbstractRouter):
     Args:
         dim: width of a token.
         num_experts: how many experts there are; a token goes to one of them with weight `sigmoid(score)`.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     takes_best_ranked = False
@@ -35,9 +37,16 @@ class BalancedAssignment(AbstractRouter):
     def looks_across_tokens(self) -> bool:
         return self.training
 
-    def __init__(self, dim: int, num_experts: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))

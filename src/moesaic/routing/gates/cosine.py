@@ -25,18 +25,34 @@ class CosineTopK(AbstractRouter):
         projection: width in which cosines are taken; 256 in Tutel.
         temperature: initial temperature.
         floor: the temperature never goes below it.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(
-        self, dim: int, num_experts: int, *, projection: int = 256, temperature: float = 0.07, floor: float = 0.01
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        projection: int = 256,
+        temperature: float = 0.07,
+        floor: float = 0.01,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts)
         if not 0 < floor <= temperature:
             raise InputError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
-        self.projection = linear_scores(dim, projection)
-        self.embedding = linear_scores(projection, num_experts)
-        self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))  # FSDP2 takes no scalars
-        self.floor = floor
+        self.projection = linear_scores(dim, projection, device, dtype)
+        self.embedding = linear_scores(projection, num_experts, device, dtype)
+        self.log_temperature = nn.Parameter(
+            torch.tensor([math.log(temperature)], device=device, dtype=dtype)
+        )  # FSDP2 takes no scalars
+        self.temperature, self.floor = temperature, floor
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        self.log_temperature.fill_(math.log(self.temperature))
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         projected_TP = F.normalize(F.linear(x_TD, self.projection.to(x_TD.dtype)), dim=-1)

@@ -63,6 +63,9 @@ class GroupLimited(AbstractRouter):
         self.top_groups = top_groups
         self.rank_groups_by = rank_groups_by
 
+    def reset_parameters(self) -> None:
+        self.inner.reset_parameters()
+
     def init_normal(self, std: float) -> None:
         self.inner.init_normal(std)
 

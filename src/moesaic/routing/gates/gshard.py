@@ -23,15 +23,23 @@ class GShardTop2(AbstractRouter):
         second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
             Mesh-TensorFlow and DeepSpeed do); "random_dispatch" takes the second best and sends the token there with
             probability `min(1, 2 * g2)`, g2 its normalised weight, as the GShard paper has it.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(
-        self, dim: int, num_experts: int, *, second: Literal["sampled", "random_dispatch"] = "sampled"
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        second: Literal["sampled", "random_dispatch"] = "sampled",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts)
         if second not in ("sampled", "random_dispatch"):
             raise InputError(f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"')
-        self.weight = linear_scores(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
         self.second = second
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:

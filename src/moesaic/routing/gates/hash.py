@@ -21,6 +21,8 @@ class Hash(AbstractRouter):
         num_experts: how many experts there are.
         buckets: rows of the table; ids are taken modulo it.
         seed: of the table.
+        device: where the table is; None for torch's default device.
+        dtype: taken as by other routers; there is no parameter that it could be of.
     """
 
     needs_token_ids = True
@@ -31,13 +33,32 @@ class Hash(AbstractRouter):
     def weights_sum_to_one(self) -> bool:
         return True
 
-    def __init__(self, dim: int, num_experts: int, *, buckets: int = 65_536, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        buckets: int = 65_536,
+        seed: int = 0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(dim, num_experts)
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
-        generator = torch.Generator().manual_seed(seed)
-        table = torch.rand(buckets, num_experts, generator=generator).argsort(dim=1, stable=True)
-        self.register_buffer("table", table.to(torch.int32))
+        self.buckets, self.seed = buckets, seed
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.register_buffer("table", self._drawn().to(device))
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        self.table.copy_(self._drawn())
+
+    def _drawn(self) -> Tensor:
+        """Return the table of the seed, (buckets, num_experts) int32, on the host."""
+        generator = torch.Generator().manual_seed(self.seed)
+        numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
+        return numbers.argsort(dim=1, stable=True).to(torch.int32)
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         if token_ids is None:

@@ -21,12 +21,21 @@ class NoisyTopK(AbstractRouter):
     Args:
         dim: width of a token.
         num_experts: how many experts there are.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
-    def __init__(self, dim: int, num_experts: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts)
-        self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim))
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+        self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
     @property
     def weights_sum_to_one(self) -> bool:
@@ -36,6 +45,10 @@ class NoisyTopK(AbstractRouter):
     def init_normal(self, std: float) -> None:
         """Draw the gate matrix anew from N(0, std); `W_noise` goes back to zero."""
         self.weight.normal_(std=std)
+        self.reset_state()
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
         self.noise_weight.zero_()
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:

@@ -29,17 +29,27 @@ class SigmoidTopK(AbstractRouter):
         bias_rate: the step of the bias; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
         normalize: divide a token's weights by their sum.
         scale: factor on the normalised weights (`routed_scaling_factor` of DeepSeek-V3).
+        device: where parameters are made; None for torch's default device.
+        dtype: of the matrix (the bias keeps torch's default dtype); None for torch's default dtype.
     """
 
     float32_buffers = ("bias",)
     bias: Tensor
 
     def __init__(
-        self, dim: int, num_experts: int, *, bias_rate: float = 1e-3, normalize: bool = True, scale: float = 1.0
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        bias_rate: float = 1e-3,
+        normalize: bool = True,
+        scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts)
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
         self.bias_rate = bias_rate
         self.normalize = normalize
         self.scale = scale
@@ -66,6 +76,10 @@ class SigmoidTopK(AbstractRouter):
             )
 
     @torch.no_grad()
+    def reset_state(self) -> None:
+        self.bias.zero_()
+
+    @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        load = load_E.to(self.bias.dtype)
+        load = load_E.to(self.bias)
         self.bias += self.bias_rate * torch.sign(load.mean() - load)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,13 +27,23 @@ class SoftmaxTopK(AbstractRouter):
         normalize: "after" applies the softmax to the chosen logits, so that a token's weights sum to one (Mixtral,
             Qwen3); "before" applies it to all of them and keeps the chosen probabilities as they are (Switch, OLMoE).
             With one expert per token "after" would always give weight 1 and no gradient, so it is refused in training.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
-    def __init__(self, dim: int, num_experts: int, *, normalize: Literal["before", "after"] = "after") -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        normalize: Literal["before", "after"] = "after",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(dim, num_experts)
         if normalize not in ("before", "after"):
             raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
-        self.weight = linear_scores(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
         self.normalize = normalize
 
     @property

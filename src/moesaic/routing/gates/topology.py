@@ -71,7 +71,6 @@ class TopologyGate(AbstractRouter):
 
     takes_best_ranked = False
     float32_buffers: tuple[str, ...] = ()
-    inside: Tensor
 
     @property
     def looks_across_tokens(self) -> bool:
@@ -98,7 +97,8 @@ class TopologyGate(AbstractRouter):
         self.levels: tuple[LinkLevel, ...] = ()
         """In force; none before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
-        self.register_buffer("inside", torch.ones(0, 1, inner.num_experts, dtype=torch.bool), persistent=False)
+        # No buffer: a deferred initialisation would leave it undefined, and it follows from the mesh.
+        self.inside = torch.ones(0, 1, inner.num_experts, dtype=torch.bool, device="cpu")
         self.is_placed = False
         """Whether the gate knows the mesh."""
         if grid is not None:
@@ -129,7 +129,10 @@ class TopologyGate(AbstractRouter):
                 )
         kept = table if origin is None else table[:, origin : origin + 1]
         self.levels, self.is_placed = levels, True
-        self.inside = torch.from_numpy(kept.copy()).to(self.inside.device)
+        self.inside = torch.from_numpy(kept.copy())
+
+    def reset_parameters(self) -> None:
+        self.inner.reset_parameters()
 
     def init_normal(self, std: float) -> None:
         self.inner.init_normal(std)
@@ -173,6 +176,7 @@ class TopologyGate(AbstractRouter):
         rank_by, tokens, origins = scores.rank_by, len(scores.rank_by), self.inside.shape[1]
         origin_T = torch.arange(tokens, device=rank_by.device) * origins // max(tokens, 1)
         routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
+        self.inside = self.inside.to(rank_by.device)
         copies = torch.zeros(origins, dtype=torch.int64, device=rank_by.device)
         copies.scatter_add_(0, origin_T, routed_T.long() * top_k)
         for level, inside in zip(self.levels, self.inside):
