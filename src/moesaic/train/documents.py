@@ -76,7 +76,8 @@ def is_left_out(path: Path) -> bool:
             head = file.read(HEAD_BYTES)
     except OSError:
         return False
-    is_read = any(head.startswith(magic) for magic, *_ in (*COMPRESSED, *TABLES))
+    known = (*(magic for magic, _, _ in COMPRESSED), *(magic for magic, _ in TABLES))
+    is_read = head.startswith(known)
     return not is_read and what_is_wrong(head) is not None
 
 

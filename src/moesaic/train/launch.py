@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
@@ -100,7 +101,7 @@ def launch() -> Launch:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     store, rank, world = next(rendezvous("env://"))
-    store = dist.PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
+    store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return Launch(store)
 

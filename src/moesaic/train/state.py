@@ -245,11 +245,10 @@ def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
 
 def _require_resumable(saved: Checkpoint) -> None:
     """Raise InputError for a checkpoint whose description does not hold what a run left in it."""
-    precision, seconds, rng = (saved.extra.get(name) for name in ("precision", "seconds", "rng"))
-    sound = precision in ("float32", "bfloat16", "float64") and isinstance(seconds, int | float)
-    sound = sound and 0 <= seconds < math.inf and isinstance(rng, dict) and "cpu" in rng
+    found = saved.extra
     try:
-        torch.Generator().set_state(_generator_state(rng["cpu"]))
+        sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
+        torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
     except (KeyError, TypeError, ValueError, RuntimeError):
         sound = False
     if not sound:
