@@ -22,6 +22,21 @@ def is_redundant(program: Program) -> bool:
     return any(task.op is Op.SCALE and task.group == ("tp",) for task in program.tasks)
 
 
+def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
+    """Return the copies that each rank sends to each expert, (world, num_experts) int64.
+
+    Args:
+        program: says whether the ranks of a tensor group share a group's copies, evenly, or each sends all of them.
+        grid: the mesh.
+        counts: (dp, num_experts) int64, copies that each data-parallel group sends to each expert.
+    """
+    ranks = np.arange(grid.world)
+    of_group, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
+    if is_redundant(program):
+        return of_group
+    return of_group * (place + 1) // grid.tp - of_group * place // grid.tp
+
+
 def sizes_of(
     program: Program,
     workload: Workload,
@@ -54,16 +69,12 @@ def sizes_of(
             f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
             f"give ({grid.dp}, {workload.num_experts})"
         )
-    ranks = np.arange(grid.world)
-    group, place = ranks // grid.tp, ranks % grid.tp
+    place = np.arange(grid.world) % grid.tp
+    copies = copies_by_rank(program, grid, counts)
     tokens = np.full(grid.world, workload.tokens)
     share = 1
-    if is_redundant(program):
-        copies = counts[group]
-    else:
+    if not is_redundant(program):
         share = grid.tp
-        high, low = (place + 1)[:, None], place[:, None]
-        copies = counts[group] * high // grid.tp - counts[group] * low // grid.tp
         tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
     visits = None
     if any(slot.layout.flow in ONCE for slot in program.slots):

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
+from moesaic.plan.lending import LENDERS
 
 AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
 Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
 Order = Literal["early", "fifo", "optsche", "exact"]
-Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
 if TYPE_CHECKING:
     Codec: TypeAlias = str
+    Lending: TypeAlias = str
 else:
     Codec = Literal[tuple(CODECS)]
+    Lending = Literal[("none", *LENDERS, "arbiter")]
 """Names of registries; a command line lists them as choices."""
 
 
@@ -60,9 +62,13 @@ class Plan:
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
-        for name in ("codec", "backward_codec"):
-            if getattr(self, name) not in CODECS:
-                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(CODECS)}")
+        for name, known in (
+            ("codec", CODECS),
+            ("backward_codec", CODECS),
+            ("lending", ("none", *LENDERS, "arbiter")),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
