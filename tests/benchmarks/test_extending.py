@@ -1,0 +1,94 @@
+"""`benchmarks/extending.py`: what docs/extending.md shows goes in by one file and one line, and is simulated as it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("extending_benchmark", ROOT / "benchmarks" / "extending.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+extending = load()
+PARTS = extending.extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_whole_files() -> None:
+    assert {"router", "all-to-all", "codec", "lending policy", "expert kernel"} <= {part.kind for part in PARTS}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.kind)
+def test_a_part_touches_two_files_and_is_simulated_as_it_runs(part) -> None:
+    rows = extending.checked(part, tests=False)
+    assert {row["files_touched"] for row in rows} == {2}
+    if part.kind in extending.FIELDS:
+        assert {row["nodes"] for row in rows} == {2, 4, 8}
+        assert all(abs(row["even_over_exact"] - 1) <= 0.01 for row in rows)
+
+
+@pytest.mark.parametrize("kind", extending.KINDS)
+def test_the_guide_names_the_contract_tests_of_every_kind(kind: str) -> None:
+    for path in extending.contracts(kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        assert (ROOT / path).exists()
+
+
+def test_a_part_that_touches_more_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = next(part for part in PARTS if part.kind == "router")
+
+    def everywhere(extension: object, root: Path) -> None:
+        install(extension, root)
+        (root / "src" / "moesaic" / "errors.py").write_text("", encoding="utf-8")
+
+    install = extending.install
+    monkeypatch.setattr(extending, "install", everywhere)
+    assert extending.checked(part, tests=False)[0]["files_touched"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            'import a\n\nX = {\n    "b": a.b,\n}\nY = 1\n',
+            'import a\nimport new\n\nX = {\n    "b": a.b,\n"c": new.c,}\nY = 1\n',
+        ),
+        ('import a\nX = {"b": 1}\nY = {}\n', 'import a\nimport new\nX = {"b": 1, "c": new.c,}\nY = {}\n'),
+        ("import a\nX: dict[str, int] = {}\n", 'import a\nimport new\nX: dict[str, int] = {"c": new.c,}\n'),
+    ],
+)
+def test_a_line_goes_to_the_end_of_its_registry(text: str, expected: str) -> None:
+    line = extending.Line(path="x.py", registry="X", imports="import new\n", entry='"c": new.c,')
+    assert extending._with(text, line) == expected
+
+
+def test_claims_tell_a_simulator_that_is_wrong_either_way() -> None:
+    rows = [{"files_touched": 2, "tests_failed": 0, "even_over_exact": ratio} for ratio in (1.001, 0.5, 1.2)]
+    worst, files, failed = extending.claims(rows)
+    assert (worst.value, worst.holds) == (2.0, False)
+    assert (files.value, files.holds) == (2, True)
+    assert (failed.value, failed.holds) == (0, True)
+
+
+def test_a_part_whose_file_and_line_stand_in_words_is_read() -> None:
+    page = (
+        "## An all-to-all\n\nA file `ring.py` in `src/moesaic/program/links/`: hops.\n\n"
+        "```python\nclass Ring:\n    pass\n```\n\n"
+        'Then `"ring": Ring()` in `LINKS` (`program/links/__init__.py`).\n'
+    )
+    (part,) = extending.extensions(f"\n{page}")
+    assert part.path == "src/moesaic/program/links/ring.py"
+    assert part.lines[0].path == "src/moesaic/program/links/__init__.py"
+    assert part.lines[0].imports == "from moesaic.program.links.ring import Ring\n"
+    assert (part.lines[0].name, part.lines[0].entry) == ("ring", '"ring": Ring(),')
