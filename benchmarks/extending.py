@@ -1,9 +1,10 @@
 """What docs/extending.md promises, held against the code: each kind of part is one new file and one line, and works.
 
-The page's code blocks are put into a copy of the package each, as the page says. Counted are the files that this touches. The
-contract tests that CONTRIBUTING.md names for the kind run against the copy. What moves bytes is simulated on 2, 4 and 8 nodes of a
-cluster under even routing, once as the planner does it, where a few ranks stand for all if they are known to do alike, and once with
-every row of every rank: the ratio of the two times says whether the planner can be believed about a part that it has never seen.
+The page's code blocks are put into a copy of the package each, as the page says. Counted are the files that this touches.
+The contract tests that CONTRIBUTING.md names for the kind run against the copy. What moves bytes is simulated on 2, 4 and 8
+nodes of a cluster under even routing, once as the planner does it, where a few ranks stand for all if they are known to do
+alike, and once with every row of every rank: the ratio of the two times says whether the planner can be believed about a part
+that it has never seen.
 
     python benchmarks/extending.py --json benchmarks/results/extending.json
 """
