@@ -63,8 +63,6 @@ COPIED = (
     "CONTRIBUTING.md",
     "Makefile",
 )
-SAYS_FILE = re.compile(r"`(\w+\.py)` in\s+`(src/[\w/]+)`")
-SAYS_LINE = re.compile(r'`("[\w-]+": [^`]+)` in\s+`(\w+)`\s+\(`([\w/.]+)`\)')
 Rows = list[dict[str, Any]]
 
 
@@ -121,24 +119,7 @@ def extensions(page: str) -> list[Extension]:
             assert len(files) == 1, f"{heading}: one file a part, the page shows {len(files)}"
             path = files[0].split("\n", 1)[0].removeprefix("# ")
             found.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
-        elif blocks and SAYS_FILE.search(section) and SAYS_LINE.search(section):
-            found.append(_in_words(kind, section, blocks[0]))
     return found
-
-
-def _in_words(kind: str, section: str, code: str) -> Extension:
-    """Return a part whose file and line the text around its one code block says."""
-    file, said = SAYS_FILE.search(section), SAYS_LINE.search(section)
-    assert file is not None
-    assert said is not None
-    path, entry = f"{file.group(2).rstrip('/')}/{file.group(1)}", said.group(1)
-    module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
-    defined = re.findall(r"^(?:class|def) (\w+)", code, re.MULTILINE)
-    used = [name for name in defined if re.search(rf"\b{name}\b", entry)]
-    registry = f"src/moesaic/{said.group(3).removeprefix('src/moesaic/')}"
-    imports = f"from {module} import {', '.join(used)}\n" if used else ""
-    line = Line(path=registry, registry=said.group(2), imports=imports, entry=f"{entry},")
-    return Extension(kind=kind, path=path, code=code, lines=(line,))
 
 
 def _line(block: str) -> Line:

@@ -128,7 +128,7 @@ def test_multicast_sends_a_token_once_per_node_and_once_per_rank_there():
 def test_weights_and_biases_have_their_own_rows():
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
     program, factored = gather_weights(SCHEDULES["s2"](True), 1, grid)
-    sizes = even_sizes(factored, "s2", tokens=16, num_experts=4, top_k=2, units=6)
+    sizes = even_sizes(factored, tokens=16, num_experts=4, top_k=2, units=6)
     messages = program_messages(program, sizes, dim=DIM, element_bytes=2, unit_columns=3 * DIM)
     by_unit = 4 * 2 * 6 * 3 * DIM * 2  # four ranks, two experts of six units, from the other shard
     alone = program_messages(program, sizes, dim=DIM, element_bytes=2)

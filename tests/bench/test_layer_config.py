@@ -140,7 +140,7 @@ def test_plans_that_do_the_same_send_the_same(tp: int, etp: int) -> None:
 
     def sent(name: str) -> list[Any]:
         found = plans[name]
-        sizes = even_sizes(found.grid, found.plan.schedule, tokens=8 * tp, num_experts=4, top_k=2, units=4)
+        sizes = even_sizes(found.grid, redundant=found.is_redundant, tokens=8 * tp, num_experts=4, top_k=2, units=4)
         between: list[Counter[tuple[int, int]]] = [Counter(), Counter()]
         for total, program in zip(between, (found.forward, found.backward)):
             for source, target, num_bytes in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16):

@@ -67,7 +67,8 @@ def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
 
     of_ranks = run_ranks(4, rank)
     for name, plan in job.methods.items():
-        sizes = even_sizes(GRID, name, tokens=16, num_experts=4, top_k=2 if factor is None else 4, units=8)
+        top_k = 2 if factor is None else 4
+        sizes = even_sizes(GRID, redundant=plan.is_redundant, tokens=16, num_experts=4, top_k=top_k, units=8)
         for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
             said = sorted(m for m in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16))
             sent = sorted(m for found in of_ranks for m in getattr(found[name], direction))

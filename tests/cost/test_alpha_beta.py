@@ -98,9 +98,7 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
 
 def test_a_world_of_one_moves_nothing() -> None:
     compiled = compile_plan(Plan(), Grid(world=1))
-    found = estimate(
-        compiled.forward, even_sizes(compiled.grid, "s1", tokens=8, num_experts=2, top_k=1), SHAPE, MACHINE
-    )
+    found = estimate(compiled.forward, even_sizes(compiled.grid, tokens=8, num_experts=2, top_k=1), SHAPE, MACHINE)
     moves = {task.name for task in compiled.forward.tasks if task.op is Op.MOVE}
     assert {found[name] for name in moves} == {0.0}
     assert set(found) == {task.name for task in compiled.forward.tasks}
@@ -112,7 +110,7 @@ def test_every_task_has_a_duration_that_no_faster_machine_lengthens(schedule: st
     grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
     compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="hier2d"), grid)  # type: ignore[arg-type]
     program = compiled.backward if backward else compiled.forward
-    sizes = even_sizes(grid, schedule, tokens=64, num_experts=8, top_k=2, num_chunks=2)
+    sizes = even_sizes(grid, redundant=compiled.is_redundant, tokens=64, num_experts=8, top_k=2, num_chunks=2)
     slow = estimate(program, sizes, SHAPE, MACHINE)
     assert set(slow) == {task.name for task in program.tasks}
     assert min(slow.values()) >= 0

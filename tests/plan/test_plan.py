@@ -17,8 +17,8 @@ from moesaic.program.order import ORDERS
 
 
 def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice() -> None:
-    assert set(get_args(Schedule)) == set(SCHEDULES)
-    assert set(get_args(AllToAll)) == {*LINKS, "multicast", "deepep"}
+    assert get_args(Schedule) == tuple(SCHEDULES)
+    assert get_args(AllToAll) == (*LINKS, "multicast", "deepep")
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Codec)) == set(CODECS)
     assert get_args(Lending) == ("none", *LENDERS, "arbiter")
@@ -35,10 +35,19 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
             "plan.lending='most' is unknown: choose one of none, shadow, published, spill, least_loaded, arbiter",
         ),
         ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
+        ({"schedule": "s9"}, f"plan.schedule='s9' is unknown: choose one of {', '.join(SCHEDULES)}"),
+        (
+            {"all_to_all": "2dh"},
+            f"plan.all_to_all='2dh' is unknown: choose one of {', '.join((*LINKS, 'multicast', 'deepep'))}",
+        ),
+        (
+            {"all_to_all": None},
+            f"plan.all_to_all=None is unknown: choose one of {', '.join((*LINKS, 'multicast', 'deepep'))}",
+        ),
         ({"gather_weights": -1}, "plan.gather_weights=-1: choose 0, or a divisor of mesh.etp"),
     ],
 )
-def test_what_no_mesh_allows_is_refused(fields: dict, line: str) -> None:
+def test_values_that_no_mesh_allows_are_refused(fields: dict, line: str) -> None:
     with pytest.raises(InputError) as refusal:
         Plan(**fields)
     assert str(refusal.value) == line

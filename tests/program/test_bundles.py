@@ -9,6 +9,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles, side_by_side
 from moesaic.program.grid import Grid
 from moesaic.program.order.graph import in_order
@@ -25,7 +26,7 @@ GRIDS = (
 def compiled() -> list[Compiled]:
     found = []
     choices = itertools.product(
-        ("baseline", "ted", "s1", "s2", "s3"),
+        tuple(SCHEDULES),
         ("linear", "hier2d", "multicast"),
         (1, 2),
         ("none", "bf16"),

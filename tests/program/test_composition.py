@@ -9,6 +9,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import multicast
@@ -18,7 +19,7 @@ from moesaic.program.transpose import cotangent, transpose
 from moesaic.program.validate import ProgramError, collective, validate
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
-LINKS = ("linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast")
+ALL_TO_ALLS = SearchSpace().all_to_alls
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -29,7 +30,7 @@ def draw_plan(rng: random.Random) -> Plan:
         chunks=rng.choice([1, 2, 3]),
         peer_groups=rng.choice([1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.3,
-        all_to_all=rng.choice(LINKS),  # type: ignore[arg-type]
+        all_to_all=rng.choice(ALL_TO_ALLS),  # type: ignore[arg-type]
         codec=rng.choice(["none", "int8", "bf16"]),  # type: ignore[arg-type]
         backward_codec=rng.choice(["none", "none", "fp16"]),  # type: ignore[arg-type]
         order=rng.choice(["fifo", "early", "optsche", "exact"]),  # type: ignore[arg-type]
@@ -151,7 +152,7 @@ DUAL_WORDS = {
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "multicast s1", "multicast s2"])
 def test_every_collective_transposes_to_its_partner(schedule: str) -> None:
-    program = multicast(schedule[-2:], GRID) if "multicast" in schedule else SCHEDULES[schedule]()
+    program = multicast(SCHEDULES[schedule[-2:]](), GRID) if "multicast" in schedule else SCHEDULES[schedule]()
     backward = transpose(program)
     for task in program.moves():
         if program.slot(task.reads[0]).kind is not Kind.INDEX:

@@ -240,7 +240,7 @@ def test_more_than_there_is_cannot_be_lent():
 
 def test_multicast_and_other_ways_to_move_weights_clash():
     with pytest.raises(InputError, match=r"plan\.lending clashes with plan\.all_to_all=multicast.*choose another"):
-        lend(multicast("s1", GRID), 1)
+        lend(multicast(SCHEDULES["s1"](), GRID), 1)
     grid = Grid(world=4, ep=2, etp=2)
     with pytest.raises(InputError, match=r"plan\.lending clashes with plan\.gather_weights.*unset"):
         lend(gather_weights(SCHEDULES["s1"](), 1, grid)[0], 1)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from moesaic.cost.regular import check_regular
+from moesaic.cost.symmetry import UnlikeError
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.links import LINKS
-from moesaic.program.links.hier3d import nodes_per_group
 from moesaic.program.links.link import PACKED, Leg, Places, check_link
 from moesaic.program.task import Lane
 
@@ -32,7 +33,10 @@ UNEVEN: list[tuple[Grid, tuple[Axis, ...]]] = [
     (Grid(world=12, ep=3, etp=2, ranks_per_node=4), ("ep", "etp")),
     (Grid(world=18, ep=9, ranks_per_node=6), ("ep",)),
 ]
-ANY = ("linear", "hier1d", "pipelined")
+ANY_NODES = [name for name, link in LINKS.items() if not link.needs_even_nodes]
+LANES_APART = ("pipelined", "hier1d", "hier2d", "hier3d", "naive")
+"""All-to-alls of this file whose hops on the lane between nodes carry nothing else."""
+nodes_per_group = LINKS["hier3d"].nodes_per_group
 
 
 def flat(nodes: int, g: int) -> tuple[Grid, Places]:
@@ -74,17 +78,72 @@ def check_paths(name: str, grid: Grid, places: Places) -> None:
             assert leg.target in places.ranks
             assert last in hops[leg.hop].reads, f"hop {leg.hop} does not wait for {last}, where the parcel is"
             assert leg.hop > last
-            same_node = grid.node_of(leg.source) == grid.node_of(leg.target)
-            if name != "linear" and hops[leg.hop].lane is Lane.INTRA:
-                assert same_node, f"{name} hop {leg.hop} goes inside nodes"
-            if name not in ("linear",) and hops[leg.hop].lane is Lane.INTER:
-                assert not same_node, f"{name} hop {leg.hop} goes between nodes"
+            if hops[leg.hop].lane is Lane.INTRA:
+                assert grid.node_of(leg.source) == grid.node_of(leg.target), f"{name} hop {leg.hop} goes inside nodes"
             at, last = leg.target, leg.hop
-        crossings = sum(grid.node_of(leg.source) != grid.node_of(leg.target) for leg in path)
+        assert path == LINKS[name].path(places, source, target), "asked twice it says the same"
+
+
+def crossings(grid: Grid, path: tuple[Leg, ...]) -> int:
+    return sum(grid.node_of(leg.source) != grid.node_of(leg.target) for leg in path)
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+@pytest.mark.parametrize("name", LINKS)
+def test_hops_read_earlier_hops_and_every_one_is_a_hop_between_ranks(name: str, nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    hops = LINKS[name].hops(places)
+    for number, hop in enumerate(hops):
+        assert hop.lane in (Lane.INTRA, Lane.INTER)
+        assert hop.reads
+        assert all(PACKED <= read < number for read in hop.reads)
+    assert {leg.hop for _, _, path in legs(name, places) for leg in path} <= set(range(len(hops)))
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (9, 1), (4, 1), (1, 4)])
+@pytest.mark.parametrize("name", LINKS)
+def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int, g: int) -> None:
+    """Every permutation of groups of nodes, and of the nodes of all groups, maps paths to paths."""
+    grid, places = flat(nodes, g)
+    link = LINKS[name]
+    try:
+        check_regular(link, name, nodes, g)
+    except UnlikeError:
+        return
+    size = link.nodes_per_group(nodes)
+    for permuted in (*swaps(nodes // size, size, 1), *swaps(size, 1, nodes // size)):
+
+        def moved(rank: int, permuted: list[int] = permuted) -> int:
+            return places.rank(permuted[places.node(rank)], places.local(rank))
+
+        def numbered(hop: int, permuted: list[int] = permuted) -> int:
+            return permuted[hop] if link.hops_by_node and hop < nodes else hop
+
+        for source, target, path in legs(name, places):
+            expected = tuple(Leg(numbered(leg.hop), moved(leg.source), moved(leg.target)) for leg in path)
+            assert link.path(places, moved(source), moved(target)) == expected
+    assert grid.world == nodes * g
+
+
+def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
+    """Permutations that swap the first two of `count` runs of nodes, and that shift all of them, `times` side by side."""
+    for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
+        yield [(at * count + each) * run + place for at in range(times) for each in order for place in range(run)]
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+@pytest.mark.parametrize("name", LANES_APART)
+def test_the_lane_between_nodes_carries_what_crosses(name: str, nodes: int, g: int) -> None:
+    grid, places = flat(nodes, g)
+    hops = LINKS[name].hops(places)
+    for source, target, path in legs(name, places):
+        for leg in path:
+            if hops[leg.hop].lane is Lane.INTER:
+                assert grid.node_of(leg.source) != grid.node_of(leg.target)
         if grid.node_of(source) == grid.node_of(target):
-            assert crossings == 0, "what stays on a node does not leave it"
+            assert crossings(grid, path) == 0, "what stays on a node does not leave it"
         else:
-            assert 1 <= crossings <= (2 if name == "hier3d" else 1)
+            assert 1 <= crossings(grid, path) <= (2 if name == "hier3d" else 1)
 
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
@@ -102,15 +161,15 @@ def test_parcels_stay_in_their_group(name: str, grid: Grid, axes: tuple[Axis, ..
 
 
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
-@pytest.mark.parametrize("name", ANY)
-def test_three_of_them_need_no_even_nodes(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
+@pytest.mark.parametrize("name", ANY_NODES)
+def test_those_that_need_no_even_nodes_run_on_uneven_ones(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
     check_link(LINKS[name], name, grid, axes)
     for places in all_groups(grid, axes):
         check_paths(name, grid, places)
 
 
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
-@pytest.mark.parametrize("name", [name for name in LINKS if name not in ANY])
+@pytest.mark.parametrize("name", [name for name in LINKS if name not in ANY_NODES])
 def test_the_others_refuse_uneven_nodes(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
     with pytest.raises(InputError, match=f"plan.all_to_all={name} needs equally many ranks of every group"):
         check_link(LINKS[name], name, grid, axes)
@@ -195,7 +254,7 @@ def test_groups_of_nodes_are_near_the_square_root(nodes: int, expected: int) -> 
 
 
 @pytest.mark.parametrize(("nodes", "g"), [(4, 2), (2, 4), (3, 2), (8, 1)])
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", ["linear", *LANES_APART])
 def test_nothing_is_carried_twice_and_every_rank_carries_alike(name: str, nodes: int, g: int) -> None:
     """Parcels that cross nodes: W (W - g) in all; only 3DH carries some of them across twice."""
     grid, places = flat(nodes, g)

@@ -75,13 +75,13 @@ def test_naive_aggregation_is_refused_where_groups_lie_on_different_numbers_of_n
         (lambda: split_capacity(SCHEDULES["s2"](), 0), "plan.chunks=0"),
         (lambda: split_capacity(split_capacity(SCHEDULES["s2"](), 2), 2), "chunked already"),
         (
-            lambda: route_links(SCHEDULES["s2"](), "ring", GRID),
-            "plan.all_to_all='ring' is unknown: choose one of linear",
+            lambda: route_links(SCHEDULES["s2"](), "2dh", GRID),
+            "plan.all_to_all='2dh' is unknown: choose one of linear",
         ),
         (lambda: split_peers(SCHEDULES["s2"](), 0, GRID), "plan.peer_groups=0"),
-        (lambda: split_peers(multicast("s1", GRID), 2, GRID), "split_peers clashes with multicast"),
+        (lambda: split_peers(multicast(SCHEDULES["s1"](), GRID), 2, GRID), "split_peers clashes with multicast"),
         (lambda: gather_weights(SCHEDULES["s2"](), -1, GRID), "plan.gather_weights=-1"),
-        (lambda: multicast("s4", GRID), "multicast clashes with s4"),
+        (lambda: multicast(SCHEDULES["s3"](), GRID), "multicast clashes with s3"),
     ],
 )
 def test_passes_refuse_by_themselves(make: object, words: str) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Move, Shapes
 from moesaic.program.sizes import Sizes
@@ -149,7 +150,7 @@ def movements(compiled: Compiled) -> list[tuple[Program, Task]]:
 def draw_compiled(rng: random.Random) -> Compiled | None:
     grid = rng.choice(GRIDS)
     plan = Plan(
-        schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+        schedule=rng.choice([*SCHEDULES]),
         fuse=rng.random() < 0.3,
         gather_weights=rng.choice([None, None, 0, 1]),
         chunks=rng.choice([1, 2, 3]),

@@ -14,7 +14,7 @@ from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.links import LINKS
-from moesaic.program.links.hier3d import nodes_per_group
+from moesaic.program.links.link import Places
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Kind, Layout, Op
@@ -30,7 +30,8 @@ def rows_per_rank(schedule: str, grid: Grid, chunks: int = 1, backward: bool = F
     """Rows (inside, across nodes) per rank of each movement of rows or tokens."""
     program = split_capacity(SCHEDULES[schedule](), chunks)
     program = transpose(program) if backward else program
-    sizes = even_sizes(grid, schedule, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks)
+    redundant = SCHEDULES[schedule]().is_redundant
+    sizes = even_sizes(grid, redundant=redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks)
     moved = traffic(program, sizes, lambda rank: grid.coordinate(rank, "ep"))
     world = grid.world
     return {t.task: (t.inside_rows / world, t.across_rows / world) for t in moved if t.kind in (Kind.ROWS, Kind.TOKENS)}
@@ -98,7 +99,7 @@ def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, Sizes
         visits = even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks)
     sizes = even_sizes(
         compiled.grid,
-        plan.schedule,
+        redundant=compiled.is_redundant,
         tokens=TOKENS,
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -209,22 +210,42 @@ def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(n
         assert sent == [4 * 3 * stops] * 2
 
 
-LINKS_CASES = [(link, nodes, g) for link in LINKS for nodes, g in ((2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2))]
+SHAPES = [(2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2)]
 
 
-@pytest.mark.parametrize(("link", "nodes", "g"), LINKS_CASES)
+def carried(link: str, nodes: int, g: int) -> tuple[int, int]:
+    """Rows (inside, across nodes) of a dispatch in which every rank has one row for every rank."""
+    grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
+    compiled = compile_plan(Plan(schedule="s1", all_to_all=link), grid)
+    sizes = even_sizes(grid, tokens=1, num_experts=grid.world, top_k=grid.world)
+    hops = [t for name, t in crossing(compiled, sizes).items() if name.split("@")[0] == "h"]
+    return sum(t.inside_rows for t in hops), sum(t.across_rows for t in hops)
+
+
+@pytest.mark.parametrize(("nodes", "g"), SHAPES)
+@pytest.mark.parametrize("link", LINKS)
+def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(link: str, nodes: int, g: int) -> None:
+    grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
+    places = Places(grid, tuple(range(grid.world)))
+    expected = [0, 0]
+    for source in places.ranks:
+        for target in places.ranks:
+            for leg in LINKS[link].path(places, source, target) if source != target else ():
+                expected[grid.node_of(leg.source) != grid.node_of(leg.target)] += 1
+    assert carried(link, nodes, g) == tuple(expected)
+
+
+CLOSED = ("linear", "pipelined", "hier1d", "hier2d", "naive", "hier3d")
+
+
+@pytest.mark.parametrize(("nodes", "g"), SHAPES)
+@pytest.mark.parametrize("link", CLOSED)
 def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str, nodes: int, g: int) -> None:
     """n rows a rank, n / W for each; what crosses first goes inside the node unless the sender has the target's place."""
     world = nodes * g
-    grid = Grid(world=world, ep=world, ranks_per_node=g)
-    plan = Plan(schedule="s1", all_to_all=link)  # type: ignore[arg-type]
-    compiled = compile_plan(plan, grid)
-    sizes = even_sizes(grid, "s1", tokens=1, num_experts=world, top_k=world)
-    hops = [t for name, t in crossing(compiled, sizes).items() if name.split("@")[0] == "h"]
-    inside, across = sum(t.inside_rows for t in hops), sum(t.across_rows for t in hops)
     direct = (world * (g - 1), world * (world - g))
     detour = direct[1] * (g - 1) // g
-    size = nodes_per_group(nodes)
+    size = LINKS["hier3d"].nodes_per_group(nodes)
     between_groups = world * g * (nodes - size)
     expected = {
         "linear": direct,
@@ -234,7 +255,7 @@ def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str,
         "naive": (direct[0] + detour, direct[1]),
         "hier3d": (direct[0] + detour, direct[1] + between_groups * (size - 1) // size),
     }
-    assert (inside, across) == expected[link]
+    assert carried(link, nodes, g) == expected[link]
 
 
 def test_messages_of_2dh_are_fewer_by_the_ranks_of_a_node() -> None:
@@ -242,7 +263,7 @@ def test_messages_of_2dh_are_fewer_by_the_ranks_of_a_node() -> None:
     counts = {}
     for link in ("linear", "pipelined", "hier2d", "hier1d"):
         compiled = compile_plan(Plan(all_to_all=link), grid)  # type: ignore[arg-type]
-        sizes = even_sizes(grid, "s1", tokens=16, num_experts=16, top_k=16)
+        sizes = even_sizes(grid, tokens=16, num_experts=16, top_k=16)
         counts[link] = sum(
             t.across_messages for name, t in crossing(compiled, sizes).items() if name.split("@")[0] == "h"
         )
@@ -271,13 +292,14 @@ def test_more_copies_than_experts_are_refused(make: Callable[..., object]) -> No
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     options = {"tokens": 8, "num_experts": 4, "top_k": 5}
     with pytest.raises(InputError, match="top_k=5 of num_experts=4: choose a number from 1 to 4"):
-        make(grid, "s1", **options) if make is even_sizes else make(grid, **options)
+        make(grid, **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_even_sizes_add_up_to_all_copies_and_tokens(schedule: str) -> None:
     grid = Grid(world=8, tp=2, ep=4, etp=2)
-    sizes = even_sizes(grid, schedule, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=3)
-    times = grid.tp if schedule == "baseline" else 1
+    redundant = SCHEDULES[schedule]().is_redundant
+    sizes = even_sizes(grid, redundant=redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=3)
+    times = grid.tp if redundant else 1
     assert sum(sizes.num_rows(Layout(), rank) for rank in range(8)) == grid.dp * COPIES * times
     assert sum(sizes.num_rows(Layout(flow="tokens"), rank) for rank in range(8)) == grid.dp * TOKENS * times

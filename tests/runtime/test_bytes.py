@@ -22,6 +22,8 @@ from moesaic.comm.wire import AbstractWire
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.candidates import SearchSpace
+from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
@@ -50,15 +52,13 @@ def draw(rng: random.Random) -> tuple[Compiled, str]:
                 ranks_per_node=rng.choice([1, 2, world]),
             )
             plan = Plan(
-                schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+                schedule=rng.choice([*SCHEDULES]),
                 fuse=rng.random() < 0.2,
                 gather_weights=rng.choice([None, None, 0, 1]),
                 chunks=rng.choice([1, 2]),
                 peer_groups=rng.choice([1, 1, 2]),
                 overlap_gather=rng.random() < 0.2,
-                all_to_all=rng.choice(
-                    ["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "multicast"]
-                ),  # type: ignore[arg-type]
+                all_to_all=rng.choice([*SearchSpace().all_to_alls, "multicast"]),
                 order=rng.choice(["fifo", "early", "optsche"]),  # type: ignore[arg-type]
             )
             return compiled(plan, grid, kind), kind

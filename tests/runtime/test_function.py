@@ -15,6 +15,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire, NoWire
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.candidates import SearchSpace
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Op
@@ -147,12 +149,12 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
         ep, etp = rng.choice([(p, s) for p in sizes for s in sizes if world % (p * s) == 0])
         grid = Grid(world=world, tp=rng.choice(sizes), ep=ep, etp=etp, ranks_per_node=rng.choice([1, 2, world]))
         plan = Plan(
-            schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+            schedule=rng.choice([*SCHEDULES]),
             gather_weights=rng.choice([None, None, 0, 1, 2]),
             chunks=rng.choice([1, 2, 3]),
             peer_groups=rng.choice([1, 1, 2]),
             overlap_gather=rng.random() < 0.3,
-            all_to_all=rng.choice(["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast"]),  # type: ignore[arg-type]
+            all_to_all=rng.choice(SearchSpace().all_to_alls),
             order=rng.choice(["fifo", "early", "optsche", "exact"]),  # type: ignore[arg-type]
         )
         try:

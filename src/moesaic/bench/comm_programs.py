@@ -73,7 +73,8 @@ def dispatch(grid: Grid, copies: np.ndarray, tokens: int, visits: np.ndarray | N
         visits: for multicast, as for `Sizes`; None for linear.
         chunks: parts that each run of copies is cut into; one fans out inside the nodes while the next one crosses.
     """
-    whole = SCHEDULES["s1"](False) if visits is None else multicast("s1", grid)
+    whole = SCHEDULES["s1"](False)
+    whole = whole if visits is None else multicast(whole, grid)
     program = optsche(until_experts(split_capacity(whole, chunks)))
     validate(program)
     sizes = Sizes(grid, copies, np.full(grid.world, tokens), chunks, visits=visits)

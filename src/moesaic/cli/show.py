@@ -16,6 +16,7 @@ from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
+from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.program.task import Op, Program
@@ -96,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     description = "Print a plan as programs, the bytes that they move on a mesh, and when each task runs."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
-    if plan.all_to_all == "deepep":
+    if plan.crossing is Crossing.DEEPEP:
         raise InputError(
             "plan.all_to_all=deepep runs DeepEP's kernels, which are no program to show: choose multicast, which sends a token "
             "once per node"
@@ -130,13 +131,13 @@ def run(arguments: Sequence[str]) -> int:
 def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
     """Return sizes under even routing."""
     visits = None
-    if plan.all_to_all == "multicast":
+    if plan.crossing is Crossing.MULTICAST:
         visits = even_visits(
             grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
         )
     return even_sizes(
         grid,
-        plan.schedule,
+        redundant=plan.program.is_redundant,
         tokens=layer.tokens,
         num_experts=layer.num_experts,
         top_k=layer.top_k,

@@ -9,17 +9,12 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Shapes
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import ONCE, Op, Program
+from moesaic.program.task import ONCE, Program
 
 
 def chunks_of(program: Program) -> int:
     """Return into how many chunks a program cuts each run of copies."""
     return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
-
-
-def is_redundant(program: Program) -> bool:
-    """Whether every rank of a tensor group sends all tokens of the group, as the baseline does."""
-    return any(task.op is Op.SCALE and task.group == ("tp",) for task in program.tasks)
 
 
 def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
@@ -32,7 +27,7 @@ def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarr
     """
     ranks = np.arange(grid.world)
     of_group, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
-    if is_redundant(program):
+    if program.is_redundant:
         return of_group
     return of_group * (place + 1) // grid.tp - of_group * place // grid.tp
 
@@ -73,7 +68,7 @@ def sizes_of(
     copies = copies_by_rank(program, grid, counts)
     tokens = np.full(grid.world, workload.tokens)
     share = 1
-    if not is_redundant(program):
+    if not program.is_redundant:
         share = grid.tp
         tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
     visits = None

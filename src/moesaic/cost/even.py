@@ -16,15 +16,13 @@ from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.boxes import box_of, pieces_of_step, steps_of
 from moesaic.cost.hops import hop_messages
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
-from moesaic.cost.symmetry import Digits, NotNestedError, Pairs
+from moesaic.cost.regular import check_regular
+from moesaic.cost.symmetry import Digits, Pairs, UnlikeError
 from moesaic.cost.topology import Topology
 from moesaic.program.grid import Grid
-from moesaic.program.links.hier3d import nodes_per_group
+from moesaic.program.links import LINKS
 from moesaic.program.shapes import Move
 from moesaic.program.task import Flow, Layout, Op, Slot, Task
-
-_UNLIKE_IN_STEPS = ("hier1d", "hier3d", "naive")
-"""All-to-alls in which nodes play different roles once only some of them exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,8 @@ class Even(AbstractVolumes):
         apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
 
     Raises:
-        NotNestedError: if the axes, nodes and switches do not nest.
+        UnlikeError: if the axes, nodes and switches do not nest; `movements` raises it for an all-to-all whose nodes do
+            not all do the same.
     """
 
     def __init__(
@@ -79,13 +78,14 @@ class Even(AbstractVolumes):
         self.grid, self.topology, self.shape = grid, topology, shape
         self.num_experts, self.piece = num_experts, piece
         if any(link.units for link in topology.spec.links):
-            raise NotNestedError("nodes hang on switches in unequal runs")
+            raise UnlikeError("nodes hang on switches in unequal runs")
         per_node = topology.spec.devices_per_node
         above = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
         self._cuts = frozenset(run for run in above if topology.ranks_per_node < run < grid.world)
         self._digits: dict[frozenset[int], Digits] = {}
         self._rows: dict[Layout, np.ndarray] = {}
         self._found: dict[tuple[object, ...], list[Movement]] = {}
+        self._regular: set[tuple[str, int, int, bool]] = set()
 
     @property
     def num_actors(self) -> int:
@@ -146,13 +146,8 @@ class Even(AbstractVolumes):
 
     def _find(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
         digits = self._radix(move.source)
-        if task.link in _UNLIKE_IN_STEPS and move.source.step is not None:
-            raise NotNestedError(f"{task.link} takes the nodes in different roles, step by step")
-        if task.op is Op.HOP and task.link == "hier3d":
-            upper = digits.axes(move.group) - digits.local
-            nodes = digits.product(upper)
-            if upper:
-                digits = self._radix(move.source, [int(digits.strides[min(upper)]) * nodes_per_group(nodes)])
+        if task.op is Op.HOP:
+            digits = self._of_link(task.link, move, digits)
         group, ahead = digits.axes(move.group), steps_of(digits, move.source)
         pairs, rows = self._sent(digits, move)
         if not len(rows):
@@ -163,6 +158,17 @@ class Even(AbstractVolumes):
         if task.op is Op.HOP:
             messages = hop_messages(task, digits, group, pairs, total, group - digits.within(1, digits.block) - ahead)
         return self._parts(*messages)
+
+    def _of_link(self, name: str, move: Move, digits: Digits) -> Digits:
+        """Return the digits that tell apart what an all-to-all does with a movement's parcels."""
+        link, group, in_steps = LINKS[name], digits.axes(move.group), move.source.step is not None
+        upper = group - digits.local
+        nodes, per_node = digits.product(upper), digits.product(group & digits.local)
+        if (name, nodes, per_node, in_steps) not in self._regular:
+            check_regular(link, name, nodes, per_node, in_steps=in_steps)
+            self._regular.add((name, nodes, per_node, in_steps))
+        size = link.nodes_per_group(nodes)
+        return self._radix(move.source, [int(digits.strides[min(upper)]) * size]) if size > 1 else digits
 
     def _parts(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
@@ -206,7 +212,7 @@ class Even(AbstractVolumes):
         loose = digits.axes(move.group) - before.fixed
         pieces *= (s[:, sorted(loose)] == 0).all(axis=1)
         if loose - digits.within(1, digits.block) and pieces.any():
-            raise NotNestedError("of several nodes that hold the same rows only the first sends them")
+            raise UnlikeError("of several nodes that hold the same rows only the first sends them")
         return pieces
 
     def _experts_each(self, layout: Layout) -> int:

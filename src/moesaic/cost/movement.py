@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from moesaic.cost.alpha_beta import LayerShape
 from moesaic.cost.topology import Load, Topology
 from moesaic.program.shapes import Move
-from moesaic.program.task import Layout, Slot, Task
+from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 
 
@@ -70,6 +70,16 @@ def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
     """Return the source slot of a move or hop, and the movement that it is, or is a part of."""
     source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
     return source, Move(source.layout, target.layout, task.group, reduces(source, target))
+
+
+def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
+    """Return the movements of each task of a program; none where it moves nothing."""
+    slots = {slot.name: slot for slot in program.slots}
+    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+    return [
+        volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
+        for task in program.tasks
+    ]
 
 
 def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[np.ndarray]:

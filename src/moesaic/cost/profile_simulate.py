@@ -15,7 +15,7 @@ import numpy as np
 
 from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
-from moesaic.cost.movement import AbstractVolumes, Movement
+from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.profile import ClusterProfile
 from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, is_lossy, layer_features
 from moesaic.cost.simulate import Simulated, Simulator
@@ -183,12 +183,7 @@ class ProfiledSimulator(Simulator):
 
 
 def _asked(program: Program, volumes: AbstractVolumes) -> Asked:
-    slots = {slot.name: slot for slot in program.slots}
-    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-    movements = [
-        volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
-        for task in program.tasks
-    ]
+    movements = movements_of(program, volumes)
     return Asked(volumes, movements, host_features(program, volumes, movements))
 
 

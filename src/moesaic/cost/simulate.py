@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.call_sizes import chunks_of, is_redundant, sizes_of, visits_per_node
+from moesaic.cost.call_sizes import chunks_of, sizes_of, visits_per_node
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.counted import Counted
 from moesaic.cost.even import Even, PieceRows
 from moesaic.cost.events import Events, graph_of
-from moesaic.cost.movement import AbstractVolumes, Movement
-from moesaic.cost.symmetry import NotNestedError
+from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
+from moesaic.cost.symmetry import UnlikeError
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
-from moesaic.program.task import Lane, Op, Program
+from moesaic.program.task import Lane, Program
 from moesaic.program.timeline import Span, Timeline, chunk_of
 
 MAX_RANKS_APART = 512
@@ -115,12 +115,7 @@ class Simulator:
 
     def run(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> Simulated:
         """Simulate a program; see `simulate`."""
-        if sizes is not None:
-            return self._simulate(program, workload, self._counted(sizes, workload))
-        try:
-            return self._simulate(program, workload, self._even_volumes(program, workload, grid))
-        except NotNestedError as error:
-            return self._simulate(program, workload, self._each_rank(program, workload, grid, error))
+        return self._simulate(program, workload, self.volumes(program, workload, grid, sizes=sizes))
 
     def volumes(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None
@@ -129,33 +124,32 @@ class Simulator:
         if sizes is not None:
             return self._counted(sizes, workload)
         try:
-            return self._even_volumes(program, workload, grid)
-        except NotNestedError as error:
+            volumes = self._even_volumes(program, workload, grid)
+            movements_of(program, volumes)
+        except UnlikeError as error:
             return self._each_rank(program, workload, grid, error)
+        return volumes
 
-    def _each_rank(self, program: Program, workload: Workload, grid: Grid, error: Exception) -> AbstractVolumes:
-        """Return even rows with every rank apart, for meshes in which none stands for the others."""
+    def _each_rank(self, program: Program, workload: Workload, grid: Grid, error: UnlikeError) -> AbstractVolumes:
+        """Return even rows with every rank apart, for meshes and all-to-alls in which none stands for the others."""
         if grid.world > MAX_RANKS_APART:
             raise InputError(
                 f"a mesh of {grid.world} ranks in which {error} cannot be simulated by one rank for all, and is too "
-                f"large to simulate each: choose axes that divide one another, or at most {MAX_RANKS_APART} ranks"
+                f"large to simulate each: choose {error.advice}, or at most {MAX_RANKS_APART} ranks"
             ) from error
         return self._counted(sizes_of(program, workload, grid), workload)
 
     def _simulate(self, program: Program, workload: Workload, volumes: AbstractVolumes) -> Simulated:
         slots = {slot.name: slot for slot in program.slots}
-        codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
         rates, host = rates_of(self.cluster, workload.dtype), self.cluster.host
         actors = volumes.num_actors
         compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks])
         compute = compute.reshape(len(program.tasks), actors)
         issue = np.full((len(program.tasks), actors), host.task_us * 1e-6)
-        movements = []
+        movements = movements_of(program, volumes)
         in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
-        for number, task in enumerate(program.tasks):
-            moves = task.op in (Op.MOVE, Op.HOP)
-            movements.append(volumes.movements(task, slots, codecs.get(task.of, "")) if moves else [])
-            for moved in movements[-1] if number not in in_a_message else ():
+        for number, parts in enumerate(movements):
+            for moved in parts if number not in in_a_message else ():
                 issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
         events.run()
@@ -192,7 +186,7 @@ class Simulator:
 
     def _even_volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         apart = any(slot.layout.step is not None for slot in program.slots)
-        key = _Key(grid, workload, chunks_of(program), is_redundant(program), apart)
+        key = _Key(grid, workload, chunks_of(program), program.is_redundant, apart)
         if key not in self._even:
             piece = piece_rows(workload, grid, key.chunks, key.redundant)
             topology = self._topology(grid, self._block(grid, apart))

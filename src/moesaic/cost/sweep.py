@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
-from moesaic.cost.call_sizes import chunks_of, is_redundant
+from moesaic.cost.call_sizes import chunks_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.even import PieceRows
 from moesaic.cost.movement import AbstractVolumes, Movement, ends_of
@@ -124,7 +124,7 @@ class SweepSimulator(Simulator):
         self._families: dict[tuple[object, ...], _Family] = {}
 
     def _even_volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
-        chunks, redundant = chunks_of(program), is_redundant(program)
+        chunks, redundant = chunks_of(program), program.is_redundant
         apart = any(slot.layout.step is not None for slot in program.slots)
         key = (grid, workload.num_experts, chunks, redundant, apart)
         if key not in self._families:

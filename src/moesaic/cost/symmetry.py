@@ -21,8 +21,17 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.links.link import Places
 
 
-class NotNestedError(Exception):
-    """The axes, nodes and switches of a mesh do not nest, or its ranks do not do the same."""
+class UnlikeError(Exception):
+    """One rank cannot stand for the others.
+
+    Args:
+        reason: in what they differ; a clause after "in which".
+        advice: what to choose so that it can.
+    """
+
+    def __init__(self, reason: str, advice: str = "axes that divide one another") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Digits:
         block: ranks that stand for all blocks of so many, whole nodes; None for those of a node.
 
     Raises:
-        NotNestedError: if the runs do not nest.
+        UnlikeError: if the runs do not nest.
     """
 
     def __init__(self, grid: Grid, cuts: Iterable[int] = (), block: int | None = None) -> None:
@@ -69,7 +78,7 @@ class Digits:
         bounds = sorted(run for run in runs if run <= grid.world)
         for short, long in pairwise(bounds):
             if long % short:
-                raise NotNestedError(f"runs of {short} and {long} ranks do not nest")
+                raise UnlikeError(f"runs of {short} and {long} ranks do not nest")
         self.strides = np.array(bounds[:-1], dtype=np.int64)
         self.sizes = np.array([long // short for short, long in pairwise(bounds)], dtype=np.int64)
 

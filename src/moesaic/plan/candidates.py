@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, Durations, compile_plan
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
+from moesaic.program.links import LINKS
 from moesaic.program.passes.split_peers import groups_inside_nodes
 
 
@@ -17,7 +19,7 @@ from moesaic.program.passes.split_peers import groups_inside_nodes
 class SearchSpace:
     """Which values of each choice to combine. The default holds lossless plans only."""
 
-    schedules: tuple[Schedule, ...] = ("baseline", "ted", "s1", "s2", "s3")
+    schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
     fuse: tuple[bool, ...] = (False,)
     """With True also the one movement over ep and etp of baseline and s3."""
     gather_weights: tuple[int, ...] | None = None
@@ -27,7 +29,7 @@ class SearchSpace:
     node_groups: bool = False
     """Also the smart schedule by topology: one group of peers per node, or the fewest that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
-    all_to_alls: tuple[AllToAll, ...] = ("linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast")
+    all_to_alls: tuple[AllToAll, ...] = (*LINKS, "multicast")
     orders: tuple[Order, ...] = ("optsche",)
     codecs: tuple[Codec, ...] = ("none",)
     """Of the forward pass. A lossy codec is tried only where it is listed here."""

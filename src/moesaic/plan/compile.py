@@ -15,7 +15,7 @@ from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
 from moesaic.plan.arbiter_options import option_plans
-from moesaic.plan.plan import Plan
+from moesaic.plan.plan import Crossing, Plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
@@ -31,7 +31,7 @@ from moesaic.program.passes.route_links import compress, route_links
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
 from moesaic.program.shapes import Shapes
-from moesaic.program.task import Program
+from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
@@ -60,7 +60,17 @@ class Compiled:
     @property
     def is_multicast(self) -> bool:
         """Whether the program reads visits."""
-        return self.plan.all_to_all == "multicast"
+        return self.plan.crossing is Crossing.MULTICAST
+
+    @cached_property
+    def routes_slices(self) -> bool:
+        """Whether each rank of a tensor group of several routes a slice of the group's tokens."""
+        return self.logical.routes_slices and self.grid.tp > 1
+
+    @cached_property
+    def is_redundant(self) -> bool:
+        """Whether every rank of a tensor group sends all tokens of the group."""
+        return self.logical.is_redundant
 
     @property
     def lends(self) -> bool:
@@ -126,8 +136,7 @@ def compile_plan(
         program = halve_reduce(program)
         if plan.overlap_gather:
             program = overlap_gather(program, grid, required=is_forward)
-        if plan.all_to_all not in ("multicast", "deepep"):
-            program = route_links(program, plan.all_to_all, grid)
+        program = route_links(program, plan.link, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
             program = exact(
@@ -176,16 +185,21 @@ def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
     layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
     visits = even_visits(grid, **layer) if grid.nodes_per_replica else None
     sizes = even_sizes(
-        grid, plan.schedule, **layer, visits=visits, units=2816 // grid.etp, lends=plan.lending != "none"
+        grid,
+        redundant=program.is_redundant,
+        **layer,
+        visits=visits,
+        units=2816 // grid.etp,
+        lends=plan.lending != "none",
     )
     return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:
     """Raise InputError for what DeepEP does not do."""
-    if plan.all_to_all != "deepep":
+    if plan.crossing is not Crossing.DEEPEP:
         return
-    plain = Plan(all_to_all="deepep")
+    plain = Plan(all_to_all=plan.all_to_all)
     for name in (
         "schedule",
         "fuse",
@@ -211,23 +225,31 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     """Return the forward program after the passes that change what is sent, and its grid."""
-    if plan.schedule == "ted" and not grid.shares_tp_and_etp:
+    program = SCHEDULES[plan.schedule](bias)
+    if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
-            f"plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
+            f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
             f"{grid.innermost} innermost: choose equal ones with etp innermost, or the schedule s3"
         )
-    if grid.tp > 1 and not plan.is_lossless and (plan.schedule == "baseline" or (plan.schedule == "ted" and plan.fuse)):
+    fused = fuse_ep_etp(program) if plan.fuse else program
+    if grid.tp > 1 and not plan.is_lossless and _rounds_apart(fused):
         raise InputError(
             f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
             "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
         )
     _check_deepep(plan, grid)
-    is_multicast = plan.all_to_all == "multicast"
-    program = multicast(plan.schedule, grid, bias=bias) if is_multicast else SCHEDULES[plan.schedule](bias)
-    if plan.fuse:
-        program = fuse_ep_etp(program)
+    program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
     if plan.lending == "none":
         return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
     return split_peers(lend(program, plan.chunks, grid), plan.peer_groups, grid), grid
+
+
+def _rounds_apart(program: Program) -> bool:
+    """Whether ranks that must agree on a row each take it from messages of their own, of which a codec rounds some."""
+    ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
+    agreeing = [
+        any(slot.on(axis) is State.IDENTICAL for axis in task.group) for task, slot in ends if slot.kind is Kind.ROWS
+    ]
+    return program.is_redundant or any(agreeing)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 from moesaic.plan.lending import LENDERS
+from moesaic.program.build import SCHEDULES
+from moesaic.program.links import LINKS
+from moesaic.program.task import Program
 
-AllToAll = Literal["linear", "hier1d", "hier2d", "pipelined", "hier3d", "naive", "multicast", "deepep"]
-Schedule = Literal["baseline", "ted", "s1", "s2", "s3"]
-Order = Literal["early", "fifo", "optsche", "exact"]
+
+class Crossing(Enum):
+    """What a name of `Plan.all_to_all` is."""
+
+    LINK = "an algorithm in `LINKS`, which movements over ep are lowered to"
+    MULTICAST = "a pass that changes what is sent: a token once per node, and once per rank there"
+    DEEPEP = "DeepEP's kernels in place of the programs' movements"
+
+
+_OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
+
 if TYPE_CHECKING:
+    AllToAll: TypeAlias = str
     Codec: TypeAlias = str
     Lending: TypeAlias = str
+    Schedule: TypeAlias = str
 else:
+    AllToAll = Literal[(*LINKS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
     Lending = Literal[("none", *LENDERS, "arbiter")]
+    Schedule = Literal[tuple(SCHEDULES)]
+Order = Literal["early", "fifo", "optsche", "exact"]
 """Names of registries; a command line lists them as choices."""
 
 
@@ -63,8 +80,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("codec", CODECS),
-            ("backward_codec", CODECS),
+            ("schedule", (*SCHEDULES,)),
+            ("all_to_all", (*LINKS, *_OTHERS)),
+            ("codec", (*CODECS,)),
+            ("backward_codec", (*CODECS,)),
             ("lending", ("none", *LENDERS, "arbiter")),
         ):
             if getattr(self, name) not in known:
@@ -78,6 +97,21 @@ class Plan:
             )
         if self.gather_weights is not None and self.gather_weights < 0:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
+
+    @property
+    def program(self) -> Program:
+        """What its schedule builds, before any pass."""
+        return SCHEDULES[self.schedule](False)
+
+    @property
+    def crossing(self) -> Crossing:
+        """What `all_to_all` names."""
+        return _OTHERS.get(self.all_to_all, Crossing.LINK)
+
+    @property
+    def link(self) -> str:
+        """The algorithm in `LINKS` that movements over ep are lowered to; linear, which leaves them as they are, for others."""
+        return self.all_to_all if self.crossing is Crossing.LINK else "linear"
 
     @property
     def is_lossless(self) -> bool:

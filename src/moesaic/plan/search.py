@@ -23,12 +23,11 @@ from moesaic.plan.findings import Found, OfEp, Result, Settings
 from moesaic.plan.layouts import layouts, name_of, replica_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
-from moesaic.plan.plan import Plan, Schedule
+from moesaic.plan.plan import AllToAll, Plan, Schedule
 from moesaic.plan.surroundings import Surroundings, mean_of
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-
-STARTS = ("linear", "hier2d", "multicast")
-"""All-to-alls of the plans that a layout is judged by."""
+from moesaic.program.links import LINKS
 
 
 def search(
@@ -131,8 +130,9 @@ class _Search:
 
     def _starts(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
-        links = [link for link in space.all_to_alls if link in STARTS] or [space.all_to_alls[0]]
-        for schedule in _schedules(space, grid, ("s1", "s2")):
+        links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
+        at_once = [schedule for schedule in space.schedules if SCHEDULES[schedule](False).delivers_at_once]
+        for schedule in _schedules(space, grid, at_once):
             for link in links:
                 yield self._first(schedule=schedule, all_to_all=link)
 
@@ -251,8 +251,14 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid) -> Iterator[Plan]:
 def _schedules(space: SearchSpace, grid: Grid, wanted: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
     """Return the schedules of a space, the wanted ones if it holds any; one where tp and etp are 1 and all are alike."""
     if grid.tp == grid.etp == 1:
-        return ("s1",) if "s1" in space.schedules else space.schedules[:1]
+        usual = Plan().schedule
+        return (usual,) if usual in space.schedules else space.schedules[:1]
     return tuple(schedule for schedule in space.schedules if schedule in wanted) or space.schedules
+
+
+def _judges_layouts(all_to_all: AllToAll) -> bool:
+    """Whether plans with an all-to-all are tried on every layout: those of few links' algorithms, and multicast."""
+    return all_to_all not in LINKS or LINKS[all_to_all].judges_layouts
 
 
 def _different(ranking: list[Found]) -> list[Found]:

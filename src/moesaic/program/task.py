@@ -189,6 +189,23 @@ class Program:
         """A cheap one: programs are looked up in every call of a layer, and few of one name are alive."""
         return hash((self.name, len(self.tasks)))
 
+    @property
+    def routes_slices(self) -> bool:
+        """Of a forward program: whether each rank of a tensor group routes a slice of the group's tokens, as under S1."""
+        return self.slot("x").on("tp") is State.IDENTICAL and self.slot("gates").on("tp") is State.SHARDED
+
+    @property
+    def is_redundant(self) -> bool:
+        """Whether every rank of a tensor group sends all tokens of the group, as under the baseline."""
+        indices = [slot for slot in map(self.slot, self.inputs) if slot.kind is Kind.INDEX]
+        return any(slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices)
+
+    @property
+    def delivers_at_once(self) -> bool:
+        """Whether rows go to all shards of their experts in one movement over ep and etp, and sums come back in one."""
+        rows = [task for task in self.moves() if self.slot(task.reads[0]).kind is Kind.ROWS and "ep" in task.group]
+        return [task.group for task in rows] == [("ep", "etp")] * 2
+
     def slot(self, name: str) -> Slot:
         """Return a slot by name."""
         for slot in self.slots:

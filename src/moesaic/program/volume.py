@@ -127,8 +127,8 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: Sizes) -> Iterator[tu
 
 def even_sizes(
     grid: Grid,
-    schedule: str,
     *,
+    redundant: bool = False,
     tokens: int,
     num_experts: int,
     top_k: int,
@@ -141,7 +141,7 @@ def even_sizes(
 
     Args:
         grid: the mesh.
-        schedule: its name; baseline lets every rank stand for all tokens of its tensor group.
+        redundant: every rank sends all tokens of its tensor group (`Program.is_redundant`).
         tokens: per data-parallel group; `tokens * top_k` should divide by `num_experts * tp`, or shares are rounded.
         num_experts: of the layer.
         top_k: copies per token.
@@ -155,7 +155,7 @@ def even_sizes(
     """
     _check_top_k(top_k, num_experts)
     place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
-    if schedule == "baseline":
+    if redundant:
         share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
     else:
         run = tokens * top_k // num_experts

@@ -61,7 +61,7 @@ def before_mib(devices: int, dim: int) -> tuple[float, float]:
     """Return the MiB that one all-to-all of rows moves (inside nodes, between nodes), all ranks together, even routing."""
     grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
     made = compile_plan(Plan(), grid)
-    sizes = even_sizes(grid, "s1", tokens=layer.tokens, num_experts=layer.num_experts, top_k=TOP_K)
+    sizes = even_sizes(grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=TOP_K)
     names = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
     stage = {task.name: task.stage for task in made.forward.tasks}
     inside, across = 0, 0

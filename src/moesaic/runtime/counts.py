@@ -24,7 +24,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tup
     if slices:
         return copies, tokens
     copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)
-    if compiled.plan.schedule == "baseline":
+    if compiled.is_redundant:
         return copies, tokens
     place = np.arange(grid.world) % grid.tp
     return _cut(copies, place[:, None], grid.tp), _cut(tokens, place, grid.tp)
@@ -42,7 +42,7 @@ def even_counts(
         rows: that it sends each expert.
     """
     grid = compiled.grid
-    shared = compiled.plan.schedule != "baseline" and not slices
+    shared = not compiled.is_redundant and not slices
     tokens = num_tokens // grid.tp if shared else num_tokens
     copies = rows // grid.tp if shared else rows
     return np.full((grid.world, num_experts), copies), np.full(grid.world, tokens)

@@ -11,6 +11,7 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
 
 
@@ -34,7 +35,7 @@ def fitting(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: Abst
         fields["compiled plan"] = plan.digest.hex()
     codecs = (choices.codec, choices.backward_codec)
     fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
-    if choices.all_to_all == "deepep":
+    if choices.crossing is Crossing.DEEPEP:
         fields["why deepep cannot run"] = deepep.missing()
     check_same(wire, fields)
     if fields.get("why deepep cannot run"):

@@ -18,6 +18,7 @@ from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.lending.lender import AbstractLender
 from moesaic.plan.lending.slices import Cut
+from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Sizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
@@ -86,7 +87,7 @@ class OnMesh:
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._place = grid.coordinate(self.rank, "tp")
-        by_deepep = compiled.plan.all_to_all == "deepep"
+        by_deepep = compiled.plan.crossing is Crossing.DEEPEP
         if by_deepep and weight_first:
             raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
         deepep = open_deepep(grid, self.rank, experts.num_experts) if by_deepep else None
@@ -107,7 +108,7 @@ class OnMesh:
         way = self._ways.get(_key(plan))
         if way is None:
             choices = plan if isinstance(plan, Plan) else plan.plan
-            if choices.all_to_all == "deepep":
+            if choices.crossing is Crossing.DEEPEP:
                 raise InputError(
                     "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
                     "parallelize the layer with deepep"
@@ -119,7 +120,7 @@ class OnMesh:
             self.peers.all_agree = False
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
-        slices = compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+        slices = compiled.routes_slices
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
@@ -320,7 +321,7 @@ class OnMesh:
         units: int,
     ) -> list[Slice]:
         """Return what each slice of a call runs; `routing` is token and expert of this rank's rows."""
-        alone = self._slices or compiled.plan.schedule == "baseline"
+        alone = self._slices or compiled.is_redundant
         find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
 
         def bind(lent: np.ndarray | None, copies: np.ndarray, visits: Visits | None) -> Sizes:
@@ -330,7 +331,7 @@ class OnMesh:
 
     def _visits(self, token: Tensor, expert: Tensor, num_tokens: int) -> Visits:
         """Find the visits of the copies that this rank sends."""
-        if self.compiled.plan.schedule == "s2" and self.grid.tp > 1:
+        if not self._slices and self.grid.tp > 1:
             counts_E = torch.bincount(expert, minlength=self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]

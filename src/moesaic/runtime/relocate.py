@@ -33,6 +33,7 @@ from moesaic.comm.collectives import all_gather
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
+from moesaic.plan.plan import Crossing
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import SampleShapes
 from moesaic.routing.capacity import AbstractCapacity, Dropless
@@ -116,7 +117,7 @@ class Relocator:
         Raises:
             InputError: for a plan under which samples cannot move.
         """
-        if plain.plan.all_to_all == "deepep":
+        if plain.plan.crossing is Crossing.DEEPEP:
             raise InputError(
                 "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: "
                 "choose linear"

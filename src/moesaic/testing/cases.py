@@ -17,8 +17,10 @@ from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.lending import LENDERS
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Lent
-from moesaic.plan.plan import AllToAll, Lending, Order
+from moesaic.plan.plan import Crossing, Lending, Order
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
+from moesaic.program.links import LINKS
 from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.gates import ROUTERS
@@ -84,7 +86,7 @@ class Case:
     def is_exact(self) -> bool:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
-        plain = self.plan.schedule in ("s1", "s2") and self.plan.all_to_all != "multicast"
+        plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
         plain = plain and not self.capacity.is_padded and self.plan.lending == "none" and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
@@ -99,9 +101,9 @@ class Case:
 
     @property
     def replicates_bits(self) -> bool:
-        """Whether ranks that must agree have the same bits. Under the baseline the ranks of a tensor group send copies of
-        their own, which are multiplied at different places of one product: they agree to rounding only."""
-        return self.plan.schedule != "baseline" or self.grid.tp == 1
+        """Whether ranks that must agree have the same bits. Where the ranks of a tensor group send copies of
+        their own (baseline), these are multiplied at different places of one product: they agree to rounding only."""
+        return not self.plan.program.is_redundant or self.grid.tp == 1
 
     @property
     def lender(self) -> AbstractLender | None:
@@ -164,7 +166,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
 
 def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     """Return a grid on which multicast mostly has two levels, for plans with multicast."""
-    if plan.all_to_all != "multicast" or grid.world < 4:
+    if plan.crossing is not Crossing.MULTICAST or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
@@ -174,14 +176,14 @@ def draw_plan(rng: random.Random) -> Plan:
     codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if codec != "none" and rng.random() < 0.3 else "none"
     return Plan(
-        schedule=rng.choice(["s1", "s1", "s2", "s2", "s3", "baseline", "ted"]),
+        schedule=rng.choice([name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
         all_to_all=_mostly(
-            rng, "linear", [*_others(AllToAll, "linear", "multicast", "deepep"), "multicast", "multicast"]
+            rng, Plan().link, [*(name for name in LINKS if name != Plan().link), "multicast", "multicast"]
         ),
         codec=codec,
         backward_codec=backward_codec,
@@ -214,7 +216,7 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
-    one_sees_all = grid.dp == 1 and (plan.schedule != "s1" or grid.tp == 1)
+    one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
     router = rng.choice([name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)])
     num_experts = grid.ep * rng.choice([1, 1, 2, 3])
     while not fitting_top_k(router, num_experts):
@@ -224,7 +226,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
-    if even and plan.all_to_all != "multicast" and plan.lending == "none" and rng.random() < 0.5:
+    if even and plan.crossing is Crossing.LINK and plan.lending == "none" and rng.random() < 0.5:
         longest += -longest % grid.tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
     if even:
@@ -264,7 +266,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         codec="none",
         backward_codec="none",
         token_budget=None,
-        all_to_all="linear" if case.plan.all_to_all == "multicast" else case.plan.all_to_all,
+        all_to_all=case.plan.link,
     )
     longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
     placed = replace(

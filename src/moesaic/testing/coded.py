@@ -34,17 +34,17 @@ class Travel:
         """Find the origins of the copies that are sent.
 
         Args:
-            case: its schedule is s1 or s2.
+            case: its schedule delivers at once, as s1 and s2 do.
             copies: (token, expert) in the order in which the router chose them; tokens count over all groups.
             tokens: of each group.
         """
-        grid, origin = case.grid, {}
+        grid, origin, slices = case.grid, {}, case.plan.program.routes_slices
         for group, count in enumerate(tokens):
             start = sum(tokens[:group])
             for expert in range(case.num_experts):
                 run = [token for token, e in copies if e == expert and start <= token < start + count]
                 for place, token in enumerate(run):
-                    of, at = (count, token - start) if case.plan.schedule == "s1" else (len(run), place)
+                    of, at = (count, token - start) if slices else (len(run), place)
                     tp = next(t for t in range(grid.tp) if of * t // grid.tp <= at < of * (t + 1) // grid.tp)
                     origin[(token, expert)] = group * grid.tp + tp
         return cls(case, origin)

@@ -224,7 +224,7 @@ def _admit(
 
 def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
     """Return the tokens that each routing rank has: groups, or under s1 their slices over tp."""
-    parts = case.grid.tp if case.plan.schedule == "s1" else 1
+    parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains, start = [], 0
     for batch in batches:
         count = batch.x.shape[:2].numel()

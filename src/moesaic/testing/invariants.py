@@ -99,8 +99,7 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
         )  # to each helper others: no one value to pair
         if source.kind is Kind.INDEX or lends:
             continue
-        link = "linear" if compiled.is_multicast else compiled.plan.all_to_all
-        forward, backward = (route_links(p, link, compiled.grid) for p in (alone, transpose(alone)))
+        forward, backward = (route_links(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
         x = [_values(source, call, seed + 2 * number) for call in calls]
         y = [_values(_dual(target), call, seed + 2 * number + 1) for call in calls]
         given = [{source.name: _as_value(source, value)} for value in x]

@@ -18,6 +18,7 @@ from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.plan import Crossing
 from moesaic.plan.planned import MESH, read_planned
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
@@ -242,7 +243,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             f"planner.auto clashes with a capacity counted on each rank (model.moe.capacity={moe.capacity}), where what is "
             'dropped depends on the plan: choose "dropless", or model.moe.capacity_scope="mesh"'
         )
-    if config.plan.all_to_all == "deepep":
+    if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(
             "planner.auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
         )

@@ -67,7 +67,7 @@ def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
     """
     if config.balance.placement == "none":
         return
-    if config.plan.schedule != "s1":
+    if not config.plan.program.routes_slices:
         raise InputError(
             f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
         )

@@ -280,10 +280,7 @@ def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:
 
 def _slices(layer: MoE) -> bool:
     """Whether each rank of a tensor group routes a slice of its tokens (S1)."""
-    if layer.on_mesh is None:
-        return False
-    compiled = layer.on_mesh.compiled
-    return compiled.plan.schedule == "s1" and compiled.grid.tp > 1
+    return layer.on_mesh is not None and layer.on_mesh.compiled.routes_slices
 
 
 def _tensor_slice(tokens: int, ranks: Ranks) -> slice:

@@ -15,6 +15,7 @@ from moesaic.bench.bounds import link_seconds
 from moesaic.bench.layer.config import Place
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.plan import Crossing
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import Shapes
@@ -109,8 +110,9 @@ class Predictor:
 
     def _sizes_of(self, plan: Plan, grid: Grid) -> Sizes:
         """Return the sizes of a call, visits being the expected ones."""
-        is_multicast = plan.all_to_all == "multicast"
-        key = (grid, plan.chunks, plan.schedule == "baseline", is_multicast)
+        is_multicast = plan.crossing is Crossing.MULTICAST
+        redundant = plan.program.is_redundant
+        key = (grid, plan.chunks, redundant, is_multicast)
         if key not in self._sizes:
             place, size = self._place, (grid, plan.chunks)
             if size not in self._shapes:
@@ -122,7 +124,7 @@ class Predictor:
                 "num_chunks": plan.chunks,
             }
             visits = even_visits(grid, **layer) if is_multicast else None
-            made = even_sizes(grid, plan.schedule, **layer, visits=visits, units=place.hidden // grid.etp)
+            made = even_sizes(grid, redundant=redundant, **layer, visits=visits, units=place.hidden // grid.etp)
             made.shapes = self._shapes[size]
             self._sizes[key] = made
         return self._sizes[key]

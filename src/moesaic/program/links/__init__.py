@@ -1,6 +1,7 @@
 """All-to-all algorithms, one a file. A movement over ep is lowered to one of them by `passes/route_links.py`.
 
-`multicast` is not among them: it changes what is sent, not only how, and is a pass (`passes/multicast.py`).
+`multicast` is not among them: it changes what is sent, not only how, and is a pass (`passes/multicast.py`). What each name of
+`Plan.all_to_all` is, says `Crossing` (`plan/plan.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from moesaic.program.links.pipelined import Pipelined
 
 LINKS: dict[str, AbstractLink] = {
     "linear": Linear(),
+    "pipelined": Pipelined(),
     "hier1d": Hier1D(),
     "hier2d": Hier2D(),
-    "pipelined": Pipelined(),
     "hier3d": Hier3D(),
     "naive": NaiveAggregation(),
 }

@@ -14,6 +14,7 @@ class Hier2D(AbstractLink):
     """An exchange inside the nodes, then one between them."""
 
     needs_even_nodes = True
+    judges_layouts = True
 
     def hops(self, places: Places) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0))

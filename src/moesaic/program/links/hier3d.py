@@ -20,13 +20,11 @@ class Hier3D(AbstractLink):
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTER, (-1, 0, 1))
 
     def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
-        size = nodes_per_group(len(places.nodes))
         here, there = places.node(source), places.node(target)
         mate = places.rank(here, places.local(target))
-        gate = places.rank(here // size * size + there % size, places.local(target))
+        near = places.like(here, there, self.nodes_per_group(len(places.nodes)))
+        gate = places.rank(near, places.local(target))
         return legs_of((0, source, mate), (1, mate, gate), (2, gate, target))
 
-
-def nodes_per_group(nodes: int) -> int:
-    """Return how many nodes form a group."""
-    return max(size for size in range(1, math.isqrt(nodes) + 1) if nodes % size == 0)
+    def nodes_per_group(self, nodes: int) -> int:
+        return max(size for size in range(1, math.isqrt(nodes) + 1) if nodes % size == 0)

@@ -9,6 +9,8 @@ from moesaic.program.task import Lane
 class Linear(AbstractLink):
     """The plain all-to-all."""
 
+    judges_layouts = True
+
     def hops(self, places: Places) -> tuple[Hop, ...]:
         return (Hop(Lane.INTER),)
 

@@ -37,6 +37,15 @@ class AbstractLink(ABC):
 
     needs_even_nodes = False
     """True if every node must hold equally many ranks of the group."""
+    judges_layouts = False
+    """True if the search tries it on every layout; others are tried on the layouts that are best under these."""
+    hops_by_node = False
+    """True if the first hops are one per node of destination, numbered as the nodes are. Nodes then do the same hops in orders
+    of their own; the simulator takes them in one order, which is up to 15 % off (tests/cost/test_even.py)."""
+
+    def nodes_per_group(self, nodes: int) -> int:
+        """Return how many neighbouring nodes form a group, where paths depend on groups of nodes (`Places.like`)."""
+        return 1
 
     @abstractmethod
     def hops(self, places: Places) -> tuple[Hop, ...]:
@@ -78,6 +87,10 @@ class Places:
     def rank(self, node: int, local: int) -> int:
         """Return the rank at a place."""
         return self.nodes[node][local]
+
+    def like(self, node: int, other: int, size: int) -> int:
+        """Return the node that has, in the group of `node`, the place that `other` has in its own group of `size` nodes."""
+        return node // size * size + other % size
 
 
 def check_link(link: AbstractLink, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:

@@ -14,6 +14,7 @@ class NaiveAggregation(AbstractLink):
     """One exchange inside the nodes per node of destination, then one between nodes."""
 
     needs_even_nodes = True
+    hops_by_node = True
 
     def hops(self, places: Places) -> tuple[Hop, ...]:
         inside = range(len(places.nodes))

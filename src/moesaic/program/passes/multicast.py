@@ -15,12 +15,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moesaic.errors import InputError
+from moesaic.program.build import s1, s2
 from moesaic.program.build.builder import Builder, States
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Flow, Kind, Layout, Program, Stage, State
 
 
-def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
+def multicast(program: Program, grid: Grid) -> Program:
     """Return s1 or s2 with multicast in place of deliver and collect.
 
     In place of `index` the program reads `stop_index`, each stop's token, and `copy_index`, each copy's stop among those
@@ -29,16 +30,16 @@ def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
     the visits.
 
     Args:
-        schedule: "s1" or "s2".
+        program: what one of the two builds.
         grid: the mesh, with nodes.
-        bias: as for a schedule.
 
     Raises:
-        InputError: for another schedule, or experts that do not lie evenly on the nodes with all their shards inside one.
+        InputError: for another program, or experts that do not lie evenly on the nodes with all their shards inside one.
     """
-    if schedule not in ("s1", "s2"):
+    bias = "b" in program.inputs
+    if program not in (s1(bias), s2(bias)):
         raise InputError(
-            f"multicast clashes with {schedule}: it replaces the all-to-all over ep and etp, which s1 and s2 have: "
+            f"multicast clashes with {program.name}: it replaces the all-to-all over ep and etp, which s1 and s2 have: "
             "choose one of them, or another plan.all_to_all"
         )
     if not grid.nodes_per_replica or not grid.has_shards_inside_nodes:
@@ -46,9 +47,10 @@ def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
             f"multicast needs every copy of the experts on whole nodes, and all shards of an expert on one: mesh.ep={grid.ep}, "
             f"mesh.etp={grid.etp} do not lie so on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
         )
-    build = Builder(f"{schedule}, multicast", bias)
-    tokens, y_layout, tp = _tokens(build, schedule)
-    index, places, (once, copies, g) = _to_ranks(build, grid, tokens, schedule)
+    slices = program.routes_slices
+    build = Builder(f"{program.name}, multicast", bias)
+    tokens, y_layout, tp = _tokens(build, slices)
+    index, places, (once, copies, g) = _to_ranks(build, grid, tokens, slices)
     h = build.permute(once, copies, "h", _at_ranks("copies"))
     sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("stops"))
     y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
@@ -57,7 +59,7 @@ def multicast(schedule: str, grid: Grid, *, bias: bool = False) -> Program:
     return build.build("y")
 
 
-def _to_ranks(build: Builder, grid: Grid, tokens: str, schedule: str) -> tuple[str, str, list[str]]:
+def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[str, str, list[str]]:
     """Bring tokens, the copies' stops and their routing weights to the ranks of the experts.
 
     Returns:
@@ -70,7 +72,7 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, schedule: str) -> tuple[s
     sent = {flow: build.permute(tokens, index, flow, Layout(flow=flow), {}), "stop_index": stop_index}
     if flow == "stops":
         del sent["stop_index"]
-    sent |= {"copy_index": copy_index, "gates": _gates(build, schedule)}
+    sent |= {"copy_index": copy_index, "gates": _gates(build, slices)}
     places = ""
     if _has_mates(grid):
         sent = {
@@ -115,20 +117,20 @@ def _at_ranks(flow: Flow) -> Layout:
     return Layout(flow=flow, spread=("ep", "etp"), experts="rank")
 
 
-def _gates(build: Builder, schedule: str) -> str:
+def _gates(build: Builder, slices: bool) -> str:
     """Declare the routing weights and return those of the rank's own copies."""
     own = Layout()
-    if schedule == "s1":
+    if slices:
         return build.input("gates", Kind.LANE, own, {})
     gates = build.input("gates", Kind.LANE, Layout(whole_tp=True), {"tp": State.IDENTICAL})
     return build.move(gates, "gates_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
 
 
-def _tokens(build: Builder, schedule: str) -> tuple[str, Layout, States]:
+def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     """Declare x and return the tokens that visits are taken from, their layout, and the states of their sums."""
     whole = Layout(flow="tokens", whole_tp=True)
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
-    if schedule == "s1":
+    if slices:
         own = replace(whole, whole_tp=False)
         return build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH), own, {}
     shared: States = {"tp": State.REPLICATED}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
+from moesaic.program.links import LINKS, Linear
 from moesaic.program.links.link import Hop, Places, check_link
 from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
 
@@ -26,8 +26,8 @@ def route_links(program: Program, algorithm: str, grid: Grid) -> Program:
         InputError: for an unknown algorithm, or groups that lie unevenly on the nodes where it needs them even.
     """
     if algorithm not in LINKS:
-        raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(LINKS)}, multicast")
-    if algorithm == "linear":
+        raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(LINKS)}")
+    if isinstance(LINKS[algorithm], Linear):
         return program
     slots: list[Slot] = list(program.slots)
     tasks: list[Task] = []
