@@ -10,9 +10,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
 
 def block(section: str) -> dict[str, Any]:
-    """The names that the code block of a section defines."""
+    """The names that the first code block of a section defines, which is a whole file."""
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     found: dict[str, Any] = {}
     exec(code, found)
     return found

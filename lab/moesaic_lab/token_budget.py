@@ -64,7 +64,7 @@ def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:
         for budget in (None, *budgets):
             rows = None if budget is None else int(budget * mean)
             label = name if budget is None else f"{name}, {budget:g}"
-            found[label] = Method(plan=Plan(lending=lending, token_budget=rows))  # type: ignore[arg-type]
+            found[label] = Method(plan=Plan(lending=lending, token_budget=rows))
     return found
 
 

@@ -44,7 +44,7 @@ def by_place(load: Load, lent: np.ndarray) -> list[np.ndarray]:
 def test_what_is_lent_is_there_and_never_at_home(name: str, costs: LendingCosts):
     for seed in range(60):
         load = draw(seed)
-        lender = LeastLoaded() if name == "least_loaded" else LENDERS[name](costs)  # type: ignore[call-arg]
+        lender = LENDERS[name](costs)
         lent = lender.decide(load)
         assert lent.shape == (load.grid.world, load.num_experts, load.grid.ep)
         assert (lent >= 0).all()

@@ -11,7 +11,8 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
 from moesaic.plan import Plan
-from moesaic.plan.plan import AllToAll, Codec, Order, Schedule
+from moesaic.plan.lending import LENDERS
+from moesaic.plan.plan import AllToAll, Codec, Lending, Order, Schedule
 from moesaic.program.build import SCHEDULES
 from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
@@ -22,12 +23,19 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
     assert get_args(AllToAll) == (*LINKS, "multicast", "deepep")
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Codec)) == set(CODECS)
+    assert get_args(Lending) == ("none", *LENDERS, "arbiter")
 
 
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
         ({"chunks": 0}, "plan.chunks=0: must be at least 1"),
+        ({"codec": "int3"}, "plan.codec='int3' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
+        ({"backward_codec": ""}, "plan.backward_codec='' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
+        (
+            {"lending": "most"},
+            "plan.lending='most' is unknown: choose one of none, shadow, published, spill, least_loaded, arbiter",
+        ),
         ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
         ({"schedule": "s9"}, f"plan.schedule='s9' is unknown: choose one of {', '.join(SCHEDULES)}"),
         (

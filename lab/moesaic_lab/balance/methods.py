@@ -11,9 +11,6 @@ from moesaic.plan.expert_placement import ExpertLoad, SmartMoE
 from moesaic.plan.lending import LENDERS
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender
-from moesaic.plan.lending.published import Published
-from moesaic.plan.lending.shadow import Shadow
-from moesaic.plan.lending.spill import Spill
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
@@ -72,9 +69,7 @@ def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender 
         return Arbiter(costs=costs, part_us=parts, learn=method.learns)
     if method.plan.lending == "none":
         return None
-    with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}
-    kind = with_costs.get(method.plan.lending)
-    return kind(costs) if kind else LENDERS[method.plan.lending]()
+    return LENDERS[method.plan.lending](costs)
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:

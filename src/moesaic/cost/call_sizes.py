@@ -17,6 +17,21 @@ def chunks_of(program: Program) -> int:
     return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
 
 
+def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
+    """Return the copies that each rank sends to each expert, (world, num_experts) int64.
+
+    Args:
+        program: says whether the ranks of a tensor group share a group's copies, evenly, or each sends all of them.
+        grid: the mesh.
+        counts: (dp, num_experts) int64, copies that each data-parallel group sends to each expert.
+    """
+    ranks = np.arange(grid.world)
+    of_group, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
+    if program.is_redundant:
+        return of_group
+    return of_group * (place + 1) // grid.tp - of_group * place // grid.tp
+
+
 def sizes_of(
     program: Program,
     workload: Workload,
@@ -49,16 +64,12 @@ def sizes_of(
             f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
             f"give ({grid.dp}, {workload.num_experts})"
         )
-    ranks = np.arange(grid.world)
-    group, place = ranks // grid.tp, ranks % grid.tp
+    place = np.arange(grid.world) % grid.tp
+    copies = copies_by_rank(program, grid, counts)
     tokens = np.full(grid.world, workload.tokens)
     share = 1
-    if program.is_redundant:
-        copies = counts[group]
-    else:
+    if not program.is_redundant:
         share = grid.tp
-        high, low = (place + 1)[:, None], place[:, None]
-        copies = counts[group] * high // grid.tp - counts[group] * low // grid.tp
         tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
     visits = None
     if any(slot.layout.flow in ONCE for slot in program.slots):

@@ -138,9 +138,10 @@ def _(
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
 def _(
-    x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first, pre, dy,
-    wants_x, wants_gates, wants_weights, **_,
-) -> int:  # type: ignore[no-untyped-def]  # fmt: skip
+    x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, ends: Any, ups: Any, up_biases: Any, down: Any,
+    down_bias: Any, activation: Any, gates_first: Any, pre: Any, dy: Any, wants_x: Any, wants_gates: Any, wants_weights: Any,
+    **_: Any,
+) -> int:  # fmt: skip
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
     products = 1 + wants_weights * (len(ups) + 1) + reaches_rows * len(ups)

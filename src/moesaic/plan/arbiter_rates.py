@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.call_sizes import copies_by_rank, sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.compute import rates_of
@@ -127,10 +127,7 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
         matrices=layer.matrices,
     )
     grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=SKEW, seed=0)
-    ranks = np.arange(grid.world)
-    copies, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
-    if not compiled.is_redundant:
-        copies = copies * (place + 1) // grid.tp - copies * place // grid.tp
+    copies = copies_by_rank(compiled.forward, grid, counts)
     load = Load(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
     arbitration = Arbiter(costs=costs, part_us=0.0, learn=False).start(
         compiled.plan, [each.plan for each in compiled.options]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.workload import Workload, imbalance
+from moesaic.cost.call_sizes import copies_by_rank, sizes_of
+from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.workload import Workload, imbalance, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.arbiter_rates import machine_of
+from moesaic.plan.compile import Compiled, for_call
+from moesaic.plan.lending import LENDERS
+from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.lending.lender import Load
 from moesaic.traces.trace import Trace
 
 
@@ -19,18 +24,75 @@ def simulate_counts(
 
     Args:
         simulator: of the cluster.
-        compiled: the plan.
+        compiled: the plan. Where it lends, its policy decides from the counts, as in a call.
         layer: the workload.
         counts: (dp, num_experts), as `fit_counts` returns them.
+
+    Raises:
+        InputError: if the cluster does not tell the rates by which the plan's policy decides.
     """
-    shapes = compiled.shapes(layer.num_experts)
+    runs, lent = decided(simulator, compiled, layer, counts)
+    shapes = runs.shapes(layer.num_experts)
     there, back = (
         simulator.run(
-            program, layer, compiled.grid, sizes=sizes_of(program, layer, compiled.grid, counts, shapes=shapes)
+            program, layer, runs.grid, sizes=sizes_of(program, layer, runs.grid, counts, lent=lent, shapes=shapes)
         )
-        for program in (compiled.forward, compiled.backward)
+        for program in (runs.forward, runs.backward)
     )
     return there, back
+
+
+def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
+    """Simulate a plan under even routing; returns the forward and the backward pass.
+
+    One rank stands for all where they do alike. Nothing is known of what a policy lends, so a call in which it lends anything
+    has every rank apart.
+
+    Args:
+        simulator: of the cluster.
+        compiled: the plan. Where it lends, its policy decides.
+        layer: the workload.
+
+    Raises:
+        InputError: as `simulate_counts`; if the policy lends anything, on more than `MAX_RANKS_APART` ranks.
+    """
+    counts = uniform_counts(compiled.grid.dp, layer) if compiled.lends else None
+    runs, lent = (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
+    if lent is None or counts is None:
+        there, back = (simulator.run(program, layer, runs.grid) for program in (runs.forward, runs.backward))
+        return there, back
+    if compiled.grid.world > MAX_RANKS_APART:
+        raise InputError(
+            f"plan.lending={compiled.plan.lending} lends copies under even routing too, which is simulated rank by rank, on at "
+            f"most {MAX_RANKS_APART} ranks, and the mesh has {compiled.grid.world}: choose another policy, or none"
+        )
+    return simulate_counts(simulator, compiled, layer, counts)
+
+
+def decided(
+    simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
+) -> tuple[Compiled, np.ndarray | None]:
+    """Return what a plan's policy decides for a call; arguments as of `simulate_counts`.
+
+    Returns:
+        the programs that run, and the copies that are lent, (world, num_experts, ep) int64; None where none is.
+    """
+    if not compiled.lends:
+        return compiled, None
+    costs = LendingCosts(
+        machine=machine_of(simulator.cluster, compiled.grid, layer),
+        element_bytes=layer.element_bytes,
+        matrices=layer.matrices,
+    )
+    copies = copies_by_rank(compiled.forward, compiled.grid, counts)
+    load = Load(compiled.grid, copies, layer.num_experts, max(1, layer.hidden // compiled.grid.etp), layer.dim)
+    if compiled.options:
+        arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
+        verdict = arbitration.choose(load)
+        return compiled.options[verdict.program], verdict.lent
+    lent = LENDERS[compiled.plan.lending](costs).decide(load)
+    runs = for_call(compiled, lent)
+    return runs, lent if runs.lends else None
 
 
 def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:

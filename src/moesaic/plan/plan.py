@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from enum import Enum
 from numbers import Integral
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
+from moesaic.plan.lending import LENDERS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
@@ -28,13 +30,15 @@ _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
     Codec: TypeAlias = str
+    Lending: TypeAlias = str
+    Order: TypeAlias = str
     Schedule: TypeAlias = str
 else:
     AllToAll = Literal[(*LINKS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
+    Lending = Literal[("none", *LENDERS, "arbiter")]
+    Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
-Order = Literal["early", "fifo", "optsche", "exact"]
-Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
 """Names of registries; a command line lists them as choices."""
 
 
@@ -80,8 +84,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        names = ("schedule", SCHEDULES), ("all_to_all", {**LINKS, **_OTHERS}), ("order", ORDERS)
-        for name, known in (*names, ("codec", CODECS), ("backward_codec", CODECS)):
+        links, lending = (*LINKS, *_OTHERS), ("none", *LENDERS, "arbiter")
+        names: dict[str, Collection[str]] = {
+            "schedule": SCHEDULES,
+            "all_to_all": links,
+            "lending": lending,
+            "order": ORDERS,
+        }
+        for name, known in (*names.items(), ("codec", CODECS), ("backward_codec", CODECS)):
             if getattr(self, name) not in known:
                 raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):

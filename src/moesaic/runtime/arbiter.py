@@ -26,6 +26,7 @@ from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_verdict import Pick, Verdict
 from moesaic.plan.compile import for_call
 from moesaic.plan.lending import LENDERS
+from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Load
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.arbiter_clock import CallClock, TimedCall
@@ -241,4 +242,4 @@ def _told(record: RoutingRecord) -> np.ndarray:
 
 
 def _named(policy: str) -> AbstractLender:
-    return Arbiter() if policy == "arbiter" else LENDERS[policy]()
+    return Arbiter() if policy == "arbiter" else LENDERS[policy](LendingCosts())

@@ -15,11 +15,9 @@ from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.lending import LENDERS
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.lending.lender import AbstractLender, Lent
-from moesaic.plan.lending.published import Published
-from moesaic.plan.lending.shadow import Shadow
-from moesaic.plan.lending.spill import Spill
 from moesaic.plan.plan import Crossing, Lending, Order
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -133,8 +131,7 @@ def slow_policy(lending: str) -> AbstractLender | None:
     costs = LendingCosts(machine=Machine(tflops=1e-9))
     if lending == "arbiter":
         return Arbiter(costs=costs)
-    policies = {"shadow": Shadow, "published": Published, "spill": Spill}
-    return policies[lending](costs) if lending in policies else None
+    return LENDERS[lending](costs) if lending in LENDERS else None
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moesaic.plan.lending import LENDERS
 from moesaic.testing.cases import Case, Refusals, draw_case
 from moesaic.testing.diagnosis import diagnose
 from moesaic.testing.equivalence import Errors, failures, ran_case, run_case
@@ -133,7 +134,7 @@ def answers(case: Case) -> list[str]:
 
 
 BALANCE = (
-    "shadow", "published", "spill", "least_loaded", "lending at random", "arbiter", "arbiter at random", "samples anywhere",
+    *LENDERS, "lending at random", "arbiter", "arbiter at random", "samples anywhere",
     "samples by policy", "experts in random orders", "token budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
 """Answers to skewed routing that cases give; docs/balance.md."""

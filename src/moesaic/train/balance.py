@@ -20,7 +20,7 @@ from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
 from moesaic.plan.arbiter_verdict import Verdict
 from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.model import job_of
-from moesaic.plan.placement import AbstractPlacer, Stay, TwoStage, Weighed
+from moesaic.plan.placement import PLACERS, AbstractPlacer, PlacerOptions
 from moesaic.program.grid import Grid
 from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
@@ -206,11 +206,9 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    if config.balance.placement == "weighed":
-        return Weighed(_machine(config, grid), least_gain=config.balance.least_gain, rest=config.balance.rest)
-    if config.balance.placement == "stay":
-        return Stay()
-    return TwoStage(least_gain=config.balance.least_gain, rest=config.balance.rest)
+    balance = config.balance
+    options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
+    return PLACERS[balance.placement](options)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:

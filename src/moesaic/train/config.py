@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.expert_placement import EXPERT_PLACERS
+from moesaic.plan.placement import PLACERS
 from moesaic.plan.plan import Plan
+
+if TYPE_CHECKING:
+    ExpertPolicy: TypeAlias = str
+    Placement: TypeAlias = str
+else:
+    ExpertPolicy = Literal[tuple(EXPERT_PLACERS)]
+    Placement = Literal[("none", *PLACERS)]
+"""Names of registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +162,16 @@ class PlaceExpertsConfig:
 
     every: int = 0
     """Optimizer steps between decisions; 0: experts stay where they are."""
-    policy: Literal["balanced", "smartmoe"] = "balanced"
+    policy: ExpertPolicy = "balanced"
     """balanced: moves where the gain until the next decision pays for it. smartmoe: as published, whatever a move costs."""
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank, by which balanced weighs computing, travelling and moving; those of planner.cluster or
     planner.profile take their place where one is named."""
 
     def __post_init__(self) -> None:
+        if self.policy not in EXPERT_PLACERS:
+            known = ", ".join(EXPERT_PLACERS)
+            raise InputError(f"place_experts.policy={self.policy!r} is unknown: choose one of {known}")
         if self.every < 0:
             raise InputError(f"place_experts.every={self.every}: must be 0 (off) or a number of steps")
 
@@ -167,7 +180,7 @@ class PlaceExpertsConfig:
 class BalanceConfig:
     """What moves where routing is skewed, besides what `plan.lending` says; docs/balance.md."""
 
-    placement: Literal["none", "stay", "two_stage", "weighed"] = "none"
+    placement: Placement = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
     programs. With plan.lending=arbiter, samples move in the calls in which that gains most."""
@@ -184,6 +197,9 @@ class BalanceConfig:
     """For placement: passes in which it is not asked after some in which nobody moved; 0 to ask in every pass."""
 
     def __post_init__(self) -> None:
+        if self.placement not in ("none", *PLACERS):
+            known = ", ".join(("none", *PLACERS))
+            raise InputError(f"balance.placement={self.placement!r} is unknown: choose one of {known}")
         for name in ("margin", "memory", "least_gain"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"balance.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")

@@ -1,4 +1,4 @@
-"""Which expert lives where: a permutation of a layer's experts over the places of ep, from the load of recent steps.
+"""The interface of expert placement: a permutation of a layer's experts over the places of ep, from the load of recent steps.
 
 SmartMoE (Zhai et al., USENIX ATC 2023) permutes experts every few steps and ignores what a move costs. Here a move carries
 the expert's weights, master copies and optimizer moments, some seven times the bytes of lending it once, so it must pay
@@ -8,7 +8,6 @@ within the steps until the next decision. Every place keeps equally many experts
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +15,6 @@ import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
-from moesaic.plan.expert_swaps import fewest_between_nodes, least_busiest, spread_by_load
 from moesaic.program.grid import Grid
 
 
@@ -180,46 +178,6 @@ class AbstractExpertPlacer(ABC):
         """
 
 
-class Balanced(AbstractExpertPlacer):
-    """Ours: the least busiest place, then the fewest rows between nodes, as far as the way there pays for itself.
-
-    Besides the best order it looks at each step of a way to it by swaps of two experts, which moves little at first.
-
-    Args:
-        rates: of rows; None for those of `cost.Machine`.
-    """
-
-    def __init__(self, rates: ExpertRates | None = None) -> None:
-        self.rates = rates or ExpertRates()
-
-    def decide(self, load: ExpertLoad) -> np.ndarray:
-        """Return the order of the least modelled time until the next decision, its move included."""
-        seconds = ExpertSeconds(load, self.rates)
-        way = least_busiest(load.weight, load.place, load.grid.ep)
-        way += fewest_between_nodes(load.weight, load.crossing, way[-1])
-        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first is to stay: it wins ties
-
-    def best(self, load: ExpertLoad) -> np.ndarray:
-        """Return the place of each expert, (num_experts,) int64, if moving cost nothing."""
-        ep = load.grid.ep
-        starts = (load.place, spread_by_load(load.weight, ep))
-        ends = [least_busiest(load.weight, start, ep)[-1] for start in starts]
-        found = [fewest_between_nodes(load.weight, load.crossing, end, stay=load.place)[-1] for end in ends]
-        return min(found, key=lambda place: (load.busiest(place), load.between_nodes(place)))
-
-
-class SmartMoE(AbstractExpertPlacer):
-    """As published: by descending load, each expert to the least loaded place with a free slot, its old one if equal.
-
-    Taken whenever the busiest place gets less, whatever the move costs, wherever rows have to go. Kept to be compared with.
-    """
-
-    def decide(self, load: ExpertLoad) -> np.ndarray:
-        """Return the greedy order if its busiest place has fewer rows."""
-        place = spread_by_load(load.weight, load.grid.ep, load.place)
-        return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
-
-
 class GivenOrders(AbstractExpertPlacer):
     """Returns what it is told, one order after the other: for tests and replays.
 
@@ -233,13 +191,6 @@ class GivenOrders(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the next order."""
         return next(self._left, load.order)
-
-
-EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": Balanced,
-    "smartmoe": lambda _: SmartMoE(),
-}
-"""By name."""
 
 
 def check_order(order: np.ndarray, num_experts: int) -> None:
