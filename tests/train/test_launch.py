@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,11 +147,9 @@ def test_sigterm_saves_on_all_ranks(tmp_path):
 def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     script = tmp_path / "fail.py"
     script.write_text(FAIL.format(error=error).replace("import sys\n", "import sys\nimport moesaic.errors\n", 1))
-    begin = time.monotonic()
     process = start(tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"ep": 2}), tmp_path, script=script)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert time.monotonic() - begin < 60
     before, _, summary = err.partition("FAILED\n")
     assert before.count(said) == 1
     assert before.count("Traceback") <= (1 if "bug" in said else 0) + 1  # torchrun's own is the other
@@ -161,7 +158,7 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     assert re.search(r"error_file: /\S+error.json", summary)
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous):
     config = tiny(tmp_path, steps=7, batch_size=4, save_every=1, existing="resume", mesh={"ep": 2})
     whole = start(replace(config, out=str(tmp_path / "whole")), tmp_path)
@@ -172,7 +169,7 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
     elastic = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(free_port()))
     process = start(config, tmp_path, script=script, elastic=("--max-restarts", "3", *elastic))
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -182,13 +179,14 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
     assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_refusal_after_a_restart_is_still_said(tmp_path):
     script = tmp_path / "die.py"
     script.write_text(DIE)
     config = tiny(tmp_path, steps=7, batch_size=4, save_every=1, existing="refuse", mesh={"ep": 2})
     process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "1"))
     try:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode != 0
