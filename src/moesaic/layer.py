@@ -348,13 +348,13 @@ class MoE(InjectsLosses, TapedModule):
     ) -> Routed:
         """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
         replay = None if self.tape is None else self.tape.read(self)
-        counts = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
-        counts = counts and (torch.compiler.is_compiling() or not is_recomputing())
+        trains = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
+        trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if self.on_mesh is not None:
             self.data_ranks.refuse_wrapped(self.experts.parameters())
-        elif counts:
+        elif trains:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
@@ -369,7 +369,7 @@ class MoE(InjectsLosses, TapedModule):
         routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
         if self.tape is not None and not self.tape.is_replaying:
             self.tape.write(self, routed.record)
-        if counts:
+        if trains:
             if self.step_counts.device != x.device:
                 self.step_counts = self.step_counts.to(x.device)
             if torch.compiler.is_compiling():
