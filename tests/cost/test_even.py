@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import Host
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.even import Even
+from moesaic.cost.movement import ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.sweep import SweepSimulator
@@ -25,10 +27,11 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled
 from moesaic.program.build import SCHEDULES
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Axis, Grid
 from moesaic.program.links import LINKS
 from moesaic.program.links.link import AbstractLink, Hop, Leg, Places, legs_of
-from moesaic.program.task import Lane, Op
+from moesaic.program.shapes import Move
+from moesaic.program.task import Lane, Layout, Op
 from moesaic.program.volume import messages_of
 
 GRIDS = [
@@ -178,7 +181,7 @@ def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> Non
     for task in found.forward.tasks:
         if task.op is Op.MOVE:
             sent = {(a, b): float(rows) for a, b, rows in messages_of(task, slots, sizes)}
-            for source, target, rows, _ in even.sends(task, slots):
+            for source, target, rows, _ in even.sent(ends_of(task, slots)[1]):
                 assert rows == sent.get((source, target), 0.0), (task.name, source, target)
                 seen += rows > 0
     assert seen > 10
@@ -332,3 +335,58 @@ def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch
     assert found is not None
     with pytest.raises(InputError, match="choose an all-to-all in which all nodes do the same, or at most 512 ranks"):
         Simulator(tree(256, 4)).run(found.forward, layer, grid)
+
+
+LAYOUTS = [
+    Layout(flow=flow, spread=spread, whole_tp=whole, experts=experts)
+    for flow in ("copies", "tokens")
+    for spread in ((), ("ep",), ("etp",), ("ep", "etp"), ("node",), ("local",))
+    for whole in (False, True)
+    for experts in (("all", "rank", "node") if flow == "copies" else ("all",))
+]
+AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"), ("node",), ("local",))
+
+
+@pytest.mark.parametrize(
+    "grid", [GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")]
+)
+def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
+    """Between any two layouts, over any axes, summed or not: whatever a schedule moves, nodes are alike or it is refused."""
+    found = compiled(grid, schedule="s2")
+    assert found is not None
+    program, per_node = found.forward, grid.ranks_per_node or grid.world
+    even = Simulator(tree(grid.world // per_node, per_node)).volumes(program, WORKLOAD, grid)
+    assert isinstance(even, Even)
+    sizes, seen = sizes_of(program, WORKLOAD, grid), 0
+    space = [Move(*each) for each in itertools.product(LAYOUTS, LAYOUTS, AXES, (False, True))]
+    for move in random.Random(7).sample([m for m in space if m.source.flow == m.target.flow], 1500):
+        try:
+            lots = [sizes.outgoing(move, rank) for rank in range(grid.world)]
+        except AssertionError:  # the target's pieces are nowhere in the group
+            continue
+        left = [sum(n for peer, n in zip(lot.peers, lot.counts) if peer != rank) for rank, lot in enumerate(lots)]
+        try:
+            sent = even.sent(move)
+        except UnlikeError:
+            continue
+        seen += 1
+        by_source = Counter(dict.fromkeys(range(per_node), 0.0))
+        for source, target, rows, count in sent:
+            assert rows == sizes.num_moved(move, source, target), move
+            by_source[source] += rows * count
+        assert left == [by_source[rank % per_node] for rank in range(grid.world)], move
+    assert seen > 100
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_rows_of_any_layout_are_those_of_sizes(grid: Grid) -> None:
+    found = compiled(grid, schedule="s2")
+    assert found is not None
+    even = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)).volumes(
+        found.forward, WORKLOAD, grid
+    )
+    sizes = sizes_of(found.forward, WORKLOAD, grid)
+    for layout in LAYOUTS:
+        assert [sizes.num_rows(layout, rank) for rank in range(grid.world)] == [even.rows(layout)[0]] * grid.world, (
+            layout
+        )

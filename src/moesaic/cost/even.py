@@ -131,9 +131,8 @@ class Even(AbstractVolumes):
             self._found[key] = self._find(task, move, num_bytes)
         return self._found[key]
 
-    def sends(self, task: Task, slots: Mapping[str, Slot]) -> list[tuple[int, int, float, float]]:
+    def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
         """Return (source, target, rows, how many targets it stands for) of what a movement sends before it is lowered."""
-        move = ends_of(task, slots)[1]
         pairs, rows = self._sent(self._radix(move.source), move)
         return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
 
