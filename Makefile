@@ -53,6 +53,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/python benchmarks/relocate_train.py --json $(RESULTS)/relocate_train.json
 	$(BIN)/python benchmarks/lent_weights.py --json $(RESULTS)/lent_weights.json
 	$(BIN)/python benchmarks/placement_gaps.py --json $(RESULTS)/placement_gaps.json
+	$(BIN)/python benchmarks/extending.py --json $(RESULTS)/extending.json
 	$(BIN)/python benchmarks/token_budget.py --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/python benchmarks/moe_vs_dense.py --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/python benchmarks/codec_error.py --json $(RESULTS)/codec_error.json
