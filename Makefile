@@ -53,6 +53,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/python -m moesaic_lab.relocate_train --json $(RESULTS)/relocate_train.json
 	$(BIN)/python -m moesaic_lab.lent_weights --json $(RESULTS)/lent_weights.json
 	$(BIN)/python -m moesaic_lab.placement_gaps --json $(RESULTS)/placement_gaps.json
+	$(BIN)/python -m moesaic_lab.extending --json $(RESULTS)/extending.json
 	$(BIN)/python -m moesaic_lab.token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/python -m moesaic_lab.moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/python -m moesaic_lab.codec_error --json $(RESULTS)/codec_error.json
