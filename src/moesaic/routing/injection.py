@@ -192,7 +192,7 @@ class InjectLoss(torch.autograd.Function):
             return grad_y, None, None
         injection.loss = None
         weight = injection.passes.weight(grad_y, injection.is_half)
-        return grad_y, (weight * injection.share).to(ctx.loss_dtype), None
+        return grad_y, weight.to(ctx.loss_dtype) * injection.share, None
 
 
 class InjectLossCompiled(torch.autograd.Function):
@@ -209,7 +209,7 @@ class InjectLossCompiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         weight = injected_weight(grad_y, ctx.passes, ctx.is_half) if ctx.scale is None else ctx.scale
-        return grad_y, (weight * ctx.share).to(ctx.loss_dtype), None, None, None, None
+        return grad_y, weight.to(ctx.loss_dtype) * ctx.share, None, None, None, None
 
 
 class _Shared(torch.autograd.Function):
