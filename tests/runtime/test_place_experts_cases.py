@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from meshes import make_layer, on_mesh, tokens_of
-from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, imitation
+from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, opened
 from torch import Tensor
 
-from moesaic.comm.deepep import DeepEP
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.wire import AbstractWire
@@ -19,13 +18,12 @@ from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.plan.placement import Given, Homes
 from moesaic.program.grid import Grid
-from moesaic.runtime import on_mesh as on_mesh_module
 from moesaic.runtime.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case
 from moesaic.testing.placed import expert_placement_of
 
-__all__ = ["imitation"]
+__all__ = ["opened"]
 
 CASES = 60
 
@@ -42,15 +40,13 @@ def test_random_cases_in_random_orders() -> None:
     assert wrong == {}
 
 
-@pytest.mark.usefixtures("imitation")
-def test_deepep_finds_experts_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    wires: dict[int, AbstractWire] = {}
-    monkeypatch.setattr(on_mesh_module, "open_deepep", lambda grid, rank, count: DeepEP(wires[rank], count))
+@pytest.mark.usefixtures("opened")
+def test_deepep_finds_experts_where_they_are() -> None:
     x = torch.randn(4, TOKENS, DIM)
     whole = MoE(DIM, 8, EXPERTS, 2)
 
     def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
-        wires[wire.rank], found = wire, []
+        found = []
         for order in (np.arange(EXPERTS), np.random.default_rng(0).permutation(EXPERTS)):
             layer = on_mesh(whole, GRID, wire, Plan(all_to_all="deepep"))
             expert_placement_of(layer, Mesh(GRID, wire)).place([order])
