@@ -137,10 +137,10 @@ def _(
 
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
-def _(
+def _(  # type: ignore[no-untyped-def]
     x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first, pre, dy,
     wants_x, wants_gates, wants_weights, **_,
-) -> int:  # type: ignore[no-untyped-def]  # fmt: skip
+) -> int:  # fmt: skip
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
     products = 1 + wants_weights * (len(ups) + 1) + reaches_rows * len(ups)
