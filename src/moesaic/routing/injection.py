@@ -61,7 +61,7 @@ def collect_losses(model: nn.Module) -> list[Tensor]:
         model: holds the layers; its forward pass was run in training mode, with gradients.
 
     Returns:
-        one () tensor per call of a layer that has losses, differentiable; none of calls whose result is held by nobody any more,
+        one () tensor per call of a layer that has losses, differentiable; none of calls whose result nobody holds any more,
         and none of calls inside a reentrant checkpoint, whose losses exist in backward only and are injected there.
 
     Raises:
