@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from helpers import make_layer
 from moesaic import LoadBalance, MoE, ZLoss, collect_losses, set_loss_scale
 from moesaic.errors import InputError
+from moesaic.routing import injection
 from moesaic.routing.injection import InjectsLosses
 
 LOSSES = (ZLoss(0.1), LoadBalance(0.2))
@@ -229,6 +230,20 @@ def test_layers_share_their_compiled_code(compiled: Callable[[MoE], Callable[[Te
             (compiled(layer)(tokens()) * 0).sum().backward()
         assert weight_of(layer, gradient) == 1.0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_a_torch_whose_graphs_take_no_objects_injects_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(injection, "TAKES_OBJECTS", False)
+    layer = layer_of()
+    gradient = once(layer)
+    call = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        (call(tokens()) * 0).sum().backward()
+    assert weight_of(layer, gradient) == 1.0
+    y = call(tokens())
+    assert y.requires_grad
+    assert len(collect_losses(layer)) == 1
 
 
 # Float16

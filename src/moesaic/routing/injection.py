@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._library.opaque_object import register_opaque_type
-from torch._opaque_base import OpaqueBase
 from torch.autograd import Variable
 
 from moesaic.errors import InputError
+
+try:
+    from torch._library.opaque_object import register_opaque_type
+    from torch._opaque_base import OpaqueBase
+except ImportError:  # pragma: no cover - a torch whose custom operators take no objects
+    TAKES_OBJECTS, Base = False, object
+else:
+    TAKES_OBJECTS, Base = True, OpaqueBase
+"""Whether a compiled graph can hand an object to an operator; where it cannot, a loss is injected between two graphs."""
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
@@ -54,8 +61,8 @@ def collect_losses(model: nn.Module) -> list[Tensor]:
         model: holds the layers; its forward pass was run in training mode, with gradients.
 
     Returns:
-        one () tensor per call of a layer that has losses, differentiable; none of calls inside a reentrant checkpoint, whose
-        losses exist in backward only and are injected there.
+        one () tensor per call of a layer that has losses, differentiable; none of calls whose result nobody holds any more,
+        and none of calls inside a reentrant checkpoint, whose losses exist in backward only and are injected there.
 
     Raises:
         InputError: for a layer whose last call was compiled: its graph injects the losses itself.
@@ -64,7 +71,7 @@ def collect_losses(model: nn.Module) -> list[Tensor]:
     return [loss for layer in layers for loss in layer.take_losses()]
 
 
-class BackwardPasses(OpaqueBase):
+class BackwardPasses(Base):  # type: ignore[misc, valid-type]
     """Counts the backward passes of a layer, step by step; see the module's docstring.
 
     Wrappers such as FSDP2 show a layer other parameters within a pass than those that the optimizer changes. So what is
@@ -137,18 +144,17 @@ class BackwardPasses(OpaqueBase):
         self._had_gradient = any(parameter.grad is not None for parameter in self._watched)
 
 
-register_opaque_type(BackwardPasses, typ="reference")
+if TAKES_OBJECTS:
+    register_opaque_type(BackwardPasses, typ="reference")
 
+    @torch.library.custom_op("moesaic::injected_weight", mutates_args=())
+    def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
+        """Return `passes.weight(like, is_half)`, out of a compiled backward pass."""
+        return passes.weight(like, is_half)
 
-@torch.library.custom_op("moesaic::injected_weight", mutates_args=())
-def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
-    """Return `passes.weight(like, is_half)`, out of a compiled backward pass."""
-    return passes.weight(like, is_half)
-
-
-@injected_weight.register_fake
-def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
-    return like.new_empty((), dtype=torch.float32)
+    @injected_weight.register_fake
+    def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
+        return like.new_empty((), dtype=torch.float32)
 
 
 class Injection:
@@ -253,11 +259,20 @@ class InjectsLosses(nn.Module):
         """
         if self.loss_scale.device != y.device:
             self.loss_scale = self.loss_scale.to(y.device)
-        if torch.compiler.is_compiling():
-            self._was_compiled = True
-            scale = self.loss_scale if self.loss_scale_is_set else None
-            out: Tensor = InjectLossCompiled.apply(y, loss, scale, self._passes, share, is_half)
-            return out
+        if not torch.compiler.is_compiling():
+            return self._inject_now(y, loss, share, is_half)
+        if not TAKES_OBJECTS:
+            return self._inject_between_graphs(y, loss, share, is_half)
+        self._was_compiled = True
+        scale = self.loss_scale if self.loss_scale_is_set else None
+        out: Tensor = InjectLossCompiled.apply(y, loss, scale, self._passes, share, is_half)
+        return out
+
+    @torch.compiler.disable
+    def _inject_between_graphs(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
+        return self._inject_now(y, loss, share, is_half)
+
+    def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         injection = Injection(self._passes, loss, share, is_half)
         self._was_compiled = False
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again, for the backward pass that runs
