@@ -173,7 +173,7 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
     module = parsed(path)
     missing = [] if ast.get_docstring(module) else [f"{name_of(path)}: module"]
 
-    def visit(body: list[ast.stmt], bases: list[str]) -> None:
+    def node_token(body: list[ast.stmt], bases: list[str]) -> None:
         for node in body:
             if not isinstance(node, (*Function.__args__, ast.ClassDef)) or node.name.startswith("_"):
                 continue
@@ -182,9 +182,9 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
             if not ast.get_docstring(node) and not overrides and not overloaded:
                 missing.append(f"{name_of(path)}:{node.lineno} {node.name}")
             if isinstance(node, ast.ClassDef):
-                visit(node.body, [ast.unparse(base) for base in node.bases])
+                node_token(node.body, [ast.unparse(base) for base in node.bases])
 
-    visit(module.body, [])
+    node_token(module.body, [])
     return missing
 
 

@@ -12,7 +12,7 @@ import moesaic
 from helpers import TOP_K
 from moesaic import Capacity, LoadBalance, MoE, PlainExperts, ZLoss
 from moesaic.errors import InputError
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.routers import ROUTERS
 
 
 @pytest.mark.parametrize("factor", [1.25, 2])

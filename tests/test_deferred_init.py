@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers import TOP_K, ids_for
 from moesaic import ModuleExperts, MoE, PlainExperts, balance_on_step
-from moesaic.routing.gates import ON_MESH, ROUTERS
+from moesaic.routing.routers import ON_MESH, ROUTERS
 
 NAMES = sorted({**ROUTERS, **ON_MESH})
 

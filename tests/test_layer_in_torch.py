@@ -123,10 +123,10 @@ def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
     return max(float((one - other).detach().abs().max()) for one, other in zip(some, others))
 
 
-def parallel(wire: str = "sockets", **options: object) -> MoE:
+def parallel(transport: str = "sockets", **options: object) -> MoE:
     layer, mesh = layer_of(**options), Mesh.create(ep=2)
-    if wire == "gloo":
-        mesh = dataclasses.replace(mesh, wire=Gloo(dist.group.WORLD))
+    if transport == "gloo":
+        mesh = dataclasses.replace(mesh, transport=Gloo(dist.group.WORLD))
     layer.parallelize(mesh, Plan(schedule="s1"))
     return layer
 
@@ -147,12 +147,12 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def copies(wire: str) -> dict[str, Any]:
-    layer = parallel(wire)
+def copies(transport: str) -> dict[str, Any]:
+    layer = parallel(transport)
     expected = step(layer, layer)
     other = copy.deepcopy(layer)
     found: dict[str, Any] = {"deepcopy": largest_difference(step(other, other), expected)}
-    found["shares connections"] = other.on_mesh.wire is layer.on_mesh.wire
+    found["shares connections"] = other.on_mesh.transport is layer.on_mesh.transport
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2.0)
@@ -267,10 +267,10 @@ def test_a_layer_on_a_mesh_compiles_and_equals_eager(found: list[dict[str, Any]]
         assert "a MoE layer on a mesh runs programs over connections" in results["fullgraph"]
 
 
-@pytest.mark.parametrize("wire", ["sockets", "gloo"])
-def test_a_layer_on_a_mesh_can_be_copied_and_averaged(wire: str, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
+def test_a_layer_on_a_mesh_can_be_copied_and_averaged(transport: str, found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        results = of_rank[wire]
+        results = of_rank[transport]
         assert isinstance(results, dict), results
         assert results["deepcopy"] == results["is its own"] == 0.0
         assert results["shares connections"]
@@ -279,14 +279,14 @@ def test_a_layer_on_a_mesh_can_be_copied_and_averaged(wire: str, found: list[dic
         assert results["chunks"] == (2, 1)
 
 
-@pytest.mark.parametrize("wire", ["sockets", "gloo"])
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_no_file_holds_connections(wire: str, how: str, found: list[dict[str, Any]]) -> None:
+def test_no_file_holds_connections(transport: str, how: str, found: list[dict[str, Any]]) -> None:
     message = (
         "a layer on a mesh holds connections to other ranks, which no file or other process can take over: save its "
         "state_dict(), or copy it with copy.deepcopy"
     )
-    assert [of_rank[wire][how] for of_rank in found] == [message] * 2
+    assert [of_rank[transport][how] for of_rank in found] == [message] * 2
 
 
 @pytest.mark.parametrize("router", ["softmax", "noisy"])

@@ -44,11 +44,11 @@ KINDS = {
     "all-to-all": "An all-to-all",
     "codec": "A codec",
     "schedule": "A schedule",
-    "lending policy": "A balancing policy",
+    "replication policy": "A balancing policy",
     "expert kernel": "An expert kernel",
 }
 """The row of CONTRIBUTING.md's table that is about a kind of part, and the page's heading over its code."""
-FIELDS = {"all-to-all": "all_to_all", "codec": "codec", "schedule": "schedule", "lending policy": "lending"}
+FIELDS = {"all-to-all": "all_to_all", "codec": "codec", "schedule": "schedule", "replication policy": "replication"}
 """The field of a plan that names a part of this kind, for those that move bytes."""
 NODES = (2, 4, 8)
 CLUSTER = "25gbe"
@@ -256,9 +256,11 @@ def simulated(field: str, value: str) -> Rows:
                 refusal = str(error)
                 continue
             counts = uniform_counts(grid.dp, layer)
-            runs, lent = decided(simulator, compiled, layer, counts)
+            runs, replicated = decided(simulator, compiled, layer, counts)
             for number, program in enumerate((runs.forward, runs.backward)):
-                sizes = sizes_of(program, layer, runs.grid, counts, lent=lent, shapes=runs.shapes(layer.num_experts))
+                sizes = sizes_of(
+                    program, layer, runs.grid, counts, replicated=replicated, shapes=runs.shapes(layer.num_experts)
+                )
                 exact = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
                 even = simulate_even(simulator, compiled, layer)[number].seconds
                 found.append(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moesaic.routing.losses import Importance, LoadBalance, ZLoss
     from moesaic.routing.routing import Routing
     from moesaic.runtime.gradients import average_gradients
-    from moesaic.runtime.tape import checkpoint, replay_contexts
+    from moesaic.runtime.routing_cache import checkpoint, replay_contexts
 
 __version__ = "0.1.0"
 
@@ -46,8 +46,8 @@ _HOMES = {
     "collect_losses": "moesaic.routing.injection",
     "set_loss_scale": "moesaic.routing.injection",
     "Routing": "moesaic.routing.routing",
-    "checkpoint": "moesaic.runtime.tape",
-    "replay_contexts": "moesaic.runtime.tape",
+    "checkpoint": "moesaic.runtime.routing_cache",
+    "replay_contexts": "moesaic.runtime.routing_cache",
 }
 
 __all__ = [

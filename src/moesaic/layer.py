@@ -22,28 +22,28 @@ from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.lending.lender import AbstractLender
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
-from moesaic.routing.gates import ON_MESH, ROUTERS, RouterFactory, TopologyGate
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
 from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime import same_weights
 from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
-from moesaic.runtime.on_mesh import OnMesh
+from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.relocate import SampleMove
 from moesaic.runtime.relocate_residual import Residual
 from moesaic.runtime.relocate_run import RelocatedCall, run_relocated
+from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.shard import shard_experts
-from moesaic.runtime.tape import TapedModule, count_in_graph, is_recomputing
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
 
 
-class MoE(InjectsLosses, TapedModule):
+class MoE(InjectsLosses, RoutingCached):
     """A router, experts, and optionally a shared expert that every token passes.
 
     `y = moe(x)` for x of (..., dim); `y, routing = moe(x, return_routing=True)` also returns the record of the call.
@@ -127,14 +127,14 @@ class MoE(InjectsLosses, TapedModule):
         self.eval_capacity = None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
         # No buffer: DDP would overwrite it with the first rank's, and to_empty would leave it undefined.
         self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        self.on_mesh: OnMesh | None = None
+        self.on_mesh: ExpertParallel | None = None
         self.data_ranks = DataRanks()
 
     def parallelize(
         self,
         mesh: AbstractMesh,
         plan: Plan | Compiled,
-        lender: AbstractLender | None = None,
+        policy: AbstractReplicationPolicy | None = None,
         *,
         broadcast: bool = False,
     ) -> None:
@@ -150,7 +150,8 @@ class MoE(InjectsLosses, TapedModule):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
-            lender: under a plan that lends copies, what decides which; None takes the policy that the plan names.
+            replication policy: under a plan that replicates copies, what decides which; None takes the policy that the
+            plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
@@ -162,12 +163,12 @@ class MoE(InjectsLosses, TapedModule):
         weights = same_weights.described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
-        on_mesh = OnMesh(
-            mesh.grid, mesh.wire, plan, self.experts, before, lender, settings, weights, deepep=lambda: mesh.deepep
+        on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
-            same_weights.take_first(self, mesh.wire)
-        if isinstance(self.router, TopologyGate) and not self.router.is_placed:
+            same_weights.take_first(self, mesh.transport)
+        if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
@@ -346,9 +347,9 @@ class MoE(InjectsLosses, TapedModule):
         top_k: int,
         capacity: AbstractCapacity,
     ) -> Routed:
-        """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
-        replay = None if self.tape is None else self.tape.read(self)
-        trains = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
+        """The route stage, recorded on the routing cache or replayed from it; counts the step's load once."""
+        replay = None if self.routing_cache is None else self.routing_cache.read(self)
+        trains = replay is None and self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
         trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
@@ -367,8 +368,8 @@ class MoE(InjectsLosses, TapedModule):
         )
         run = route if self.on_mesh is None else self.on_mesh.route
         routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
-        if self.tape is not None and not self.tape.is_replaying:
-            self.tape.write(self, routed.record)
+        if self.routing_cache is not None and not self.routing_cache.is_replaying:
+            self.routing_cache.write(self, routed.record)
         if trains:
             if self.step_counts.device != x.device:
                 self.step_counts = self.step_counts.to(x.device)

@@ -13,7 +13,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.volume import even_sizes
@@ -60,8 +60,8 @@ def test_methods_near_the_reference_are_timed_more_often() -> None:
 def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
     job = job_of(factor=factor)
 
-    def rank(wire: AbstractWire) -> dict[str, Step]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> dict[str, Step]:
+        recorder = Recorder(transport)
         runner = ranks.Runner(job, recorder)
         return {name: ranks.count(runner, recorder, plan) for name, plan in job.methods.items()}
 

@@ -63,10 +63,10 @@ def test_paths_say_what_the_formulas_of_the_papers_say(schedule: str, link: str)
     assert other == pytest.approx(crossing)
 
 
-def test_the_stored_results_cover_every_published_schedule_and_all_to_all_on_both_wires() -> None:
+def test_the_stored_results_cover_every_published_schedule_and_all_to_all_on_both_transports() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text(encoding="utf-8"))
-    for wire in ("loopback", "gloo"):
-        rows = [row for row in found["rows"] if row["wire"] == wire]
+    for transport in ("loopback", "gloo"):
+        rows = [row for row in found["rows"] if row["transport"] == transport]
         assert {row["schedule"] for row in rows} >= {"baseline", "ted", "s1", "s2", "s3"}
         assert {row["all_to_all"] for row in rows} >= {
             "linear",

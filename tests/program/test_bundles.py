@@ -107,7 +107,10 @@ def kind_of(program: Program, task: Task) -> Kind:
     [
         (
             "multicast",
-            [["stop_index_here", "copy_index_here", "gates_here", "visits_here"], ["copy_index_in", "g", "stops_in"]],
+            [
+                ["stop_index_here", "copy_index_here", "gates_here", "node_tokens_here"],
+                ["copy_index_in", "g", "stops_in"],
+            ],
             [["gates_here'", "stops'"], ["gates'", "visits'"]],
         ),
         ("linear", [["g", "h"]], [["gates'", "rows'"]]),

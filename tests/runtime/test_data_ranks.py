@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import LoadBalance, MoE, balance_on_step, finish_step, set_loss_scale
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.routers import ROUTERS
 from worlds import on_ranks, refusal
 
 DIM, TOKENS, STEPS, MICRO = 8, 8, 3, 2

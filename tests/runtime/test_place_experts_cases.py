@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.plan.placement import Given, Homes
@@ -45,13 +45,13 @@ def test_deepep_finds_experts_where_they_are() -> None:
     x = torch.randn(4, TOKENS, DIM)
     whole = MoE(DIM, 8, EXPERTS, 2)
 
-    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
         found = []
         for order in (np.arange(EXPERTS), np.random.default_rng(0).permutation(EXPERTS)):
-            layer = on_mesh(whole, GRID, wire, Plan(all_to_all="deepep"))
-            expert_placement_of(layer, Mesh(GRID, wire)).place([order])
+            layer = on_mesh(whole, GRID, transport, Plan(all_to_all="deepep"))
+            expert_placement_of(layer, Mesh(GRID, transport)).place([order])
             with torch.autocast("cpu", torch.bfloat16):
-                found.append(layer(x[wire.rank]).detach())
+                found.append(layer(x[transport.rank]).detach())
         return found[0], found[1]
 
     for still, moved in run_ranks(4, rank):
@@ -66,21 +66,21 @@ def test_samples_that_move_find_experts_that_moved() -> None:
     after = Homes(np.array([[7, 1], [0, 3], [4, 2], [6, 5]]))
     order = np.array([2, 3, 0, 1])
 
-    def run(wire: AbstractWire, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
+    def run(transport: AbstractTransport, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
         assert layer.on_mesh is not None
         following = Following(layer.router, 2, layer.on_mesh.order)
-        trip = Relocator(Mesh(grid, wire), Given([after]), ends_home=False).start([following] * 2, 2, 3)
+        trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start([following] * 2, 2, 3)
         move = trip.next()
-        y = trip.take_home(layer(tokens_of(wire.rank).view(2, 3, -1), move=move))
+        y = trip.take_home(layer(tokens_of(transport.rank).view(2, 3, -1), move=move))
         assert move.load is not None
         assert move.load.following is not None
         return y.detach(), move.load.copies, move.load.following
 
-    def rank(wire: AbstractWire) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
-        found = [run(wire, layer)]
-        expert_placement_of(layer, Mesh(grid, wire)).place([order])
-        return [*found, run(wire, layer)]
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s1"))
+        found = [run(transport, layer)]
+        expert_placement_of(layer, Mesh(grid, transport)).place([order])
+        return [*found, run(transport, layer)]
 
     for (still, copies, following), (moved, by_slot, following_by_slot) in run_ranks(4, rank):
         torch.testing.assert_close(moved, still, rtol=1e-12, atol=1e-12)

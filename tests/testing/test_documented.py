@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from documented import block
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
-from moesaic.program.links import LINKS
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case
 
@@ -24,7 +24,7 @@ def test_the_schedule_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_all_to_all_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LINKS, "ring", block("An all-to-all")["NodeRing"]())
+    monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cases = [case for case in map(draw_case, SEEDS) if case.plan.all_to_all == "ring"]
     assert sum(case.grid.world > (case.grid.ranks_per_node or case.grid.world) for case in cases) >= 4
     for case in cases:

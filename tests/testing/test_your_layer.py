@@ -123,8 +123,8 @@ def test_rows_go_where_they_are_sent_whatever_their_number():
     from moesaic.comm.mesh import Mesh
     from moesaic.testing.your_layer import Rank
 
-    def run(wire):
-        rank = Rank(Mesh(Grid(world=4, ep=4), wire))
+    def run(transport):
+        rank = Rank(Mesh(Grid(world=4, ep=4), transport))
         parts = [torch.full((peer + rank.number, 2), 10 * rank.number + peer) for peer in range(4)]
         return rank.all_to_all(parts, "ep")
 

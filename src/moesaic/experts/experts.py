@@ -14,7 +14,7 @@ from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
-Late = list[Callable[[], None]]
+DeferredWgrad = list[Callable[[], None]]
 """What is to be done before the gradients of split parameters are read."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
@@ -179,7 +179,7 @@ class AbstractExperts(nn.Module, ABC):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.experts.experts import (
     AbstractExperts,
-    Late,
+    DeferredWgrad,
     Weights,
     compute_dtype,
     init_stacked,
@@ -120,15 +120,15 @@ class StackedExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
         work = self._work(sharded, common, rows, gates, ends, shards)
-        found = expert_gradients(work, kept, dy, late=late is not None)
+        found = expert_gradients(work, kept, dy, deferred_wgrad=deferred_wgrad is not None)
         assert found.x is not None
         assert found.down is not None
-        if late is not None and found.finish is not None:
-            late.append(found.finish)
+        if deferred_wgrad is not None and found.finish is not None:
+            deferred_wgrad.append(found.finish)
         d_common = () if found.down_bias is None else (found.down_bias / shards,)
         return found.x, found.gates, (*found.ups, found.down, *found.up_biases), d_common
 

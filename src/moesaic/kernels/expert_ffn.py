@@ -64,7 +64,7 @@ def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:
     return expert_kernel(work.x.device).forward(work, work.x.dtype)
 
 
-def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, late: bool = False) -> Gradients:
+def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, deferred_wgrad: bool = False) -> Gradients:
     """Return all gradients without autograd.
 
     Args:
@@ -73,7 +73,9 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, lat
         dy: gradient of the result.
         late: some of the weights' gradients may be left for `Gradients.finish`.
     """
-    return expert_kernel(work.x.device).backward(work, pre, dy.to(work.x.dtype).contiguous(), Wanted(late=late))
+    return expert_kernel(work.x.device).backward(
+        work, pre, dy.to(work.x.dtype).contiguous(), Wanted(deferred_wgrad=deferred_wgrad)
+    )
 
 
 @torch.library.custom_op("moesaic::expert_forward", mutates_args=())

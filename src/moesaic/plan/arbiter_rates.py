@@ -24,8 +24,8 @@ from moesaic.errors import InputError
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_options import ALONE
 from moesaic.plan.compile import Compiled
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import Load
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
 from moesaic.program.grid import Grid
 
 PROBE_BYTES = 1 << 20
@@ -114,14 +114,14 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
 
     Args:
         simulator: of the cluster.
-        compiled: a plan with `lending="arbiter"`.
+        compiled: a plan with `replication="arbiter"`.
         layer: of the layers.
         settings: fields of `Arbiter`, such as `margin`.
 
     Raises:
         InputError: as `machine_of` does.
     """
-    costs = LendingCosts(
+    costs = ReplicationCosts(
         machine=machine_of(simulator.cluster, compiled.grid, layer),
         element_bytes=layer.element_bytes,
         matrices=layer.matrices,
@@ -133,11 +133,11 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
         compiled.plan, [each.plan for each in compiled.options]
     )
     factors = {}
-    for option, lent in arbitration.offers(load):
+    for option, replicated in arbitration.offers(load):
         program = compiled.options[option.choice.program]
         shapes, seconds = program.shapes(layer.num_experts), 0.0
         for each in (program.forward, program.backward):
-            sizes = sizes_of(each, layer, program.grid, counts, lent=lent, shapes=shapes)
+            sizes = sizes_of(each, layer, program.grid, counts, replicated=replicated, shapes=shapes)
             seconds += simulator.run(each, layer, program.grid, sizes=sizes).seconds
         factors[option.name] = seconds / option.seconds
     held = {name: float(np.clip(each / factors[ALONE], *BOUNDS)) for name, each in factors.items()}

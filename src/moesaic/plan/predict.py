@@ -23,7 +23,7 @@ from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import search
-from moesaic.plan.surroundings import Surroundings
+from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -55,7 +55,7 @@ class Predictor:
     ) -> None:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
-        self._around = Surroundings(job, cluster, grid, self._simulator)
+        self._around = StepCostModel(job, cluster, grid, self._simulator)
         on_cpu = cluster.host.runs_compute
         self._compiled: list[Compiled] = [compile_plan(plan, grid, host_runs_compute=on_cpu) for plan in self.plans]
 

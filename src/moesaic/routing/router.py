@@ -1,6 +1,6 @@
 """The interface of a router. The leaves stand in `gates/`, one published method a file.
 
-A router owns the weights that score experts and the rule that picks them. It knows no capacity, no loss, no wire.
+A router owns the weights that score experts and the rule that picks them. It knows no capacity, no loss, no transport.
 Scoring is split from choosing so that a recorded choice can be replayed under activation checkpointing while the
 scores, which carry the gradient, are computed again.
 """

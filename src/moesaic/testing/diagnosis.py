@@ -17,7 +17,7 @@ from moesaic.plan import compile_plan
 from moesaic.testing.cases import Case
 from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
 from moesaic.testing.expected import Parts, expect_parts
-from moesaic.testing.factors import MISSING, Cause, Factors, Sizes, axes_of, explain, fit, is_right
+from moesaic.testing.factors import MISSING, CallSizes, Cause, Factors, axes_of, explain, fit, is_right
 from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 NAMES = {
@@ -103,7 +103,7 @@ def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | No
     return Diagnosis(wrong, tuple(findings))
 
 
-def sizes_of(case: Case) -> Sizes:
+def sizes_of(case: Case) -> CallSizes:
     """Return what a factor of a case may be made of."""
     return axes_of(case.grid) | {
         "top_k": case.top_k,

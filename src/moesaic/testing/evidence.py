@@ -33,7 +33,7 @@ class Evidence:
 
     @property
     def failures(self) -> list[Failure]:
-        """All cases that did not pass, on whatever wire."""
+        """All cases that did not pass, on whatever transport."""
         return [*self.summary.failures, *self.gloo_failures]
 
     @property

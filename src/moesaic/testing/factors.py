@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.program.grid import Grid
 
 S = TypeVar("S")
-Sizes = Mapping[str, int]
+CallSizes = Mapping[str, int]
 """What a factor may be made of, by name: the axes of the mesh, top_k, chunks."""
 Factors = Mapping[str, float | None]
 """Quantity to the factor by which all its values are off, 1 where it is right; None where no single factor is."""
@@ -48,7 +48,7 @@ class Product:
         """The sizes that it is made of."""
         return (*self.over, *self.under)
 
-    def value(self, sizes: Sizes) -> float:
+    def value(self, sizes: CallSizes) -> float:
         """Return the product for given sizes."""
         return self.number * math.prod(sizes[n] for n in self.over) / math.prod(sizes[n] for n in self.under)
 
@@ -64,7 +64,7 @@ class Cause:
 
     factor: float
     """On the first mesh."""
-    sizes: Sizes
+    sizes: CallSizes
     """Of the first mesh."""
     products: tuple[Product, ...]
     """The simplest explanation, then others that no mesh could tell from it; empty where there is none."""
@@ -159,7 +159,7 @@ def _on_every_mesh(over: Sequence[str], under: Sequence[str]) -> frozenset[tuple
 
 
 def explain(
-    first: S, others: Sequence[S], sizes_of: Callable[[S], Sizes], measure: Callable[[S], Factors]
+    first: S, others: Sequence[S], sizes_of: Callable[[S], CallSizes], measure: Callable[[S], Factors]
 ) -> tuple[Factors, dict[str, Cause]]:
     """Find what the wrong factors of a setting are made of; returns them, and a cause for each that is not 1.
 
@@ -194,7 +194,7 @@ def explain(
     return found, causes
 
 
-def _candidates(factor: float, sizes: Sizes) -> list[Product]:
+def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
     """Return what explains a factor on one setting, the simplest first; a whole number, or one over it, comes after single
     sizes."""
     if factor < CLOSE:
@@ -206,16 +206,16 @@ def _candidates(factor: float, sizes: Sizes) -> list[Product]:
     return [*single, *number, *found[len(single) :]]
 
 
-def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: Sizes) -> int:
+def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: CallSizes) -> int:
     """Return how many candidates a setting tells from the simplest of their quantity."""
     return sum(not _agree(candidates[0], c, sizes) for candidates in open_for.values() for c in candidates[1:])
 
 
-def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: Sizes) -> list[Product]:
+def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: CallSizes) -> list[Product]:
     return [c for c in candidates if factor is not None and _same(c.value(sizes), factor)]
 
 
-def _agree(one: Product, other: Product, sizes: Sizes) -> bool:
+def _agree(one: Product, other: Product, sizes: CallSizes) -> bool:
     return _same(one.value(sizes), other.value(sizes))
 
 

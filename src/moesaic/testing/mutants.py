@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "arbiter": replace(
         BASE,
         grid=_ACROSS,
-        plan=Plan(lending="arbiter"),
+        plan=Plan(replication="arbiter"),
         lengths=((4, 3, 5, 2),),
         recompute=True,
         evaluate=False,
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "experts": replace(
         BASE,
         grid=Grid(world=4, ep=4, etp=1, ranks_per_node=2),
-        plan=Plan(schedule="s1", lending="shadow"),
+        plan=Plan(schedule="s1", replication="shadow"),
         num_experts=8,
         lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
         by_policy=True,
@@ -223,7 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Parm; torchtitan#2416",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", lambda wire, group, value: value.view_as(value)),
+        plants.replaced(sharing, "share", lambda transport, group, value: value.view_as(value)),
     ),
     Mutant(
         "S1: the gate's gradient averaged over tp",
@@ -455,7 +455,7 @@ MUTANTS: tuple[Mutant, ...] = (
         change=plants.backward_scale_dropped,
         looks_like=("expert gradients", "tp"),
     ),
-    Mutant("visits off by one", "own", "multicast", "numbers", plants.visits_off_by_one),
+    Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
     Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
     Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),

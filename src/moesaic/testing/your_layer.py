@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.program.grid import Axis, Grid
 from moesaic.testing.factors import Factors, axes_of, explain, fit
 
@@ -44,11 +44,11 @@ class Rank:
 
     def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
         """Return the sum over a group; not differentiable."""
-        return all_reduce_sum(self.mesh.wire, self.group(*axes), tensor)
+        return all_reduce_sum(self.mesh.transport, self.group(*axes), tensor)
 
     def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
         """Return every rank's tensor of a group, all of one shape; not differentiable."""
-        return all_gather(self.mesh.wire, self.group(*axes), tensor)
+        return all_gather(self.mesh.transport, self.group(*axes), tensor)
 
     def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
         """Send part i to the i-th rank of a group and return what its ranks sent here; not differentiable.
@@ -57,7 +57,7 @@ class Rank:
             parts: one per rank of the group, (rows, ...); rows may differ, the rest may not.
             axes: of the group.
         """
-        peers, wire = self.group(*axes), self.mesh.wire
+        peers, transport = self.group(*axes), self.mesh.transport
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
@@ -67,7 +67,7 @@ class Rank:
             peer: part.detach().contiguous() for peer, part in zip(peers, parts) if peer != self.number and len(part)
         }
         receives = {peer: buffer for peer, buffer in zip(peers, received) if peer != self.number and len(buffer)}
-        wire.wait(wire.issue(Transfer(self.number, wire.take_tags(1), sends, receives)))
+        transport.wait(transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives)))
         return received
 
 
@@ -177,8 +177,8 @@ def _compared(
     zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
     gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
 
-    def run(wire: AbstractWire) -> dict[str, Compared]:
-        rank = Rank(Mesh(grid, wire))
+    def run(transport: AbstractTransport) -> dict[str, Compared]:
+        rank = Rank(Mesh(grid, transport))
         group = grid.coordinate(rank.number, "dp")
         layer, x = make_layer(rank), xs[group].clone().requires_grad_()
         y = layer(x)

@@ -214,7 +214,7 @@ class AutoPlanner:
         key = (number, bool(layer.experts.names[1]))
         if key not in self._compiled:
             mesh = self._ranks.mesh
-            on_cpu = mesh.wire.device.type == "cpu"
+            on_cpu = mesh.transport.device.type == "cpu"
             self._compiled[key] = compile_plan(
                 self.table.plans[number], mesh.grid, bias=key[1], host_runs_compute=on_cpu
             )

@@ -178,18 +178,18 @@ class PlaceExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """What moves where routing is skewed, besides what `plan.lending` says; docs/balance.md."""
+    """What moves where routing is skewed, besides what `plan.replication` says; docs/balance.md."""
 
     placement: Placement = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
-    programs. With plan.lending=arbiter, samples move in the calls in which that gains most."""
+    programs. With plan.replication=arbiter, samples move in the calls in which that gains most."""
     margin: float = 0.05
-    """For plan.lending=arbiter: leave an option only for one that is faster by this share."""
+    """For plan.replication=arbiter: leave an option only for one that is faster by this share."""
     memory: float = 0.25
-    """For plan.lending=arbiter: how much earlier calls count, 0 to below 1."""
+    """For plan.replication=arbiter: how much earlier calls count, 0 to below 1."""
     learn: bool = True
-    """For plan.lending=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
+    """For plan.replication=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
     that a run can be repeated bit by bit."""
     least_gain: float = 0.1
     """For placement: share of the rows between nodes that a move must save, else nobody moves."""
@@ -319,8 +319,9 @@ class TrainConfig:
             ),
             (self.planner.auto, "planner.auto, whose plans are predicted for samples that stay"),
             (
-                self.plan.lending not in ("none", "arbiter"),
-                f"plan.lending={self.plan.lending}, which cuts copies by helper and not by sample: choose none or arbiter",
+                self.plan.replication not in ("none", "arbiter"),
+                f"plan.replication={self.plan.replication}, which cuts copies by helper and not by sample: "
+                "choose none or arbiter",
             ),
         )
         for holds, what in reasons:

@@ -30,7 +30,7 @@ from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm
 from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.lending.lender import AbstractLender
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
@@ -42,7 +42,7 @@ def parallelize(
     plan: Plan,
     *,
     sequence_parallel: bool = False,
-    lender_of: Callable[[Compiled], AbstractLender | None] = lambda _: None,
+    policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
 ) -> None:
     """Split a model over a mesh, in place.
 
@@ -51,21 +51,22 @@ def parallelize(
         mesh: of more than one rank.
         plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
-        lender_of: from the compiled plan to what decides which copies are lent; None takes the policy that the plan names.
+        policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
+            plan names.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
     compiled: dict[bool, Compiled] = {}
-    lenders: dict[bool, AbstractLender | None] = {}
+    policies: dict[bool, AbstractReplicationPolicy | None] = {}
     for module in model.modules():
         if isinstance(module, MoE):
             bias = bool(module.experts.names[1])
             if bias not in compiled:
-                on_cpu = mesh.wire.device.type == "cpu"
+                on_cpu = mesh.transport.device.type == "cpu"
                 compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
-                lenders[bias] = lender_of(compiled[bias])
-            module.parallelize(mesh, compiled[bias], lenders[bias])
+                policies[bias] = policy_of(compiled[bias])
+            module.parallelize(mesh, compiled[bias], policies[bias])
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     shard_over_data(model, mesh, model.blocks)

@@ -175,7 +175,7 @@ def _build(
             ranks.mesh,
             config.plan,
             sequence_parallel=config.mesh.sequence_parallel,
-            lender_of=partial(make_arbiter, config),
+            policy_of=partial(make_arbiter, config),
         )
         place_samples(model, ranks.mesh, config)
     elif config.balance.placement != "none":

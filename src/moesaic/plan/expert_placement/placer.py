@@ -1,7 +1,7 @@
 """The interface of expert placement: a permutation of a layer's experts over the places of ep, from the load of recent steps.
 
 SmartMoE (Zhai et al., USENIX ATC 2023) permutes experts every few steps and ignores what a move costs. Here a move carries
-the expert's weights, master copies and optimizer moments, some seven times the bytes of lending it once, so it must pay
+the expert's weights, master copies and optimizer moments, some seven times the bytes of replication it once, so it must pay
 within the steps until the next decision. Every place keeps equally many experts.
 """
 
