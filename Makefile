@@ -51,13 +51,14 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/python -m moesaic_lab.netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/python -m moesaic_lab.gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/python -m moesaic_lab.relocate_train --json $(RESULTS)/relocate_train.json
-	$(BIN)/python -m moesaic_lab.lent_weights --json $(RESULTS)/lent_weights.json
+	$(BIN)/python -m moesaic_lab.replicated_weights --json $(RESULTS)/replicated_weights.json
 	$(BIN)/python -m moesaic_lab.placement_gaps --json $(RESULTS)/placement_gaps.json
+	$(BIN)/python -m moesaic_lab.extending --json $(RESULTS)/extending.json
 	$(BIN)/python -m moesaic_lab.token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/python -m moesaic_lab.moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/python -m moesaic_lab.codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/python -m moesaic_lab.schedules --json $(RESULTS)/schedules.json
-	$(BIN)/python -m moesaic_lab.wires --json $(RESULTS)/wires.json
+	$(BIN)/python -m moesaic_lab.transports --json $(RESULTS)/transports.json
 	$(BIN)/python -m moesaic_lab.simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json

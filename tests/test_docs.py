@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import COMMANDS, LABORATORY
-from moesaic.routing.gates import ON_MESH, ROUTERS
+from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,10 +1,10 @@
-"""What it gains to send lent weights to each node once: by the policies' model, and by simulation of the programs.
+"""What it gains to send replicated weights to each node once: by the policies' model, and by simulation of the programs.
 
 For each cluster and load, `Shadow` decides with weights that go straight to every helper, and with weights that each node gets
-once; both programs, forward and backward, are then simulated with the same counts, and so is the plan without lending. Ratios
-are plain over lending: above 1, lending gains.
+once; both programs, forward and backward, are then simulated with the same counts, and so is the plan without
+replication. Ratios are plain over replication: above 1, replication gains.
 
-    python -m moesaic_lab.lent_weights --json benchmarks/results/lent_weights.json
+    python -m moesaic_lab.replicated_weights --json benchmarks/results/replicated_weights.json
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
-from moesaic.plan.lending.cost import LendingCosts, boards
-from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.shadow import Shadow
+from moesaic.plan.replication.cost import ReplicationCosts, boards
+from moesaic.plan.replication.policy import Load
+from moesaic.plan.replication.shadow import Shadow
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
-from moesaic.program.passes.lend import lend
-from moesaic.program.shapes import Shapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.passes.replicate import replicate
+from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.program.transpose import transpose
 from moesaic_lab.claims import Measurement
 
 NOTES = (
-    "Time without lending over time with it, forward and backward of one layer: by the policies' closed form, and by "
+    "Time without replication over time with it, forward and backward of one layer: by the policies' closed form, and by "
     "simulating the programs. straight: weights go from the home to every helper; by node: once to each node, on from there."
 )
 
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One load on one cluster; speeds are over the plan without lending."""
+    """One load on one cluster; speeds are over the plan without replication."""
 
     cluster: str
     ranks: int
@@ -86,11 +86,11 @@ def loads(grid: Grid, options: Options) -> dict[str, np.ndarray]:
 
 
 def seconds(
-    program: Program, cluster: ClusterSpec, workload: Workload, grid: Grid, load: Load, lent: np.ndarray | None
+    program: Program, cluster: ClusterSpec, workload: Workload, grid: Grid, load: Load, replicated: np.ndarray | None
 ) -> float:
     """Return the simulated forward and backward pass of a program, before it is ordered."""
-    shapes = Shapes(grid, load.num_experts, lends=lent is not None)
-    sizes = Sizes(grid, load.copies, load.copies.sum(1), lent=lent, units=load.units, shapes=shapes)
+    shapes = LayoutIndex(grid, load.num_experts, replicates=replicated is not None)
+    sizes = CallSizes(grid, load.copies, load.copies.sum(1), replicated=replicated, units=load.units, shapes=shapes)
     simulator = Simulator(cluster)
     ordered = (ORDERS["optsche"](each, None) for each in (program, transpose(program)))
     return sum(simulator.run(each, workload, grid, sizes=sizes).seconds for each in ordered)
@@ -109,13 +109,13 @@ def compare(name: str, nodes: int, options: Options) -> list[Row]:
         without = seconds(plain, cluster, workload, grid, load, None)
         found: list[float] = []
         for relays in (False, True):
-            costs = LendingCosts(cluster=cluster, relays=relays)
-            lent = Shadow(costs).decide(load)
+            costs = ReplicationCosts(cluster=cluster, relays=relays)
+            replicated = Shadow(costs).decide(load)
             (board,) = boards(load, costs)
-            model = board.seconds(np.zeros_like(lent)) / board.seconds(lent)
-            program = lend(plain, 1, grid if relays else None) if lent.any() else plain
-            simulated = seconds(program, cluster, workload, grid, load, lent if lent.any() else None)
-            found += [model, without / simulated, int((lent.sum(0) > 0).sum())]
+            model = board.seconds(np.zeros_like(replicated)) / board.seconds(replicated)
+            program = replicate(plain, 1, grid if relays else None) if replicated.any() else plain
+            simulated = seconds(program, cluster, workload, grid, load, replicated if replicated.any() else None)
+            found += [model, without / simulated, int((replicated.sum(0) > 0).sum())]
         names = list(Row.__dataclass_fields__)
         rows.append(Row(**dict(zip(names, (name, grid.world, label, *found)))))  # type: ignore[arg-type]
     return rows

@@ -1,9 +1,9 @@
-"""What a message costs over sockets and over Gloo: all-to-alls on an emulated cluster, both wires in turn.
+"""What a message costs over sockets and over Gloo: all-to-alls on an emulated cluster, both transports in turn.
 
 Every rank sends every other rank messages of one size, several exchanges one after the other. Time is from the first rank's
 start to the last rank's end, processor time is of all threads of a rank, the mean over ranks.
 
-    python -m moesaic_lab.wires --json benchmarks/results/wires.json
+    python -m moesaic_lab.transports --json benchmarks/results/transports.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.sockets import Sockets
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.profiling.together import latest, start_together
 from moesaic.testbed.cluster import cluster
 from moesaic_lab.across_ranks import gathered
@@ -67,13 +67,15 @@ class Row:
     gloo_processor_ms: float
 
 
-def exchange(wire: AbstractWire, size: int) -> None:
+def exchange(transport: AbstractTransport, size: int) -> None:
     """Send everybody `size` bytes, several times."""
-    others = [peer for peer in range(wire.world) if peer != wire.rank]
+    others = [peer for peer in range(transport.world) if peer != transport.rank]
     data = torch.ones(size, dtype=torch.uint8)
     for _ in range(EXCHANGES):
         buffers = {peer: torch.empty(size, dtype=torch.uint8) for peer in others}
-        wire.wait(wire.issue(Transfer(wire.rank, wire.take_tags(1), dict.fromkeys(others, data), buffers)))
+        transport.wait(
+            transport.issue(Transfer(transport.rank, transport.take_tags(1), dict.fromkeys(others, data), buffers))
+        )
 
 
 @contextmanager
@@ -93,21 +95,21 @@ def measure(repeats: int) -> list[Row]:
     sockets = Sockets.create(group)
     if sockets is None:
         raise RuntimeError("the ranks cannot be connected by sockets")
-    wires = {"sockets": sockets, "gloo": Gloo(group)}
+    transports = {"sockets": sockets, "gloo": Gloo(group)}
     rows = []
     for size in SIZES:
-        used: dict[str, list[float]] = {name: [] for name in wires}
+        used: dict[str, list[float]] = {name: [] for name in transports}
 
         def run(name: str, size: int = size, used: dict[str, list[float]] = used) -> None:
             with counted(used[name]):
-                exchange(wires[name], size)
+                exchange(transports[name], size)
 
-        methods: dict[str, Callable[[], object]] = {name: partial(run, name) for name in wires}
+        methods: dict[str, Callable[[], object]] = {name: partial(run, name) for name in transports}
         found = gathered(in_turn(methods, repeats, barrier=start_together(latest)))
-        used_by = torch.tensor([sum(used[name][1:]) / repeats for name in wires])
+        used_by = torch.tensor([sum(used[name][1:]) / repeats for name in transports])
         dist.all_reduce(used_by)
         ratio = paired(found["sockets"], found["gloo"])
-        medians = [float(torch.tensor(found[name]).median()) / EXCHANGES for name in wires]
+        medians = [float(torch.tensor(found[name]).median()) / EXCHANGES for name in transports]
         rows.append(
             Row(
                 message_bytes=size, sockets_seconds=medians[0], gloo_seconds=medians[1], sockets_over_gloo=ratio.median,

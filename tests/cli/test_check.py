@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,9 +93,10 @@ def test_a_bug_that_escapes_is_a_failure(monkeypatch, capsys):
 
 
 def test_processes_are_counted_and_their_failures_are_failures(few_mutants, monkeypatch, capsys):
-    monkeypatch.setattr(
-        evidence, "run_on_gloo", lambda jobs: [{"output": 0.0 if i else 9.0} for i, _ in enumerate(jobs)]
-    )
+    def run(jobs):
+        return [SimpleNamespace(case=job.case, errors={"output": 0.0 if i else 9.0}) for i, job in enumerate(jobs)]
+
+    monkeypatch.setattr(evidence, "run_on_gloo", run)
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert list(found["cases_by_processes"]) == ["2", "4", "8"]
@@ -107,6 +109,26 @@ def test_one_case_with_all_its_errors(capsys):
     assert "Case(" in out
     assert "expert gradient" in out
     assert "passed" in out
+
+
+def test_a_failure_says_which_factor_it_looks_like(monkeypatch, capsys):
+    original = suite.ran_case
+
+    def spoiled(case):
+        ran = original(case)
+        for result in ran.results:
+            for name in result.gradients:
+                if name.startswith("experts"):
+                    result.gradients[name] *= case.grid.world / case.grid.edp
+        return ran
+
+    monkeypatch.setattr(suite, "ran_case", spoiled)
+    monkeypatch.setattr(suite, "run_case", lambda case: spoiled(case).errors)
+    seed = next(seed for seed in range(100) if draw_case(seed).grid.ep == 2 and draw_case(seed).router == "softmax")
+    assert main(["check", "--only", str(seed)]) == 1
+    assert "expert gradients are 2.00 times too large: looks like a missing division by" in words(
+        capsys.readouterr().out
+    )
 
 
 def test_one_case_that_fails(broken, capsys):

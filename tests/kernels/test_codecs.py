@@ -259,7 +259,7 @@ def test_lengths(codec: AbstractCodec, dtype: torch.dtype, expected: int) -> Non
 @pytest.mark.parametrize("codec", [Bf16(), Fp16()], ids=str)
 def test_16_bit_rows_of_ordinary_size_are_those_of_a_plain_cast(codec: Bf16 | Fp16) -> None:
     rows = torch.randn(50, 64).clamp(min=1e-4) * 100
-    assert torch.equal(round_trip(codec, rows), rows.to(codec.wire).float())
+    assert torch.equal(round_trip(codec, rows), rows.to(codec.transport).float())
 
 
 def test_fp16_neither_overflows_nor_vanishes() -> None:

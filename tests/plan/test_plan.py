@@ -11,28 +11,36 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
 from moesaic.plan import Plan
-from moesaic.plan.plan import AllToAll, Codec, Order, Schedule
+from moesaic.plan.plan import AllToAll, Codec, Order, Replication, Schedule
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
-from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
 
 
 def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice() -> None:
     assert get_args(Schedule) == tuple(SCHEDULES)
-    assert get_args(AllToAll) == (*LINKS, "multicast", "deepep")
+    assert get_args(AllToAll) == (*ALL_TO_ALLS, "multicast", "deepep")
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Codec)) == set(CODECS)
+    assert get_args(Replication) == ("none", *REPLICATION_POLICIES, "arbiter")
 
 
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
         ({"chunks": 0}, "plan.chunks=0: must be at least 1"),
+        ({"codec": "int3"}, "plan.codec='int3' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
+        ({"backward_codec": ""}, "plan.backward_codec='' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
+        (
+            {"replication": "most"},
+            "plan.replication='most' is unknown: choose one of none, shadow, published, spill, least_loaded, arbiter",
+        ),
         ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
         ({"schedule": "s9"}, f"plan.schedule='s9' is unknown: choose one of {', '.join(SCHEDULES)}"),
         (
             {"all_to_all": "2dh"},
-            f"plan.all_to_all='2dh' is unknown: choose one of {', '.join((*LINKS, 'multicast', 'deepep'))}",
+            f"plan.all_to_all='2dh' is unknown: choose one of {', '.join((*ALL_TO_ALLS, 'multicast', 'deepep'))}",
         ),
         ({"gather_weights": -1}, "plan.gather_weights=-1: choose 0, or a divisor of mesh.etp"),
     ],

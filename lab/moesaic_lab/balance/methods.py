@@ -8,13 +8,10 @@ import numpy as np
 
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.expert_placement import ExpertLoad, SmartMoE
-from moesaic.plan.lending import LENDERS
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import AbstractLender
-from moesaic.plan.lending.published import Published
-from moesaic.plan.lending.shadow import Shadow
-from moesaic.plan.lending.spill import Spill
 from moesaic.plan.plan import Plan
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
 from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
@@ -47,34 +44,34 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
         grid: the mesh.
         budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
     """
-    bounded = {BOUNDED: Method(plan=Plan(lending="arbiter", token_budget=budget), is_single=False)} if budget else {}
+    bounded = (
+        {BOUNDED: Method(plan=Plan(replication="arbiter", token_budget=budget), is_single=False)} if budget else {}
+    )
     nodes = grid.world // (grid.ranks_per_node or grid.world)
     return {
         PLAIN: Method(plan=Plan()),
         "ZeRO-3 (r = 0)": Method(plan=Plan(gather_weights=0)),
-        "shadow, published": Method(plan=Plan(lending="published")),
-        "shadow": Method(plan=Plan(lending="shadow")),
-        "spill": Method(plan=Plan(lending="spill")),
-        "least loaded": Method(plan=Plan(lending="least_loaded")),
+        "shadow, published": Method(plan=Plan(replication="published")),
+        "shadow": Method(plan=Plan(replication="shadow")),
+        "spill": Method(plan=Plan(replication="spill")),
+        "least loaded": Method(plan=Plan(replication="least_loaded")),
         SMART: Method(plan=Plan(peer_groups=nodes)),
-        "smart + shadow": Method(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
+        "smart + shadow": Method(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
         NETMOE: Method(plan=Plan(), moves_samples=True),
         PLACED: Method(plan=Plan(), places_experts=True),
-        OURS: Method(plan=Plan(lending="arbiter"), is_single=False, learns=True),
+        OURS: Method(plan=Plan(replication="arbiter"), is_single=False, learns=True),
         **bounded,
     }
 
 
-def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender | None:
-    """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
-    if method.plan.lending == "arbiter":
+def policy_of(name: str, method: Method, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
+    """Return the policy of a method, which knows the rates; None for a method that replicates nothing."""
+    if method.plan.replication == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)
         return Arbiter(costs=costs, part_us=parts, learn=method.learns)
-    if method.plan.lending == "none":
+    if method.plan.replication == "none":
         return None
-    with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}
-    kind = with_costs.get(method.plan.lending)
-    return kind(costs) if kind else LENDERS[method.plan.lending]()
+    return REPLICATION_POLICIES[method.plan.replication](costs)
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
