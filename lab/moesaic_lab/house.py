@@ -153,7 +153,8 @@ def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the groups of two and more nodes that can all reach each other."""
     reached: dict[str, set[str]] = {}
     for start in graph:
-        seen, waiting = set(), [start]
+        seen: set[str] = set()
+        waiting = [start]
         while waiting:
             for target in graph.get(waiting.pop(), set()) - seen:
                 seen.add(target)
