@@ -46,7 +46,7 @@ class DataRanks:
     def note_wrapper(self) -> None:
         """Take the ranks of the DDP whose forward pass runs, if one does."""
         if self._groups is None and _world() > 1 and not torch.compiler.is_compiling():
-            wrapper = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+            wrapper = DistributedDataParallel._get_active_ddp_module()
             if wrapper is not None:
                 self._groups = (wrapper.process_group,)
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
-from moesaic.testing.cases import OF_WHOLE_BATCH, TOP_1, TOP_2_UP, Case
+from moesaic.testing.cases import Case
 from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
 from moesaic.testing.expected import Parts, expect_parts
 from moesaic.testing.factors import MISSING, Cause, Factors, Sizes, axes_of, explain, fit, is_right
+from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 NAMES = {
     "output": "outputs",
@@ -178,15 +179,12 @@ def _on_mesh(case: Case, world: int, tp: int, ep: int, etp: int) -> Case | None:
 def _fits(case: Case) -> bool:
     """Whether a case is one that `draw_case` may draw, where it differs from one that it drew."""
     grid = case.grid
-    if case.router in OF_WHOLE_BATCH and (grid.dp > 1 or (case.plan.schedule == "s1" and grid.tp > 1)):
+    if looks_across_tokens(case.router) and (grid.dp > 1 or (case.plan.program.routes_slices and grid.tp > 1)):
         return False
-    if case.router in TOP_1 or case.router in ("gshard", "group_limited"):
-        return False  # their numbers of choices and of experts are bound to each other
     alone = grid.tp == 1 if case.placement != "none" else True
     modules = case.experts != "modules" or grid.etp == 1
     padded = not case.capacity.is_padded or all(length % grid.tp == 0 for row in case.lengths for length in row)
-    least = 2 if case.router in TOP_2_UP else 1
-    return alone and modules and padded and least <= case.num_experts >= case.top_k
+    return alone and modules and padded and case.top_k in fitting_top_k(case.router, case.num_experts)
 
 
 def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
@@ -228,7 +226,7 @@ def _take(
     factors = fit(actual, [part for _, part in present], tolerance) if present else None
     if factors is None and not present:
         return False
-    found.update(zip((name for name, _ in present), factors or [None] * len(present)))
+    found.update(zip((name for name, _ in present), factors or (None,) * len(present)))
     return factors is not None
 
 

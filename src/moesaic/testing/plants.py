@@ -235,7 +235,7 @@ def norm_with(
     of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
 ) -> AbstractContextManager[object]:
     """The norm's square is a sum in which the experts' part or that of all others has a factor."""
-    original = processes.gradient_norm
+    original = norm_module.gradient_norm
 
     def wrapped(parameters: Iterable[nn.Parameter], ranks: Any, experts: Iterable[nn.Parameter]) -> Tensor:
         spread, grid = list(experts), ranks.mesh.grid
