@@ -54,7 +54,7 @@ class Options:
     json: Path | None = None
     """Write the table here."""
     picture: Path | None = None
-    """Draw speed over memory here, as .svg or .html."""
+    """Draw speed over memory here, as .svg, .png or .pdf."""
 
 
 def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:

@@ -14,7 +14,7 @@ from moesaic_lab.layer.config import AdaptiveR
 from moesaic_lab.layer.job import Switch
 from moesaic_lab.layer.pictures import panels
 from moesaic_lab.layer.rows import NOTES, all_rows, rows_of, tables
-from moesaic_lab.pictures import to_html
+from moesaic_lab.pictures import figure
 
 TP4 = Grid(world=16, tp=4, ep=4, etp=4, ranks_per_node=4)
 STRIDED = Grid(world=16, tp=4, ep=4, etp=4, ranks_per_node=4, innermost="ep")
@@ -179,4 +179,4 @@ def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     assert first["best"].y == first["s2"].y == (2000.0,)
     assert first["baseline"].bounds == (750.0,)
     assert made[3].series[0].x == (1.0, 8.0)
-    assert "virtual compute" in to_html("title", made, NOTES)
+    assert "virtual compute" in figure("title", made, NOTES).get_supxlabel()

@@ -14,7 +14,7 @@ from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import BedFields, Case, Config, narrowed, read_config
 from moesaic_lab.model.run import Found, _path, _profile_path, kept, plans_of, predict
 from moesaic_lab.model.speed import SIZES
-from moesaic_lab.pictures_svg import to_svg
+from moesaic_lab.pictures import figure
 
 BED = BedFields(name="2x2", intra="400mbit")
 CASE = Case(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
@@ -177,7 +177,7 @@ def test_rows_and_picture_show_every_plan() -> None:
     json.dumps([*rows, *case_rows(cases)])
     (panel,) = panels(cases)
     assert [len(series.x) for series in panel.series] == [2, 40, 40]
-    assert "<svg" in to_svg("model", [panel])
+    assert figure("model", [panel]).axes
 
 
 def test_the_simulators_own_time_is_taken_at_both_sizes() -> None:

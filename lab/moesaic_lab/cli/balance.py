@@ -22,7 +22,7 @@ class Options:
     json: str | None = None
     """Write the results there; "-" for standard output."""
     picture: str | None = None
-    """Draw the results into this .html or .svg file."""
+    """Draw the results into this .svg, .png or .pdf file."""
     only: str | None = None
     """Only these cases, as "4x2-2"; beds, as "4x2"; "trace"; or "simulated"; several as "2x2-0,simulated"."""
     repeats: int | None = None

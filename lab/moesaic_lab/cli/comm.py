@@ -23,7 +23,7 @@ class Options:
     json: str | None = None
     """Write the results there; "-" for standard output."""
     picture: str | None = None
-    """Draw the results into this .html or .svg file."""
+    """Draw the results into this .svg, .png or .pdf file."""
     repeats: int | None = None
     """How often each method is timed, everywhere; ratios near 1 are claimed from 30 on only."""
     only: str | None = None

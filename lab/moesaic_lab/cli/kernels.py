@@ -20,7 +20,7 @@ class Options:
     json: str | None = None
     """Write the results there; "-" for standard output."""
     picture: str | None = None
-    """Draw rooflines into this .html or .svg file."""
+    """Draw rooflines into this .svg, .png or .pdf file."""
     threads: int = 2
     """Of torch."""
     repeats: int = 20

@@ -22,7 +22,7 @@ class Options:
     json: str | None = None
     """Write the results there; "-" for standard output."""
     picture: str | None = None
-    """Draw the results into this .html or .svg file."""
+    """Draw the results into this .svg, .png or .pdf file."""
     svg: str | None = None
     """Also draw them into this folder, as layer.svg: for documentation."""
     only: str | None = None

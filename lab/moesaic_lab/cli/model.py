@@ -27,7 +27,7 @@ class Options:
     json: str | None = None
     """Write the results there; "-" for standard output."""
     picture: str | None = None
-    """Draw predicted over measured times into this .html or .svg file."""
+    """Draw predicted over measured times into this .svg, .png or .pdf file."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ class ReproduceOptions:
     json: str | None = None
     """Write everything to this file; "-" prints it instead of the tables."""
     picture: str | None = None
-    """Draw the charts into this file, .html or .svg."""
+    """Draw the charts into this file, .svg, .png or .pdf."""
     refit: bool = False
     """Find the papers' constants again from their cells first, and say which differ from those that come with Moesaic."""
 
