@@ -4,7 +4,7 @@ The path is traced in a run: which files' functions are entered, on one of two r
 the first transfer that carries rows of tokens. A return is a call that hands the tokens to a file that they were in before,
 from another file.
 
-    python -m moesaic_lab.house --json benchmarks/results/house.json
+    moesaic bench house --json benchmarks/results/house.json
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tyro
-from rich.console import Console
-
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.tables import Column, claims_table, table
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
@@ -36,34 +34,8 @@ MANY_BYTES = 8 * 4 * DIM
 """Of a message: eight rows are more than all counts and losses that ranks exchange before."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Where the results go."""
-
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
-
-
-def main() -> None:
-    """Measure, print the tables, write the results."""
-    options = tyro.cli(Options, description=__doc__)
-    shown = Console(stderr=options.json == "-")
-    found = measure(ROOT / "src" / "moesaic", [ROOT / "lab" / "moesaic_lab", ROOT / "examples"])
-    for title, keys in (("Parts", ("part", "lines", "files")), ("The path", ("step", "tokens go to"))):
-        rows = [row for row in found.rows if keys[0] in row]
-        shown.print(
-            table(title, rows, [Column(key=key, title=key, is_text=key in ("part", "tokens go to")) for key in keys])
-        )
-    for row in found.rows:
-        if not {"part", "step"} & set(row):
-            shown.print(", ".join(f"{key}: {value}" for key, value in row.items()), highlight=False, soft_wrap=True)
-    shown.print(claims_table(found.claims))
-    if options.json:
-        found.write(options.json)
-
-
-def measure(package: Path, others: Iterable[Path]) -> Measurement:
-    """Return all figures.
+def measure(package: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return rows of everything that is counted, the figures first.
 
     Args:
         package: folder of the library.
@@ -85,16 +57,21 @@ def measure(package: Path, others: Iterable[Path]) -> Measurement:
     parts: dict[str, list[int]] = defaultdict(list)
     for path in files:
         parts[path.relative_to(package).parts[0]].append(lines[path])
-    rows: list[dict[str, Any]] = [{"part": part, "lines": sum(of), "files": len(of)} for part, of in parts.items()]
-    rows += [{"step": number, "tokens go to": place} for number, place in enumerate(trace.steps, 1)]
-    rows += [{"file on the path": name} for name in trace.files]
-    rows += [{"name": name, "classes": ", ".join(places)} for name, places in twice.items()]
-    rows += [{"cycle": " <-> ".join(names)} for names in circles]
-    claims = [
+    rows: list[dict[str, Any]] = [{"what": "figure", "name": name, "value": value} for name, value in figures.items()]
+    rows += [{"what": "part", "name": part, "lines": sum(of), "files": len(of)} for part, of in parts.items()]
+    rows += [{"what": "step", "name": place, "number": number} for number, place in enumerate(trace.steps, 1)]
+    rows += [{"what": "file", "name": name, "number": number} for number, name in enumerate(trace.files, 1)]
+    rows += [{"what": "class", "name": name, "files": ", ".join(places)} for name, places in twice.items()]
+    return rows + [{"what": "cycle", "name": " <-> ".join(names)} for names in circles]
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the figures beside what they should be at most."""
+    figures = {row["name"]: row["value"] for row in rows if row["what"] == "figure"}
+    return [
         Claim(name=f"house.{name}", value=value, unit="1", target=TARGETS[name], op="<=")
         for name, value in figures.items()
     ]
-    return Measurement(rows=rows, claims=claims, notes=" ".join((__doc__ or "").split("\n\n")[1].split()))
 
 
 def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
@@ -266,5 +243,16 @@ def trace_path(package: Path) -> PathTrace:
     return trace
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the wire.",
+    options=BenchmarkOptions, notes=notes_of(__doc__), cases=once, rows=same, claims=claims, packages=(),
+    measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab" / "moesaic_lab", ROOT / "examples"]),
+    columns=tuple(
+        Shown(title=title, where={"what": (what,)}, columns=[Column(key=key, title=key, is_text=True) for key in keys])
+        for title, what, keys in (
+            ("Parts", "part", ("name", "lines", "files")), ("Where the tokens go", "step", ("name", "number")),
+            ("Files on the path", "file", ("name", "number")), ("Names with two meanings", "class", ("name", "files")),
+            ("Import cycles", "cycle", ("name",)),
+        )
+    ),
+)  # fmt: skip

@@ -159,4 +159,4 @@ def test_tables_and_pictures_show_every_part() -> None:
     gain = {series.name: (series.x, series.y) for series in made[4].series}
     assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
     assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))
-    assert "virtual compute" in figure("title", made, NOTES).get_supxlabel()
+    assert "virtual compute" in " ".join(figure("title", made, NOTES).get_supxlabel().split())

@@ -247,7 +247,7 @@ def test_a_trace_of_another_shape_is_refused() -> None:
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "balance", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "balance", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "balance", "--only", "4x3-2"]) == 2
     assert main(["bench", "balance", "--config", str(tmp_path / "none.toml")]) == 2
     lines = capsys.readouterr().err.splitlines()

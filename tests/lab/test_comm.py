@@ -224,13 +224,13 @@ def test_tables_and_panels_hold_every_method():
 
 
 def test_the_command_refuses_before_it_measures(tmp_path, capsys):
-    assert main(["bench", "comm", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "comm", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "comm", "--only", "9x9"]) == 2
     assert main(["bench", "comm", "--repeats", "0"]) == 2
     assert main(["bench", "comm", "--config", str(tmp_path / "none.toml")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
-    assert "end its name with .html or .svg" in lines[0]
+    assert "end its name with .svg, .png, .pdf" in lines[0]
     assert "no sweep runs there" in lines[1]
 
 

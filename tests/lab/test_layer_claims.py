@@ -179,4 +179,4 @@ def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     assert first["best"].y == first["s2"].y == (2000.0,)
     assert first["baseline"].bounds == (750.0,)
     assert made[3].series[0].x == (1.0, 8.0)
-    assert "virtual compute" in figure("title", made, NOTES).get_supxlabel()
+    assert "virtual compute" in " ".join(figure("title", made, NOTES).get_supxlabel().split())

@@ -117,7 +117,7 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "layer", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "layer", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "layer", "--only", "codec"]) == 2
     assert main(["bench", "layer", "--repeats", "0"]) == 2
     assert main(["bench", "layer", "--config", str(tmp_path / "none.toml")]) == 2

@@ -44,7 +44,7 @@ def test_netmoe_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
             ["pram"],
             "moesaic reproduce: paper 'pram' is unknown: did you mean parm?",
         ),
-        (["netmoe", "--picture", "x.png"], "moesaic reproduce: --picture x.png: unknown kind of picture"),
+        (["netmoe", "--picture", "x.gif"], "moesaic reproduce: --picture x.gif: unknown kind of picture"),
         (["netmoe", "--jsno", "x"], "moesaic reproduce: unknown argument --jsno, did you mean --json?"),
     ],
 )

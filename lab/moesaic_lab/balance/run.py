@@ -15,7 +15,7 @@ from moesaic_lab.balance.methods import methods
 from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], object]
 """Told what is measured now, and how many cases are done."""
 BUDGET = 1.25
 """Rows of the method with a token budget, over a rank's under balance: the least under which nothing is cut into slices."""

@@ -29,7 +29,7 @@ from moesaic_lab.balance.config import Simulated
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.methods import Method, lender_of, methods, placed_by
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Told what is simulated now."""
 
 

@@ -15,7 +15,7 @@ from moesaic_lab.comm.config import Config, Sweep
 from moesaic_lab.measure import Timing, over_ranks
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], object]
 """Told what is measured now, and which one it is of how many."""
 
 

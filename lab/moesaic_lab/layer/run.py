@@ -13,7 +13,7 @@ from moesaic_lab.layer.config import Config
 from moesaic_lab.layer.job import Found, Job, Switch
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], object]
 """Told what is measured now, and how many jobs are done."""
 
 

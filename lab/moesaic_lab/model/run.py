@@ -25,7 +25,7 @@ from moesaic_lab.model.config import BedFields, Case, Config
 SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
 """Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
 PROFILE_REPEATS = 5
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Told what is measured now."""
 
 

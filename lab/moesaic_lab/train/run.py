@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moesaic_lab.train.layout import Point
     from moesaic_lab.train.ranks import Found, Measured
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], object]
 """Told what is measured now, and which one it is of how many."""
 
 
