@@ -48,7 +48,7 @@ from moesaic.train.state import make_optimizer, open_run
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, share
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -233,7 +233,7 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
         Panel(
             title=f"against {title.split()[0]}", x_title=title, y_title="validation, nats/byte",
             series=tuple(
-                Series(name=each["gate"], y=tuple(each["curve_losses"][1:]),
+                PlottedSeries(name=each["gate"], y=tuple(each["curve_losses"][1:]),
                        x=tuple(step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]))
                 for each in rows
             ),

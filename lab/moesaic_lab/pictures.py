@@ -42,7 +42,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class PlottedSeries:
     """One method in one panel."""
 
     name: str
@@ -73,7 +73,7 @@ class Panel:
     """With the unit."""
     y_title: str
     """With the unit."""
-    series: tuple[Series, ...]
+    series: tuple[PlottedSeries, ...]
     categories: tuple[str, ...] = ()
     """Draws bars, grouped under these different names, which may have lines; () draws lines over numbers."""
     x_ticks: tuple[tuple[float, str], ...] = ()

@@ -60,7 +60,7 @@ class PlanTableOptions(BenchmarkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ReplayPlace:
     """A mesh on a cluster, and how many tokens a group has."""
 
     cluster: str
@@ -72,12 +72,12 @@ class Place:
 
 
 PLACES = (
-    Place(cluster="8x4090-pcie", nodes=1, ep=8, etp=1, sequences=2),
-    Place(cluster="25gbe", nodes=2, ep=8, etp=1, sequences=1),
+    ReplayPlace(cluster="8x4090-pcie", nodes=1, ep=8, etp=1, sequences=2),
+    ReplayPlace(cluster="25gbe", nodes=2, ep=8, etp=1, sequences=1),
 )
 
 
-def job_for(place: Place, trace: Trace, world: int) -> Job:
+def job_for(place: ReplayPlace, trace: Trace, world: int) -> Job:
     """Return a model with the trace's experts, of a size that keeps such a machine busy."""
     shape = trace.shape
     moe = MoEShape(num_experts=shape.num_experts, top_k=shape.top_k, hidden=2816)
@@ -87,7 +87,7 @@ def job_for(place: Place, trace: Trace, world: int) -> Job:
     )
 
 
-def replay(place: Place, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
+def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
     """Return a row for each error of the load: the table's time over that of the best static plan, and over others."""
     cluster = read_cluster(place.cluster, nodes=place.nodes)
     grid = Grid(world=cluster.world, ep=place.ep, etp=place.etp, ranks_per_node=cluster.devices_per_node)

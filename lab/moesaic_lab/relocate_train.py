@@ -37,7 +37,7 @@ from moesaic.train.state import open_run
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
-from moesaic_lab.netmoe.train import Job, Method, step_times
+from moesaic_lab.netmoe.train import StepJob, StepMethod, step_times
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
@@ -111,8 +111,8 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     plain = configs["plain"]
     corpus = load_corpus(plain.data)
     batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
-    asked = Job(
-        methods={name: Method(config=config, placer=placers.get(name)) for name, config in configs.items()},
+    asked = StepJob(
+        methods={name: StepMethod(config=config, placer=placers.get(name)) for name, config in configs.items()},
         vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
     )  # fmt: skip
     with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:

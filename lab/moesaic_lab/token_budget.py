@@ -17,12 +17,12 @@ from typing import Any
 
 from moesaic.plan.plan import Plan
 from moesaic.testbed.cluster import Launcher
-from moesaic_lab.balance.config import COMMITTED, Config, read_config
-from moesaic_lab.balance.job import Job
-from moesaic_lab.balance.methods import OURS, PLAIN, Method
-from moesaic_lab.balance.run import Cell, measure
+from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
+from moesaic_lab.balance.job import BalanceJob
+from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod
+from moesaic_lab.balance.run import BalanceCell, measure
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, no_claims, require_cluster, same
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, share
 
 NOTES = (
@@ -50,28 +50,28 @@ class TokenBudgetOptions(DrawnOptions):
     repeats: int = 5
 
 
-def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:
+def methods(mean: int, budgets: Sequence[float]) -> dict[str, BalanceMethod]:
     """Return plain ep, spilling and the arbiter, without a budget and with each."""
     found = {}
     for name, lending in LENDINGS.items():
         for budget in (None, *budgets):
             rows = None if budget is None else int(budget * mean)
             label = name if budget is None else f"{name}, {budget:g}"
-            found[label] = Method(plan=Plan(lending=lending, token_budget=rows))  # type: ignore[arg-type]
+            found[label] = BalanceMethod(plan=Plan(lending=lending, token_budget=rows))  # type: ignore[arg-type]
     return found
 
 
-def jobs_of(config: Config, options: TokenBudgetOptions) -> list[Job]:
+def jobs_of(config: BalanceBenchConfig, options: TokenBudgetOptions) -> list[BalanceJob]:
     """Return a job per load, and first of all plain ep under balance: what memory is compared with."""
     found = []
     for case in config.cases():
         mean = case.place.tokens_per_rank * case.place.top_k
         chosen = methods(mean, options.budgets if case.max_vio else ())
-        found.append(Job(case=case, methods=chosen if case.max_vio else {PLAIN: chosen[PLAIN]}))
+        found.append(BalanceJob(case=case, methods=chosen if case.max_vio else {PLAIN: chosen[PLAIN]}))
     return found
 
 
-def rows_of(cell: Cell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
+def rows_of(cell: BalanceCell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
     """Return a line per method of a load."""
     found = []
     for name in LENDINGS:
@@ -98,7 +98,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
             chosen.sort(key=lambda row: row["memory"])
             low, high = zip(*(row["plain_over_this_95"] for row in chosen))
             series.append(
-                Series(
+                PlottedSeries(
                     name=name, x=tuple(row["memory"] for row in chosen), low=low, high=high,
                     y=tuple(row["plain_over_this"] for row in chosen),
                 )
@@ -122,7 +122,7 @@ COLUMNS = (
 """Of the table on the terminal."""
 
 
-def cases(options: TokenBudgetOptions) -> list[Job]:
+def cases(options: TokenBudgetOptions) -> list[BalanceJob]:
     """Return a job per load, those under balance first."""
     config = read_config(options.config)
     loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
@@ -132,7 +132,7 @@ def cases(options: TokenBudgetOptions) -> list[Job]:
     return jobs_of(config, options)
 
 
-def measure_all(options: TokenBudgetOptions, cases: list[Job], told: Told) -> list[dict[str, Any]]:
+def measure_all(options: TokenBudgetOptions, cases: list[BalanceJob], told: Told) -> list[dict[str, Any]]:
     """Measure load after load."""
     cells = []
     with Launcher() as launcher, launcher.open(cases[0].case.place.bed) as ranks:

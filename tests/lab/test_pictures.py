@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from moesaic.errors import InputError
 from moesaic_lab.claims import Claim
-from moesaic_lab.pictures import BAR_SHARE, COLOURS, Panel, Series, check_picture, colours, figure, write_picture
+from moesaic_lab.pictures import BAR_SHARE, COLOURS, Panel, PlottedSeries, check_picture, colours, figure, write_picture
 from moesaic_lab.tables import Column, byte_size, claims_table, milliseconds, share, table
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,8 +19,10 @@ LINES = Panel(
     x_title="per rank",
     y_title="ms",
     series=(
-        Series(name="linear", x=(16.0, 64.0, 256.0), y=(1.0, 2.0, 8.0), low=(0.9, 1.9, 7.0), high=(1.1, 2.2, 9.0)),
-        Series(name="a & b", x=(16.0, 64.0), y=(2.0, 3.0), bounds=(0.5, None)),
+        PlottedSeries(
+            name="linear", x=(16.0, 64.0, 256.0), y=(1.0, 2.0, 8.0), low=(0.9, 1.9, 7.0), high=(1.1, 2.2, 9.0)
+        ),
+        PlottedSeries(name="a & b", x=(16.0, 64.0), y=(2.0, 3.0), bounds=(0.5, None)),
     ),
     x_ticks=((16.0, "16 KiB"), (256.0, "256 KiB")),
     log_x=True,
@@ -32,8 +34,8 @@ BARS = Panel(
     y_title="ms",
     categories=("one", "two"),
     series=(
-        Series(name="linear", x=(0.0, 1.0), y=(4.0, 2.0), low=(3.0, 1.0), high=(5.0, 3.0), bounds=(1.0, 2.0)),
-        Series(name="other", x=(1.0,), y=(1.0,)),
+        PlottedSeries(name="linear", x=(0.0, 1.0), y=(4.0, 2.0), low=(3.0, 1.0), high=(5.0, 3.0), bounds=(1.0, 2.0)),
+        PlottedSeries(name="other", x=(1.0,), y=(1.0,)),
     ),
 )
 
@@ -100,8 +102,8 @@ def test_a_picture_is_written_by_its_suffix_and_twice_the_same(tmp_path):
     words = {node.text for node in ET.fromstring(text).iter(f"{SVG}text")}
     assert {"a <title>, 5 $ and 6 $", "a & b", "time < size"} <= words
     assert len([word for word in words if word and word.startswith("word")]) >= 1
-    write_picture(tmp_path / "x.gif", "t", [BARS])
-    assert (tmp_path / "x.gif").read_bytes().startswith(b"\x89PNG")
+    write_picture(tmp_path / "x.png", "t", [BARS])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match=r"unknown kind of picture: end its name with \.svg, \.png, \.pdf"):
         check_picture(tmp_path / "x.html")
 
@@ -114,7 +116,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(AssertionError, match="low does not fit"):
-        Series(name="a", x=(1.0, 2.0), y=(1.0, 2.0), low=(1.0,))
+        PlottedSeries(name="a", x=(1.0, 2.0), y=(1.0, 2.0), low=(1.0,))
     with pytest.raises(AssertionError, match="bars have a zero"):
         Panel(title="", x_title="", y_title="", series=(), categories=("a",), log_y=True)
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import COMMITTED, Config, read_config
+from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
-from moesaic_lab.balance.run import Cell, run
+from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.simulated import Forecast, simulate
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 
-Both = tuple[list[Cell], list[Forecast]]
+Both = tuple[list[BalanceCell], list[Forecast]]
 """What was measured, and what was simulated."""
 
 
-def cases(options: EmulatedOptions) -> Config:
+def cases(options: EmulatedOptions) -> BalanceBenchConfig:
     """Return the cases that were asked for: "4x2-2"; those of a bed, "4x2"; "trace"; "simulated"."""
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = replace(config, only=words_of(options.only)).repeated(options.repeats)
@@ -27,7 +27,7 @@ def cases(options: EmulatedOptions) -> Config:
     return config
 
 
-def measure(options: EmulatedOptions, config: Config, told: Told) -> Both:
+def measure(options: EmulatedOptions, config: BalanceBenchConfig, told: Told) -> Both:
     """Measure on one bed after the other, then simulate."""
     cells = run(config, lambda what, done: told(f"{done} done; {what}"))
     if not config.simulates:

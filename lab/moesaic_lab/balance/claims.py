@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Sequence
 
 from moesaic_lab.balance.methods import BOUNDED, OURS, PLAIN
-from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import NEAR
 
 
-def claims(cells: Sequence[Cell], forecasts: Sequence[Forecast] = ()) -> list[Claim]:
+def claims(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = ()) -> list[Claim]:
     """Return all claims, also those that this run did not measure."""
     return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
@@ -29,7 +29,7 @@ def claims(cells: Sequence[Cell], forecasts: Sequence[Forecast] = ()) -> list[Cl
     ]
 
 
-def speedup(cells: Sequence[Cell], max_vio: float) -> float:
+def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, of the bed with most ranks: the lower end of the 95 % interval
     where they are near."""
     cell = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world)
@@ -37,23 +37,23 @@ def speedup(cells: Sequence[Cell], max_vio: float) -> float:
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
-def over_best_single(cells: Sequence[Cell]) -> float:
+def over_best_single(cells: Sequence[BalanceCell]) -> float:
     """Return our time over that of the fastest single technique, worst over all cases, at the 95 % bound."""
     return max(bounded(cell, OURS, cell.best_single()) for cell in some(list(cells), "with all methods"))
 
 
-def overhead(cells: Sequence[Cell]) -> float:
+def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return by how much we are slower than the plain layer where loads are even, worst over beds, at the 95 % bound."""
     return max(bounded(cell, OURS, PLAIN) for cell in _at(cells, 0.0)) - 1
 
 
-def budget_speedup(cells: Sequence[Cell]) -> float:
+def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours with a token budget at MaxVio 4, least over beds."""
     found = [cell.ratio(PLAIN, BOUNDED).median for cell in _at(cells, 4.0) if BOUNDED in cell.timings]
     return min(some(found, "with MaxVio 4 and a token budget"))
 
 
-def memory(cells: Sequence[Cell], name: str, reference: str) -> float:
+def memory(cells: Sequence[BalanceCell], name: str, reference: str) -> float:
     """Return a method's peak of memory at MaxVio 4 over another's where loads are even, of one bed; the worst bed's."""
     found = []
     for cell in _at(cells, 4.0):
@@ -63,14 +63,14 @@ def memory(cells: Sequence[Cell], name: str, reference: str) -> float:
     return max(some(found, "with MaxVio 0 and 4 of one bed"))
 
 
-def decision_share(cells: Sequence[Cell]) -> float:
+def decision_share(cells: Sequence[BalanceCell]) -> float:
     """Return what deciding takes a rank, over a step of ours, worst case; median over the calls."""
     deciding = [cell for cell in cells if OURS in cell.decided]
     found = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
     return max(some(found, "with all methods"))
 
 
-def recorded_speedup(cells: Sequence[Cell]) -> float:
+def recorded_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours on recorded routing."""
     found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.max_vio is None]
     return statistics.median(some(found, "of recorded routing"))
@@ -91,7 +91,7 @@ def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
     return max(some(shares, "simulated"))
 
 
-def bounded(cell: Cell, name: str, other: str) -> float:
+def bounded(cell: BalanceCell, name: str, other: str) -> float:
     """Return the upper end of a ratio's 95 % interval.
 
     Raises:
@@ -100,5 +100,5 @@ def bounded(cell: Cell, name: str, other: str) -> float:
     return enough(cell.ratio(name, other), cell.job.case.label).high
 
 
-def _at(cells: Sequence[Cell], max_vio: float) -> list[Cell]:
+def _at(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
     return some([cell for cell in cells if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")

@@ -26,7 +26,7 @@ PARTS_PER_MESSAGE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class BalanceMethod:
     """One way to run the layer."""
 
     plan: Plan
@@ -40,32 +40,34 @@ class Method:
     """Corrects itself by what its calls take."""
 
 
-def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
+def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
     """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes.
 
     Args:
         grid: the mesh.
         budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
     """
-    bounded = {BOUNDED: Method(plan=Plan(lending="arbiter", token_budget=budget), is_single=False)} if budget else {}
+    bounded = (
+        {BOUNDED: BalanceMethod(plan=Plan(lending="arbiter", token_budget=budget), is_single=False)} if budget else {}
+    )
     nodes = grid.world // (grid.ranks_per_node or grid.world)
     return {
-        PLAIN: Method(plan=Plan()),
-        "ZeRO-3 (r = 0)": Method(plan=Plan(gather_weights=0)),
-        "shadow, published": Method(plan=Plan(lending="published")),
-        "shadow": Method(plan=Plan(lending="shadow")),
-        "spill": Method(plan=Plan(lending="spill")),
-        "least loaded": Method(plan=Plan(lending="least_loaded")),
-        SMART: Method(plan=Plan(peer_groups=nodes)),
-        "smart + shadow": Method(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
-        NETMOE: Method(plan=Plan(), moves_samples=True),
-        PLACED: Method(plan=Plan(), places_experts=True),
-        OURS: Method(plan=Plan(lending="arbiter"), is_single=False, learns=True),
+        PLAIN: BalanceMethod(plan=Plan()),
+        "ZeRO-3 (r = 0)": BalanceMethod(plan=Plan(gather_weights=0)),
+        "shadow, published": BalanceMethod(plan=Plan(lending="published")),
+        "shadow": BalanceMethod(plan=Plan(lending="shadow")),
+        "spill": BalanceMethod(plan=Plan(lending="spill")),
+        "least loaded": BalanceMethod(plan=Plan(lending="least_loaded")),
+        SMART: BalanceMethod(plan=Plan(peer_groups=nodes)),
+        "smart + shadow": BalanceMethod(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
+        NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
+        PLACED: BalanceMethod(plan=Plan(), places_experts=True),
+        OURS: BalanceMethod(plan=Plan(lending="arbiter"), is_single=False, learns=True),
         **bounded,
     }
 
 
-def lender_of(name: str, method: Method, costs: LendingCosts) -> AbstractLender | None:
+def lender_of(name: str, method: BalanceMethod, costs: LendingCosts) -> AbstractLender | None:
     """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
     if method.plan.lending == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)

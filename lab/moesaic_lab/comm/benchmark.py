@@ -6,12 +6,12 @@ from pathlib import Path
 
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 from moesaic_lab.comm.claims import claims
-from moesaic_lab.comm.config import COMMITTED, Config, read_config
+from moesaic_lab.comm.config import COMMITTED, CommConfig, read_config
 from moesaic_lab.comm.pictures import panels
-from moesaic_lab.comm.run import NOTES, Cell, rows_of, run, tables
+from moesaic_lab.comm.run import NOTES, CommCell, rows_of, run, tables
 
 
-def cases(options: EmulatedOptions) -> Config:
+def cases(options: EmulatedOptions) -> CommConfig:
     """Return the sweeps that were asked for."""
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
@@ -19,7 +19,7 @@ def cases(options: EmulatedOptions) -> Config:
     return config
 
 
-def measure(options: EmulatedOptions, config: Config, told: Told) -> list[Cell]:
+def measure(options: EmulatedOptions, config: CommConfig, told: Told) -> list[CommCell]:
     """Measure on one bed after the other."""
     return run(config, lambda what, done, total: told(f"{done} of {total} done; {what}"))
 

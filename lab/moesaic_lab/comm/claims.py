@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from moesaic_lab.claims import Claim, claimed, enough, some
-from moesaic_lab.comm.run import Cell
+from moesaic_lab.comm.run import CommCell
 from moesaic_lab.measure import Ratio, paired
 
 DOMINATES = 2
@@ -14,7 +14,7 @@ DOMINATES = 2
 FOUR_MIB_KIB = 4096
 
 
-def claims(cells: Sequence[Cell]) -> list[Claim]:
+def claims(cells: Sequence[CommCell]) -> list[Claim]:
     """Return all claims, also those that this run did not measure."""
     return [
         claimed("comm.receive_first.link_share_2x2_4MiB", lambda: link_share(cells), 0.95, ">="),
@@ -26,14 +26,14 @@ def claims(cells: Sequence[Cell]) -> list[Claim]:
     ]
 
 
-def link_share(cells: Sequence[Cell]) -> float:
+def link_share(cells: Sequence[CommCell]) -> float:
     """Return the share of the link limit that the linear all-to-all reaches: the lower end of the 95 % interval."""
     cell = _only([c for c in cells if c.sweep.kind == "limit" and c.size_kib == FOUR_MIB_KIB], "of 4 MiB to the limit")
     seconds = cell.timings["linear"].seconds
     return enough(paired([cell.limits["linear"].seconds] * len(seconds), seconds)).low
 
 
-def over_longer_lane(cells: Sequence[Cell]) -> float:
+def over_longer_lane(cells: Sequence[CommCell]) -> float:
     """Return pipelined over the longer of its own lanes alone: the upper end of the 95 % interval, median over sizes."""
     found = []
     for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
@@ -42,24 +42,24 @@ def over_longer_lane(cells: Sequence[Cell]) -> float:
     return statistics.median(found)
 
 
-def multicast_bytes(cells: Sequence[Cell]) -> float:
+def multicast_bytes(cells: Sequence[CommCell]) -> float:
     """Return the bytes between nodes that multicast sends at top_k 8 on 2x2, over linear's, as recorders counted."""
     cell = _top8(cells)
     return cell.across["multicast"][0] / cell.across["linear"][0]
 
 
-def multicast_time(cells: Sequence[Cell]) -> float:
+def multicast_time(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast at top_k 8 on 2x2, over linear's."""
     return _ratio(_top8(cells), "multicast", "linear").median
 
 
-def multicast_over_bound(cells: Sequence[Cell]) -> float:
+def multicast_over_bound(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast over the limit of its links, median over all dispatches."""
     found = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
     return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in found)
 
 
-def small_messages(cells: Sequence[Cell]) -> float:
+def small_messages(cells: Sequence[CommCell]) -> float:
     """Return 2DH over linear on 4x4 ranks, median over the cells where the charge per message dominates."""
     found = [
         _ratio(cell, "hier2d", "linear").median
@@ -70,14 +70,14 @@ def small_messages(cells: Sequence[Cell]) -> float:
     return statistics.median(some(found, "on 4x4 where a cost per message dominates"))
 
 
-def _ratio(cell: Cell, name: str, other: str) -> Ratio:
+def _ratio(cell: CommCell, name: str, other: str) -> Ratio:
     return paired(cell.timings[name].seconds, cell.timings[other].seconds)
 
 
-def _top8(cells: Sequence[Cell]) -> Cell:
+def _top8(cells: Sequence[CommCell]) -> CommCell:
     found = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
     return _only(found, "of a dispatch with top_k 8 on 2x2")
 
 
-def _only(found: list[Cell], what: str) -> Cell:
+def _only(found: list[CommCell], what: str) -> CommCell:
     return some(found, what)[0]

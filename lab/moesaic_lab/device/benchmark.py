@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.memory import keep_freed_memory
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, same
 from moesaic_lab.device import run
-from moesaic_lab.device.cases import Case
+from moesaic_lab.device.cases import DeviceCase
 from moesaic_lab.device.cases import cases as all_cases
 from moesaic_lab.device.claims import NOTES, claims, device_table, merged, summary
 
@@ -42,7 +42,7 @@ class DeviceOptions(BenchmarkOptions):
     """Let the allocator keep what is freed, as a training program may, for all methods alike."""
 
 
-def cases(options: DeviceOptions) -> tuple[list[Case], Rows]:
+def cases(options: DeviceOptions) -> tuple[list[DeviceCase], Rows]:
     """Return the cases that were asked for, and the rows that `--add` keeps."""
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
@@ -55,7 +55,7 @@ def cases(options: DeviceOptions) -> tuple[list[Case], Rows]:
     return chosen, _old_rows(options)
 
 
-def measure(options: DeviceOptions, cases: tuple[list[Case], Rows], told: Told) -> Rows:
+def measure(options: DeviceOptions, cases: tuple[list[DeviceCase], Rows], told: Told) -> Rows:
     """Measure case after case; a run that is cut off loses one case."""
     chosen, rows = cases
     kept = options.keep_freed_memory and keep_freed_memory()
@@ -91,12 +91,12 @@ def _old_rows(options: DeviceOptions) -> Rows:
     return rows
 
 
-def _words(case: Case) -> set[str]:
+def _words(case: DeviceCase) -> set[str]:
     """Return the words that a case is chosen by."""
     return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
 
 
-BENCHMARK: Benchmark[DeviceOptions, tuple[list[Case], Rows], Rows] = Benchmark(
+BENCHMARK: Benchmark[DeviceOptions, tuple[list[DeviceCase], Rows], Rows] = Benchmark(
     name="device", description="Measure one MoE layer against its matrix products alone and against other people's layers.",
     options=DeviceOptions, notes=NOTES, cases=cases, measure=measure, rows=same, claims=claims,
     columns=lambda rows: [device_table(rows)], packages=("torch", "numpy", "transformers", "deepspeed"),

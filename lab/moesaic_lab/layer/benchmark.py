@@ -6,13 +6,13 @@ from pathlib import Path
 
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 from moesaic_lab.layer.claims import claims
-from moesaic_lab.layer.config import COMMITTED, Config, read_config
+from moesaic_lab.layer.config import COMMITTED, LayerBenchConfig, read_config
 from moesaic_lab.layer.pictures import panels
 from moesaic_lab.layer.rows import NOTES, all_rows, tables
-from moesaic_lab.layer.run import Cell, run
+from moesaic_lab.layer.run import LayerCell, run
 
 
-def cases(options: EmulatedOptions) -> Config:
+def cases(options: EmulatedOptions) -> LayerBenchConfig:
     """Return the parts that were asked for."""
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
@@ -20,7 +20,7 @@ def cases(options: EmulatedOptions) -> Config:
     return config
 
 
-def measure(options: EmulatedOptions, config: Config, told: Told) -> list[Cell]:
+def measure(options: EmulatedOptions, config: LayerBenchConfig, told: Told) -> list[LayerCell]:
     """Measure on one bed after the other."""
     return run(config, lambda what, done: told(f"{done} done; {what}"))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, require_cluster, words_of
 from moesaic_lab.model.claims import NOTES, case_rows, case_table, claims, panels, rows_of
-from moesaic_lab.model.config import COMMITTED, Config, narrowed, read_config
-from moesaic_lab.model.run import Found, kept, run
+from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, narrowed, read_config
+from moesaic_lab.model.run import ModelFound, kept, run
 from moesaic_lab.model.speed import speeds
 
 
@@ -25,11 +25,11 @@ class ModelOptions(DrawnOptions):
     if they are there."""
 
 
-Timed = tuple[list[Found], dict[int, float]]
+Timed = tuple[list[ModelFound], dict[int, float]]
 """The cases, and seconds of one simulation by number of ranks."""
 
 
-def cases(options: ModelOptions) -> tuple[Config, Config]:
+def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
     """Return the whole configuration, and what of it is to be measured."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
@@ -39,7 +39,7 @@ def cases(options: ModelOptions) -> tuple[Config, Config]:
     return config, wanted
 
 
-def measure(options: ModelOptions, cases: tuple[Config, Config], told: Told) -> Timed:
+def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
     """Time simulations, measure what is not kept yet, and predict it."""
     (config, wanted), folder, only = cases, Path(options.keep), words_of(options.only)
     times = speeds() if not only or "speed" in only else {}

@@ -33,10 +33,10 @@ from moesaic.testbed import cluster
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
-from moesaic_lab.netmoe.ranks import Job, Method
+from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
@@ -121,7 +121,7 @@ def on_bed(name: str, repeats: int) -> Rows:
         for locality in BED_LOCALITIES[name]:
             trace = routing(setting, locality, tokens=True)
             experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)])
-            job = Job(
+            job = TravelJob(
                 grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True), methods=METHODS,
                 experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
                 hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
@@ -206,9 +206,9 @@ def claims(rows: Rows) -> list[Claim]:
 def panels(rows: Rows) -> list[Panel]:
     """Return the picture's charts."""
 
-    def line(name: str, x: str, y: str, **wanted: Any) -> Series:
+    def line(name: str, x: str, y: str, **wanted: Any) -> PlottedSeries:
         found = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in wanted.items())]
-        return Series(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
+        return PlottedSeries(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
 
     placed = {"method": "two_stage"}
     beds = tuple(line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 from moesaic_lab.train.claims import claims
-from moesaic_lab.train.config import COMMITTED, Config, read_config
+from moesaic_lab.train.config import COMMITTED, TrainBenchConfig, read_config
 from moesaic_lab.train.pictures import panels
-from moesaic_lab.train.run import NOTES, Results, measurement_rows, run, tables
+from moesaic_lab.train.run import NOTES, TrainResults, measurement_rows, run, tables
 
 
-def cases(options: EmulatedOptions) -> Config:
+def cases(options: EmulatedOptions) -> TrainBenchConfig:
     """Return the cases that were asked for, by name."""
     config = read_config(Path(options.config) if options.config else COMMITTED)
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
@@ -20,7 +20,7 @@ def cases(options: EmulatedOptions) -> Config:
     return config
 
 
-def measure(options: EmulatedOptions, config: Config, told: Told) -> Results:
+def measure(options: EmulatedOptions, config: TrainBenchConfig, told: Told) -> TrainResults:
     """Measure one case after the other."""
     return run(config, lambda what, done, total: told(f"{done} of {total} done; {what}"))
 
