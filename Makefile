@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
 
-.PHONY: help setup demo test test-all lint bench bench-all docs clean
+.PHONY: help setup demo test test-all lint bench bench-all docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -51,13 +51,14 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
-	$(BIN)/moesaic bench lent_weights --json $(RESULTS)/lent_weights.json
+	$(BIN)/moesaic bench replicated_weights --json $(RESULTS)/replicated_weights.json
 	$(BIN)/moesaic bench placement_gaps --json $(RESULTS)/placement_gaps.json
+	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
 	$(BIN)/moesaic bench token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
-	$(BIN)/moesaic bench wires --json $(RESULTS)/wires.json
+	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json
 	$(BIN)/moesaic bench simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
@@ -72,6 +73,9 @@ bench-all: bench  ## every benchmark, the long trainings too
 
 docs: $(STAMP)  ## docs/performance.md from the committed results
 	$(BIN)/python -m moesaic_lab.performance_page
+
+site: $(STAMP)  ## the documentation as a site, in build/site
+	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

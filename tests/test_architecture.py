@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
     "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
-    "runtime", "layer", "profiling", "models", "train", "testing", "report", "cli",
+    "runtime", "layer", "profiling", "models", "parallel", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "plan", "report")
@@ -173,7 +173,7 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
     module = parsed(path)
     missing = [] if ast.get_docstring(module) else [f"{name_of(path)}: module"]
 
-    def visit(body: list[ast.stmt], bases: list[str]) -> None:
+    def node_token(body: list[ast.stmt], bases: list[str]) -> None:
         for node in body:
             if not isinstance(node, (*Function.__args__, ast.ClassDef)) or node.name.startswith("_"):
                 continue
@@ -182,9 +182,9 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
             if not ast.get_docstring(node) and not overrides and not overloaded:
                 missing.append(f"{name_of(path)}:{node.lineno} {node.name}")
             if isinstance(node, ast.ClassDef):
-                visit(node.body, [ast.unparse(base) for base in node.bases])
+                node_token(node.body, [ast.unparse(base) for base in node.bases])
 
-    visit(module.body, [])
+    node_token(module.body, [])
     return missing
 
 
@@ -232,6 +232,8 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
         "src/moesaic/comm/sockets_connect.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "src/moesaic/testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
+        "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
+        "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
     ]
     assert found == allowed
 

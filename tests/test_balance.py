@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from helpers import make_layer
 from moesaic import MoE, balance_on_step, checkpoint, finish_step
-from moesaic.routing.gates import SigmoidTopK
+from moesaic.routing.routers import SigmoidTopK
 
 
 def sigmoid_layer() -> MoE:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import COMMANDS, LABORATORY
-from moesaic.routing.gates import ON_MESH, ROUTERS
+from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +64,35 @@ def test_examples_run(example: Path) -> None:
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "tokens per expert" in done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_of_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run in order, as one program; one that cannot says why in a comment in front of it."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for reason, code in re.findall(
+        r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
+    ):
+        if not reason and not re.match(r"# \S+\.py\b", code):  # a file that moesaic_lab.extending puts where it says
+            exec(compile(code, page.name, "exec"), names)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "index.md"]
+    unlisted = [
+        page.name
+        for page in pages
+        if page.relative_to(ROOT / "docs").as_posix() not in (ROOT / "mkdocs.yml").read_text("utf-8")
+    ]
+    assert unlisted == []
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_the_ten_lines_of_the_readme_run() -> None:

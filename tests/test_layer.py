@@ -15,7 +15,7 @@ from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, run
 from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
 from moesaic.errors import InputError
 from moesaic.routing.capacity import AbstractCapacity
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.routers import ROUTERS
 
 LOSSES = (LoadBalance(0.3), LoadBalance(0.2, level="sequence"), Importance(0.1), ZLoss(0.05))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moesaic.cost.coded import coded_bytes
 from moesaic.program.bundles import bundles
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot
 from moesaic.program.volume import messages_of
 from moesaic.testbed.bed import Bed
@@ -77,7 +77,7 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
 
 def program_messages(
     program: Program,
-    sizes: Sizes,
+    sizes: CallSizes,
     *,
     dim: int,
     element_bytes: int,
@@ -94,7 +94,7 @@ def program_messages(
         element_bytes: of tokens, rows and weights.
         lane_bytes: of a routing weight; an index takes `INDEX_BYTES`.
         unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
-        coded: (codec, rows, dim, element bytes) to bytes. Parcels that share a message count as one: a codec that
+        coded: (codec, rows, dim, element bytes) to bytes. Packets that share a message count as one: a codec that
             rounds rows up to blocks may send a few bytes more.
     """
     slots = {slot.name: slot for slot in program.slots}

@@ -15,7 +15,7 @@ from moesaic.cli.check import DESCRIPTION, CheckOptions, as_dict, gather
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 
-LEAST_CASES, LEAST_MUTANTS = 2000, 15
+LEAST_CASES, LEAST_MUTANTS = 2000, 40
 NOTES = (
     "Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a world of processes is "
     "named."

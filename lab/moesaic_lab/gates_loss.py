@@ -35,7 +35,7 @@ from moesaic.models.gpt import GPT
 from moesaic.plan import Plan
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import LinkLevel, TopologyGate
+from moesaic.routing.routers import LinkLevel, TopologyRouter
 from moesaic.testbed import cluster
 from moesaic.testbed.steady import hold_still
 from moesaic.train.config import TrainConfig
@@ -95,7 +95,7 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
 def add_gate(model: GPT, gate: str, origin: int | None) -> None:
     """Put the topology gate in front of every router, where it is asked for."""
     for layer in [module for module in model.modules() if isinstance(module, MoE) and gate == "topology"]:
-        layer.router = TopologyGate(layer.router, grid=GRID, levels=(NODES,), origin=origin)
+        layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
 def train(keep: Path, gate: str, seed: int, options: GatesLossOptions) -> None:

@@ -1,4 +1,4 @@
-"""How large is the house, and how far is it from the layer to the wire? Lines, files, names with two meanings, import cycles.
+"""How large is the house, and how far is it from the layer to the transport? Lines, files, names with two meanings, import cycles.
 
 The path is traced in a run: which files' functions are entered, on one of two ranks, from `MoE.forward` of a second call to
 the first transfer that carries rows of tokens. A return is a call that hands the tokens to a file that they were in before,
@@ -199,7 +199,7 @@ def trace_path(package: Path) -> PathTrace:
 
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
-    from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+    from moesaic.comm.transport import AbstractTransport, Ticket, Transfer
     from moesaic.layer import MoE
     from moesaic.plan import Plan
     from moesaic.program.grid import Grid
@@ -211,30 +211,30 @@ def trace_path(package: Path) -> PathTrace:
 
     trace = PathTrace(package, is_tokens)
 
-    class Watched(AbstractWire):
+    class Watched(AbstractTransport):
         """Ends the trace where the first rows leave."""
 
-        def __init__(self, wire: AbstractWire) -> None:
-            super().__init__(wire.rank, wire.world, wire.device)
-            self._wire = wire
+        def __init__(self, transport: AbstractTransport) -> None:
+            super().__init__(transport.rank, transport.world, transport.device)
+            self._transport = transport
 
         def issue(self, transfer: Transfer) -> Ticket:
             if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
                 sys.setprofile(None)
-            return self._wire.issue(transfer)
+            return self._transport.issue(transfer)
 
         def wait(self, ticket: Ticket) -> None:
-            self._wire.wait(ticket)
+            self._transport.wait(ticket)
 
         def take_tags(self, num_tags: int) -> int:
-            return self._wire.take_tags(num_tags)
+            return self._transport.take_tags(num_tags)
 
-    def rank(wire: AbstractWire) -> None:
+    def rank(transport: AbstractTransport) -> None:
         layer = MoE(DIM, DIM // 2, 4, 2)
-        layer.parallelize(Mesh(Grid(world=2, ep=2), Watched(wire)), Plan())
+        layer.parallelize(Mesh(Grid(world=2, ep=2), Watched(transport)), Plan())
         x = torch.randn(TOKENS, DIM, requires_grad=True)
         layer(x).sum().backward()
-        if wire.rank == 0:
+        if transport.rank == 0:
             sys.setprofile(trace)
         layer(x).sum().backward()
         sys.setprofile(None)
@@ -244,7 +244,7 @@ def trace_path(package: Path) -> PathTrace:
 
 
 BENCHMARK = Benchmark(
-    name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the wire.",
+    name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the transport.",
     options=BenchmarkOptions, notes=notes_of(__doc__), cases=once, rows=same, claims=claims, packages=(),
     measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab" / "moesaic_lab", ROOT / "examples"]),
     columns=tuple(

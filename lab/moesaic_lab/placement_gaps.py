@@ -28,7 +28,7 @@ from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
 """Nodes, and ranks of each."""
-LINKS = {"8 times faster inside": (1.0, 8.0), "alike": (1.0, 1.0), "8 times slower inside": (8.0, 1.0)}
+ALL_TO_ALLS = {"8 times faster inside": (1.0, 8.0), "alike": (1.0, 1.0), "8 times slower inside": (8.0, 1.0)}
 """Seconds of a row inside nodes and between them, up to a common factor."""
 PLACES = ((2, 12), (2, 16), (3, 12), (3, 15), (4, 12), (4, 16))
 """Places of ep, one rank each, and experts."""
@@ -54,7 +54,7 @@ def of_samples(draws: int) -> Rows:
         sample_load(nodes, per_node, slots, seed) for nodes, per_node in NODES for slots in (2, 4) for seed in range(draws)
     ]  # fmt: skip
     rows = Rows()
-    for links, (intra, inter) in LINKS.items():
+    for links, (intra, inter) in ALL_TO_ALLS.items():
         machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
         policies: dict[str, AbstractPlacer] = {
             "nobody moves": Stay(),

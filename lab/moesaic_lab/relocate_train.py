@@ -42,7 +42,7 @@ from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
 MACHINE = {"intra_gbps": UNSHAPED_GBPS, "inter_gbps": INTER_GBPS, "tflops": CPU.tflops.of("fp32") / 1e12}
-ARBITER: dict[str, Any] = {"plan": {"lending": "arbiter"}}
+ARBITER: dict[str, Any] = {"plan": {"replication": "arbiter"}}
 SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
 EXPERTS: dict[str, Any] = {"place_experts": {"every": 4, "machine": MACHINE}}
 METHODS: dict[str, dict[str, Any]] = {
@@ -157,7 +157,7 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
                 "method": name, "steps": options.steps, "first_loss": of_run[0]["loss"], "last_loss": of_run[-1]["loss"],
                 "loss_difference": apart,
                 "samples_moved": sum(layer.get("samples_moved", 0.0) for layer in layers),
-                "copies_lent": sum(layer.get("copies_lent", 0.0) for layer in layers),
+                "copies_replicated": sum(layer.get("copies_replicated", 0.0) for layer in layers),
                 "experts_moved": sum(line["place_experts"]["experts"] for line in of_run if "place_experts" in line),
             }
         )  # fmt: skip
@@ -211,7 +211,7 @@ TABLES = (
         columns=(METHOD, Column(key="last_loss", title="last loss", show="{:.6f}".format),
          Column(key="loss_difference", title="largest difference", show="{:.1e}".format),
          Column(key="samples_moved", title="samples", show="{:.0f}".format),
-         Column(key="copies_lent", title="copies lent", show="{:.0f}".format),
+         Column(key="copies_replicated", title="copies replicated", show="{:.0f}".format),
          Column(key="experts_moved", title="experts")),
     ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ below, per movement of rows, and share no code with the programs.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,21 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder, Sent
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.plan import AllToAll, Schedule
+from moesaic.plan.plan import Crossing
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import NodeMap
+from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
-from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.program.volume import messages_of
-from moesaic.routing.gates.hash import Hash
+from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import leave
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
@@ -41,8 +45,6 @@ from moesaic_lab.tables import Column, byte_size
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
 ELEMENT = 8
 """Bytes: the layers run in float64."""
-SCHEDULES: tuple[Schedule, ...] = ("baseline", "ted", "s1", "s2", "s3")
-LINKS: tuple[AllToAll, ...] = ("linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast")
 GRIDS = {
     "loopback": Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
     "gloo": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
@@ -63,15 +65,15 @@ Counted = dict[str, tuple[int, int]]
 """Direction and slot of a movement -> bytes (inside nodes, across nodes), over all ranks."""
 
 
-def run_rank(grid: Grid, plan: Plan, wire: AbstractWire) -> Counted:
+def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     """Run a layer forward and backward on one rank; return the bytes that the rank sent."""
-    recorder = Recorder(wire)
+    recorder = Recorder(transport)
     torch.manual_seed(0)
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=()).double()
     layer.parallelize(Mesh(grid, recorder), plan)
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
     assert layer.on_mesh is not None
-    sizes_of, seen = layer.on_mesh._sizes, list[Sizes]()
+    sizes_of, seen = layer.on_mesh._sizes, list[CallSizes]()
     layer.on_mesh._sizes = lambda *given: seen.append(sizes_of(*given)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     compiled: Compiled = compile_plan(plan, grid)
@@ -99,7 +101,7 @@ def run_rank(grid: Grid, plan: Plan, wire: AbstractWire) -> Counted:
     return counted
 
 
-def small_bytes(task: Task, program: Program, sizes: Sizes, sent: Sent) -> int:
+def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: Sent) -> int:
     """Return the bytes of routing weights, or of indices, in a message."""
     slots = {slot.name: slot for slot in program.slots}
     pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
@@ -108,7 +110,7 @@ def small_bytes(task: Task, program: Program, sizes: Sizes, sent: Sent) -> int:
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:
     """Run all ranks in this process."""
-    return total(run_ranks(grid.world, lambda wire: run_rank(grid, plan, wire)))
+    return total(run_ranks(grid.world, lambda transport: run_rank(grid, plan, transport)))
 
 
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
@@ -123,8 +125,8 @@ def _process(rank: int, grid: Grid, plans: list[Plan], folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), grid.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.world)
-    wire = open_wire()
-    torch.save([run_rank(grid, plan, wire) for plan in plans], Path(folder) / f"{rank}.pt")
+    transport = open_transport()
+    torch.save([run_rank(grid, plan, transport) for plan in plans], Path(folder) / f"{rank}.pt")
     leave()
 
 
@@ -134,8 +136,8 @@ def total(per_rank: list[Counted]) -> Counted:
     return {key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys}  # type: ignore[misc]
 
 
-def formulas(grid: Grid, plan: Plan) -> Counted:
-    """Return the forward bytes of every movement of rows by the formulas of the papers, over all ranks.
+def formulas(grid: Grid, plan: Plan) -> Counted | None:
+    """Return the forward bytes of every movement of rows by the formulas of the papers, over all ranks; None without any.
 
     n copies and T tokens of a tensor group, m = tp, p = ep, s = etp, L indices of ep on a node; per rank, an all-to-all
     over ep sends 1 / p of its rows to each index, of which L - 1 others are on the node and p - L on others.
@@ -152,7 +154,7 @@ def formulas(grid: Grid, plan: Plan) -> Counted:
         rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
     elif plan.gather_weights == 1:  # a token visits one shard's rank, neighbours gather the etp shards
         rows = {"h": over_ep, "z": over_ep, "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0), **gather}
-    elif plan.all_to_all == "multicast":
+    elif plan.crossing is Crossing.MULTICAST:
         rows = multicast_formulas(grid, plan, local)
     elif plan.schedule in ("s1", "s2"):
         rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
@@ -168,6 +170,8 @@ def formulas(grid: Grid, plan: Plan) -> Counted:
     elif plan.schedule == "ted":
         once, reduce = (n * inside, n * across), (2 * (s - 1) / s * n, 0)
         rows = {"h_same": once, "summed": reduce, "back": once}
+    elif plan.schedule != "baseline":
+        return None
     else:
         wide, reduce = (s * n * inside, s * n * across), (2 * (s - 1) / s * s * n, 0)
         rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
@@ -179,16 +183,39 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
     """Return rows per rank (inside, across) of an all-to-all algorithm that carries what `direct` sends straight.
 
     2DH, with g ranks of the group on a node: what crosses goes inside the node first unless the sender has the target's
-    place already, 1 - 1 / g of it. One rank per node (1DH): it goes to the leader and from a leader, 1 - 1 / g each.
+    place already, 1 - 1 / g of it. One rank per node (1DH): it goes to the leader and from a leader, 1 - 1 / g each. Others
+    have no formula here: the mean number of legs of their paths.
     """
     inside, across = direct
-    of_group = (grid.ranks_per_node or grid.world) // (1 if plan.schedule != "s3" else grid.etp)
+    over_etp = SCHEDULES[plan.schedule](False).delivers_at_once
+    of_group = (grid.ranks_per_node or grid.world) // (1 if over_etp else grid.etp)
     moved = across * (1 - 1 / of_group)
     if plan.all_to_all in ("hier2d", "naive", "hier3d"):  # with two nodes the third level is empty
         return inside + moved, across
     if plan.all_to_all == "hier1d":
         return inside + 2 * moved, across
+    if plan.all_to_all not in ("linear", "pipelined"):
+        group: tuple[Axis, ...] = ("ep", "etp") if over_etp else ("ep",)
+        (a, b), (c, d) = mean_legs(grid, plan.all_to_all, group)
+        return inside * a + across * c, inside * b + across * d
     return inside, across
+
+
+def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[float, float]]:
+    """Return the legs (inside, across nodes) of a packet that stays on its node, and of one that crosses, on average."""
+    found: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
+        places = NodeMap(grid, ranks)
+        for source, target in itertools.permutations(ranks, 2):
+            crosses = [
+                grid.node_of(leg.source) != grid.node_of(leg.target)
+                for leg in ALL_TO_ALLS[link].path(places, source, target)
+            ]
+            found[grid.node_of(source) != grid.node_of(target)].append((len(crosses) - sum(crosses), sum(crosses)))
+    return [
+        (sum(a for a, _ in legs) / max(len(legs), 1), sum(b for _, b in legs) / max(len(legs), 1))
+        for legs in found.values()
+    ]
 
 
 def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
@@ -199,17 +226,17 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
     every m-th part of each expert's run, so a token's two copies are the same rank's.
     """
     m, p, s = grid.tp, grid.ep, grid.etp
-    nodes, visits = p // local, TOKENS / m
-    crossing = (0.0, visits * (nodes - 1) / nodes)
-    fan_out = (s * visits - visits / local, 0.0)
-    arrived = "visits_here" if local > 1 else "stops_here"
+    nodes, node_tokens = p // local, TOKENS / m
+    crossing = (0.0, node_tokens * (nodes - 1) / nodes)
+    fan_out = (s * node_tokens - node_tokens / local, 0.0)
+    arrived = "node_tokens_here" if local > 1 else "stops_here"
     found = {arrived: crossing, "stops_in": fan_out, "z_stops": fan_out, "z": crossing}
     if plan.schedule == "s1":
         return found | {"y": ((m - 1) * TOKENS / m, 0.0)}
     return found | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}
 
 
-def row(wire_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
+def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
     """Return a line of the table, with what differs from the formulas."""
     expected = formulas(grid, plan)
     forward: Counted = {}
@@ -220,14 +247,14 @@ def row(wire_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, A
             forward[name] = (before[0] + inside, before[1] + across)
     wrong = [
         f"{key.split()[1]} sends {forward.get(key, (0, 0))}, the formula says {expected.get(key, (0, 0))}"
-        for key in sorted(set(forward) | set(expected))
-        if forward.get(key, (0, 0)) != expected.get(key, (0, 0))
+        for key in sorted(set(forward) | set(expected or ()))
+        if expected is not None and forward.get(key, (0, 0)) != expected.get(key, (0, 0))
     ]
     sums = {
         d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")
     }
     return {
-        "wire": wire_name,
+        "transport": transport_name,
         "ranks": grid.world,
         "schedule": plan.schedule + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
         "all_to_all": plan.all_to_all,
@@ -241,19 +268,26 @@ def row(wire_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, A
 
 PLANS = (
     *(Plan(schedule=schedule) for schedule in SCHEDULES),
-    *(Plan(schedule=schedule, all_to_all=link) for schedule in ("s1", "s2", "s3") for link in LINKS[1:-1]),
+    *(
+        Plan(schedule=schedule, all_to_all=link)
+        for schedule in ("s1", "s2", "s3")
+        for link in ALL_TO_ALLS
+        if link != Plan().link
+    ),
     *(Plan(schedule=schedule, all_to_all="multicast") for schedule in ("s1", "s2")),
     *(Plan(schedule="s2", gather_weights=r) for r in (0, 1)),
 )
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Count what every plan sends, on both wires."""
+    """Count what every plan sends, over both transports."""
     rows = []
-    for wire_name, grid in GRIDS.items():
-        told(wire_name)
-        found = [on_loopback(grid, plan) for plan in PLANS] if wire_name == "loopback" else on_gloo(grid, list(PLANS))
-        rows += [row(wire_name, grid, plan, counted) for plan, counted in zip(PLANS, found)]
+    for transport_name, grid in GRIDS.items():
+        told(transport_name)
+        found = (
+            [on_loopback(grid, plan) for plan in PLANS] if transport_name == "loopback" else on_gloo(grid, list(PLANS))
+        )
+        rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, found)]
     return rows
 
 
@@ -267,7 +301,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 COLUMNS = (
-    Column(key="wire", title="wire", is_text=True), Column(key="ranks", title="ranks"),
+    Column(key="transport", title="transport", is_text=True), Column(key="ranks", title="ranks"),
     Column(key="schedule", title="schedule", is_text=True), Column(key="all_to_all", title="all-to-all", is_text=True),
     Column(key="forward_inside_bytes", title="fwd inside", show=byte_size),
     Column(key="forward_across_bytes", title="fwd across", show=byte_size),

@@ -32,7 +32,7 @@ NOTES = (
 )
 
 LENDINGS = {PLAIN: "none", "spill": "spill", OURS: "arbiter"}
-"""Methods, and what their plans lend."""
+"""Methods, and what their plans replicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class TokenBudgetOptions(DrawnOptions):
 def methods(mean: int, budgets: Sequence[float]) -> dict[str, BalanceMethod]:
     """Return plain ep, spilling and the arbiter, without a budget and with each."""
     found = {}
-    for name, lending in LENDINGS.items():
+    for name, replication in LENDINGS.items():
         for budget in (None, *budgets):
             rows = None if budget is None else int(budget * mean)
             label = name if budget is None else f"{name}, {budget:g}"
-            found[label] = BalanceMethod(plan=Plan(lending=lending, token_budget=rows))  # type: ignore[arg-type]
+            found[label] = BalanceMethod(plan=Plan(replication=replication, token_budget=rows))
     return found
 
 

@@ -31,7 +31,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import LinkLevel, TopologyGate, levels_of
+from moesaic.routing.routers import LinkLevel, TopologyRouter, levels_of
 from moesaic.traces.load import max_violation
 from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
@@ -80,7 +80,7 @@ def one(out: Path, seed: int, levels: tuple[LinkLevel, ...], options: TopologyGa
     run = open_run(config, lambda _: None)
     for module in run.model.modules():
         if isinstance(module, MoE) and levels:
-            module.router = TopologyGate(module.router, grid=GRID, levels=levels)
+            module.router = TopologyRouter(module.router, grid=GRID, levels=levels)
     Trainer(run, Console(quiet=True)).run()
     trace = Trace.open(out)
     lines = [line for line in read_metrics(out) if line["kind"] == "eval"]

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
+    from moesaic.parallel import clip_grad_norm_
     from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
-    from moesaic.routing.losses import Importance, LoadBalance, ZLoss, set_loss_scale
+    from moesaic.routing.injection import collect_losses, set_loss_scale
+    from moesaic.routing.losses import Importance, LoadBalance, ZLoss
     from moesaic.routing.routing import Routing
     from moesaic.runtime.gradients import average_gradients
-    from moesaic.runtime.tape import checkpoint, replay_contexts
+    from moesaic.runtime.routing_cache import checkpoint, replay_contexts
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,7 @@ _HOMES = {
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.plan",
     "average_gradients": "moesaic.runtime.gradients",
+    "clip_grad_norm_": "moesaic.parallel",
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",
     "PlainExperts": "moesaic.experts",
@@ -40,10 +43,11 @@ _HOMES = {
     "Importance": "moesaic.routing.losses",
     "LoadBalance": "moesaic.routing.losses",
     "ZLoss": "moesaic.routing.losses",
-    "set_loss_scale": "moesaic.routing.losses",
+    "collect_losses": "moesaic.routing.injection",
+    "set_loss_scale": "moesaic.routing.injection",
     "Routing": "moesaic.routing.routing",
-    "checkpoint": "moesaic.runtime.tape",
-    "replay_contexts": "moesaic.runtime.tape",
+    "checkpoint": "moesaic.runtime.routing_cache",
+    "replay_contexts": "moesaic.runtime.routing_cache",
 }
 
 __all__ = [
@@ -62,6 +66,8 @@ __all__ = [
     "average_gradients",
     "balance_on_step",
     "checkpoint",
+    "clip_grad_norm_",
+    "collect_losses",
     "encoding",
     "fast_decode",
     "fast_encode",
@@ -75,4 +81,14 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ImportError(f'moesaic.{name} needs torch: pip install "moesaic[train]"', name=error.name) from None
+
+
+def __dir__() -> list[str]:
+    """List the public names, those that are not imported yet too."""
+    return sorted({*globals(), *__all__})

@@ -77,10 +77,10 @@ def scale_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def sixteen_bits(rows: float, dim: int, dtype: str, *, wire: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to 16 bits; those of a wider range than the wire's carry a power of two per row."""
-    values = Part((rows, dim), wire)
-    is_wider = dtype == "float64" if wire == "bfloat16" else dtype != "float16"
+def sixteen_bits(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to 16 bits; those of a wider range than the transport's carry a power of two per row."""
+    values = Part((rows, dim), transport)
+    is_wider = dtype == "float64" if transport == "bfloat16" else dtype != "float16"
     return (Part((rows, 1), "int16"), values) if is_wider else (values,)
 
 
@@ -95,25 +95,27 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
     return Part((1,), "int16"), Part((math.ceil(num_bits / 64) * 8,), "uint8"), Part((math.ceil(rows / 8),), "uint8")
 
 
-def scaled_tiles(rows: float, dim: int, dtype: str, *, width: int, wire: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `wire`, with a scale per `width` values of a row."""
-    return Part((rows, math.ceil(dim / width)), scale_dtype(dtype)), Part((rows, dim), wire)
+def scaled_tiles(rows: float, dim: int, dtype: str, *, width: int, transport: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row."""
+    return Part((rows, math.ceil(dim / width)), scale_dtype(dtype)), Part((rows, dim), transport)
 
 
-def scaled_rows(rows: float, dim: int, dtype: str, *, wire: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `wire`, with a scale per row."""
-    return Part((rows, 1), scale_dtype(dtype)), Part((rows, dim), wire)
+def scaled_rows(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[Part, ...]:
+    """Return the parts of rows cast to `transport`, with a scale per row."""
+    return Part((rows, 1), scale_dtype(dtype)), Part((rows, dim), transport)
 
 
 CODECS: dict[str, CodecSpec] = {
     "none": CodecSpec(
         implementation="identity.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
     ),
-    "bf16": CodecSpec(implementation="sixteen.Bf16", layout=partial(sixteen_bits, wire="bfloat16"), tolerance=0.06),
-    "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, wire="float16"), tolerance=0.01),
-    "int8": CodecSpec(implementation="int8.Int8", layout=partial(scaled_rows, wire="int8"), tolerance=0.15),
+    "bf16": CodecSpec(
+        implementation="sixteen.Bf16", layout=partial(sixteen_bits, transport="bfloat16"), tolerance=0.06
+    ),
+    "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, transport="float16"), tolerance=0.01),
+    "int8": CodecSpec(implementation="int8.Int8", layout=partial(scaled_rows, transport="int8"), tolerance=0.15),
     "fp8": CodecSpec(
-        implementation="fp8.Fp8", layout=partial(scaled_tiles, width=128, wire="float8_e4m3fn"), tolerance=0.6
+        implementation="fp8.Fp8", layout=partial(scaled_tiles, width=128, transport="float8_e4m3fn"), tolerance=0.6
     ),
     "zfp": CodecSpec(implementation="zfp.Zfp", layout=blocks_of_bits, tolerance=0.15, rows_per_block=4),
 }

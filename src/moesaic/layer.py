@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +19,41 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
+from moesaic.experts.experts import compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.lending.lender import AbstractLender
-from moesaic.routing.capacity import AbstractCapacity, Dropless
-from moesaic.routing.gates import ON_MESH, ROUTERS, RouterFactory, TopologyGate
-from moesaic.routing.losses import AbstractLoss, HasLossScale, LoadBalance, inject_loss
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
+from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
+from moesaic.routing.injection import InjectsLosses
+from moesaic.routing.losses import AbstractLoss, LoadBalance
 from moesaic.routing.route import Batch, Routed, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime import same_weights
 from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
-from moesaic.runtime.on_mesh import OnMesh
+from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.relocate import SampleMove
 from moesaic.runtime.relocate_residual import Residual
 from moesaic.runtime.relocate_run import RelocatedCall, run_relocated
+from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.shard import shard_experts
-from moesaic.runtime.tape import TapedModule
+
+DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
+"""Of a layer that is not told which."""
 
 
-class MoE(HasLossScale, TapedModule):
+class MoE(InjectsLosses, RoutingCached):
     """A router, experts, and optionally a shared expert that every token passes.
 
     `y = moe(x)` for x of (..., dim); `y, routing = moe(x, return_routing=True)` also returns the record of the call.
-    Auxiliary losses need no handling: their gradient is injected into backward (see `routing/losses.py`). Where a router
-    adapts outside the loss, or a loss spans the global batch, call `balance_on_step(optimizer, model)` once.
+    Auxiliary losses need no handling: their gradient is injected into backward (see `routing/injection.py`), unless
+    `collect_losses(model)` takes them. Where a router adapts outside the loss, or a loss spans the global batch, call
+    `balance_on_step(optimizer, model)` once.
+
+    `copy.deepcopy` (and so `AveragedModel`) of a layer on a mesh copies the parameters and shares mesh and connections: all
+    ranks copy, and call a copy together as they do the layer. No file can hold connections, so `pickle` refuses such a layer:
+    save its `state_dict()`.
 
     Args:
         dim: width of a token.
@@ -52,12 +63,17 @@ class MoE(HasLossScale, TapedModule):
         router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
         experts: "swiglu", "gelu" or "relu", or a function of (dim, hidden, num_experts) that returns experts; use
             `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
-        capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`.
-        losses: auxiliary losses; by default a micro-batch load-balance loss of 0.01. `()` for none.
+        capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`; a number f stands for
+            `Capacity.fixed(f)`.
+        losses: auxiliary losses, or one; by default a micro-batch load-balance loss of 0.01. `()` for none.
         shared_hidden: inner width of the shared expert; 0 for none.
         apply_weight: multiply by the routing weight "after" the expert (its output) or "before" it (its input).
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
+        bias: add biases to experts that are named; a function of your own says so itself.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for what router and experts choose, torch's default dtype. A router's balancing bias
+            stays float32.
 
     Raises:
         InputError (a ValueError): for sizes that do not fit, in one line.
@@ -75,44 +91,50 @@ class MoE(HasLossScale, TapedModule):
         *,
         router: str | RouterFactory = "softmax",
         experts: str | ExpertsFactory = "swiglu",
-        capacity: AbstractCapacity | None = None,
-        losses: Sequence[AbstractLoss] = (LoadBalance(0.01),),
+        capacity: AbstractCapacity | float | None = None,
+        losses: AbstractLoss | Sequence[AbstractLoss] = DEFAULT_LOSSES,
         shared_hidden: int = 0,
         apply_weight: Literal["after", "before"] = "after",
         eval_top_k: int | None = None,
-        eval_capacity: AbstractCapacity | None = None,
+        eval_capacity: AbstractCapacity | float | None = None,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
         check_top_k(top_k, num_experts)
-        _check_names(losses)
         if not is_whole(shared_hidden) or shared_hidden < 0:
             raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
         if apply_weight not in ("after", "before"):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
         dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        self.router: AbstractRouter = _pick(router, ROUTERS | ON_MESH, "router")(dim, num_experts)
-        self.router.check(top_k)
-        self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
-        make_experts = _pick(experts, EXPERTS, "experts")
-        self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
-        self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
-        self.capacity = Dropless() if capacity is None else capacity
-        self.losses = tuple(losses)
+        make_router = _pick(router, ROUTERS | ON_MESH, "router")
+        make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
+        with nullcontext() if device is None else torch.device(device):
+            self.router: AbstractRouter = make_router(dim, num_experts)
+            self.router.check(top_k)
+            self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
+            self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
+            self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+        if dtype is not None:
+            self.to(dtype)
+        self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
+        self.losses = _as_losses(losses)
         self.apply_weight = apply_weight
         self.eval_top_k = eval_top_k
-        self.eval_capacity = eval_capacity
-        # No buffer: DDP would overwrite it with the first rank's.
+        self.eval_capacity = None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
+        # No buffer: DDP would overwrite it with the first rank's, and to_empty would leave it undefined.
         self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        self.on_mesh: OnMesh | None = None
+        self.on_mesh: ExpertParallel | None = None
         self.data_ranks = DataRanks()
 
     def parallelize(
         self,
         mesh: AbstractMesh,
         plan: Plan | Compiled,
-        lender: AbstractLender | None = None,
+        policy: AbstractReplicationPolicy | None = None,
         *,
         broadcast: bool = False,
     ) -> None:
@@ -128,7 +150,8 @@ class MoE(HasLossScale, TapedModule):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
-            lender: under a plan that lends copies, what decides which; None takes the policy that the plan names.
+            replication policy: under a plan that replicates copies, what decides which; None takes the policy that the
+            plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
@@ -140,12 +163,12 @@ class MoE(HasLossScale, TapedModule):
         weights = same_weights.described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
-        on_mesh = OnMesh(
-            mesh.grid, mesh.wire, plan, self.experts, before, lender, settings, weights, deepep=lambda: mesh.deepep
+        on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
-            same_weights.take_first(self, mesh.wire)
-        if isinstance(self.router, TopologyGate) and not self.router.is_placed:
+            same_weights.take_first(self, mesh.transport)
+        if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
@@ -187,12 +210,12 @@ class MoE(HasLossScale, TapedModule):
         mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         top_k: int | None = None,
-        capacity: AbstractCapacity | None = None,
+        capacity: AbstractCapacity | float | None = None,
         return_routing: bool = False,
         move: SampleMove | None = None,
         residual: Residual | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Run the layer.
+        """Run the layer. On a mesh `torch.compile` leaves it out: what surrounds it is compiled, the layer runs eagerly.
 
         Args:
             x: (..., dim). For losses per sequence the last dimension but one is the sequence.
@@ -200,15 +223,36 @@ class MoE(HasLossScale, TapedModule):
                 count, no loss, a result of zero.
             token_ids: x's shape without dim, int64; for routers that read ids.
             top_k: experts per token in this call; None for the layer's.
-            capacity: capacity of this call; None for the layer's.
+            capacity: capacity of this call, a number for `Capacity.fixed`; None for the layer's.
             return_routing: also return the call's `Routing`.
             move: x is of the samples of `move.before`, y of those of `move.after`; see `runtime/relocate.py`.
             residual: what to add to y, moved as y is.
 
         Returns:
-            y, of x's shape and dtype; with `return_routing` the pair (y, routing).
+            y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low dtype); with `return_routing` the
+            pair (y, routing).
         """
         self._check_call(x, mask, token_ids, top_k)
+        run = self._run if self.on_mesh is None else self._run_on_mesh
+        return run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+
+    @torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
+    def _run_on_mesh(self, *args: Any) -> Tensor | tuple[Tensor, Routing]:
+        """Run a call whose ranks talk to each other, outside of compiled graphs."""
+        return self._run(*args)
+
+    def _run(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        token_ids: Tensor | None,
+        top_k: int | None,
+        capacity: AbstractCapacity | float | None,
+        return_routing: bool,
+        move: SampleMove | None,
+        residual: Residual | None,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """Run a call whose arguments are checked; see `forward`."""
         x_TD = x.reshape(-1, self.dim)
         top_k, capacity = self._choices(top_k, capacity)
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
@@ -230,7 +274,7 @@ class MoE(HasLossScale, TapedModule):
             y = y + (added if move is None else move.carry(added))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = inject_loss(y, routed.loss * share, self.loss_scale)
+            y = self.inject_loss(y, routed.loss, share, compute_dtype(x) is torch.float16)
         return (y, routing) if return_routing else y
 
     def finish_step(self, group: Group = "auto") -> None:
@@ -244,6 +288,17 @@ class MoE(HasLossScale, TapedModule):
         if self.router.adapts and self.on_mesh is None:
             load = self.data_ranks.total(load, type(self.router).__name__)
         self.router.update(load)
+        self.step_counts.zero_()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, as a new layer has them, and set what the routers adapt and count to its start.
+
+        What a deferred initialisation calls: `torch.device("meta")`, then `to_empty`, then this.
+        """
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+        if self.shared is not None:
+            self.shared.reset_parameters()
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float) -> None:
@@ -275,13 +330,13 @@ class MoE(HasLossScale, TapedModule):
             found |= {f"{path}.{name}": value for name, value in plain.items() if name != "training"}
         return found
 
-    def _choices(self, top_k: int | None, capacity: AbstractCapacity | None) -> tuple[int, AbstractCapacity]:
+    def _choices(self, top_k: int | None, capacity: AbstractCapacity | float | None) -> tuple[int, AbstractCapacity]:
         """Return the experts per token and the capacity of a call."""
         if top_k is None:
             top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
         if capacity is None:
             capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
-        return int(top_k), capacity
+        return int(top_k), as_capacity(capacity, "capacity")
 
     def _route(
         self,
@@ -292,12 +347,15 @@ class MoE(HasLossScale, TapedModule):
         top_k: int,
         capacity: AbstractCapacity,
     ) -> Routed:
-        """The route stage, recorded on the tape or replayed from it; counts the step's load once."""
-        replay = None if self.tape is None else self.tape.read(self)
-        counts = replay is None and self.training and (torch.is_grad_enabled() or self.tape is not None)
+        """The route stage, recorded on the routing cache or replayed from it; counts the step's load once."""
+        replay = None if self.routing_cache is None else self.routing_cache.read(self)
+        trains = replay is None and self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
+        trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
-        if counts and self.on_mesh is None:
+        if self.on_mesh is not None:
+            self.data_ranks.refuse_wrapped(self.experts.parameters())
+        elif trains:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
@@ -310,11 +368,15 @@ class MoE(HasLossScale, TapedModule):
         )
         run = route if self.on_mesh is None else self.on_mesh.route
         routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
-        if self.tape is not None and not self.tape.is_replaying:
-            self.tape.write(self, routed.record)
-        if counts:
-            self.step_counts = self.step_counts.to(x.device)
-            self.step_counts += routed.routing.requested
+        if self.routing_cache is not None and not self.routing_cache.is_replaying:
+            self.routing_cache.write(self, routed.record)
+        if trains:
+            if self.step_counts.device != x.device:
+                self.step_counts = self.step_counts.to(x.device)
+            if torch.compiler.is_compiling():
+                count_in_graph(self.step_counts, routed.routing.requested)
+            else:
+                self.step_counts += routed.routing.requested
             if self.on_mesh is not None:
                 self.on_mesh.order.note(routed.record)
         return routed
@@ -427,10 +489,29 @@ def _check_sizes(**sizes: int) -> None:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
 
 
-def _check_names(losses: Sequence[AbstractLoss]) -> None:
-    names = [loss.name for loss in losses]
+def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> ExpertsFactory:
+    """Return what makes experts with biases, if they are asked for."""
+    if not bias:
+        return make
+    if callable(choice):
+        raise InputError("bias=True is for experts that are named: let your function make them with biases")
+    return partial(make, bias=True)  # type: ignore[call-arg]
+
+
+def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:
+    """Return the losses of a layer, each name once."""
+    if isinstance(losses, AbstractLoss):
+        return (losses,)
+    found = tuple(losses) if isinstance(losses, Sequence) else (losses,)
+    for loss in found:
+        if not isinstance(loss, AbstractLoss):
+            raise InputError(
+                f"MoE: losses holds {loss!r}, which is no loss: write losses=(LoadBalance(0.01),), or () for none"
+            )
+    names = [loss.name for loss in found]
     for name in names:
         if names.count(name) > 1:
             raise InputError(
                 f"MoE: losses has {names.count(name)} of the name {name}: give it once, coefficients added"
             )
+    return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.kernels.codecs import Zfp
 from moesaic.testing import evidence, suite
-from moesaic.testing.cases import draw_case
+from moesaic.testing.cases import draw_case, missing_codecs
 from moesaic.testing.mutants import MUTANTS
 from moesaic.testing.suite import BALANCE, answers
 
@@ -35,6 +38,31 @@ def test_a_table_of_what_was_found(few_mutants, capsys):
         assert part in out
     for answer in BALANCE:
         assert f"cases with {answer} │" in out
+
+
+@pytest.fixture
+def without_zfpy(monkeypatch):
+    def refuse(self):
+        raise InputError("codec zfp needs zfpy: pip install 'moesaic[zfp]', or choose another codec")
+
+    monkeypatch.setattr(Zfp, "check_available", refuse)
+
+
+@pytest.mark.usefixtures("few_mutants", "without_zfpy")
+def test_where_a_codec_is_not_installed_no_case_has_it_and_the_table_says_so(capsys):
+    """Seed 27 is drawn with zfp where that is installed."""
+    assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1"]) == 0
+    assert "codecs that are not installed, and so in no case │ zfp" in words(capsys.readouterr().out)
+    assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["codecs_not_installed"], found["failures"], found["passed"]) == (["zfp"], [], True)
+
+
+@pytest.mark.usefixtures("without_zfpy")
+def test_no_case_is_drawn_with_a_codec_that_is_not_installed():
+    cases = [draw_case(seed) for seed in range(60)]
+    assert "zfp" not in {codec for case in cases for codec in (case.plan.codec, case.plan.backward_codec)}
+    assert missing_codecs() == ["zfp"]
 
 
 def test_findings_as_json(few_mutants, capsys):
@@ -65,9 +93,10 @@ def test_a_bug_that_escapes_is_a_failure(monkeypatch, capsys):
 
 
 def test_processes_are_counted_and_their_failures_are_failures(few_mutants, monkeypatch, capsys):
-    monkeypatch.setattr(
-        evidence, "run_on_gloo", lambda jobs: [{"output": 0.0 if i else 9.0} for i, _ in enumerate(jobs)]
-    )
+    def run(jobs):
+        return [SimpleNamespace(case=job.case, errors={"output": 0.0 if i else 9.0}) for i, job in enumerate(jobs)]
+
+    monkeypatch.setattr(evidence, "run_on_gloo", run)
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert list(found["cases_by_processes"]) == ["2", "4", "8"]
@@ -80,6 +109,26 @@ def test_one_case_with_all_its_errors(capsys):
     assert "Case(" in out
     assert "expert gradient" in out
     assert "passed" in out
+
+
+def test_a_failure_says_which_factor_it_looks_like(monkeypatch, capsys):
+    original = suite.ran_case
+
+    def spoiled(case):
+        ran = original(case)
+        for result in ran.results:
+            for name in result.gradients:
+                if name.startswith("experts"):
+                    result.gradients[name] *= case.grid.world / case.grid.edp
+        return ran
+
+    monkeypatch.setattr(suite, "ran_case", spoiled)
+    monkeypatch.setattr(suite, "run_case", lambda case: spoiled(case).errors)
+    seed = next(seed for seed in range(100) if draw_case(seed).grid.ep == 2 and draw_case(seed).router == "softmax")
+    assert main(["check", "--only", str(seed)]) == 1
+    assert "expert gradients are 2.00 times too large: looks like a missing division by" in words(
+        capsys.readouterr().out
+    )
 
 
 def test_one_case_that_fails(broken, capsys):

@@ -90,3 +90,16 @@ def test_help_holds_every_fields_text(capsys):
 def test_the_defaults_are_the_documented_ones():
     options = SampleOptions(run="x")
     assert (options.tokens, options.temperature, options.top_k, options.seed) == (300, 0.8, 40, 0)
+
+
+@pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])
+def test_a_temperature_that_is_none_is_refused(capsys, folder, temperature):
+    assert main(["sample", str(folder / "bytes"), f"--temperature={temperature}"]) == 2
+    assert "temperature a finite number of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["1e308", "1e-320"])
+def test_no_finite_temperature_is_too_much(capsys, folder, temperature):
+    out = sampled(capsys, str(folder / "bytes"), "--tokens", "20", "--temperature", temperature)
+    if temperature == "1e-320":
+        assert out == sampled(capsys, str(folder / "bytes"), "--tokens", "20", "--temperature", "0")

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moesaic.cli.main import main
 from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, write_plan
+from moesaic.plan.plan import Replication
 from moesaic.program.text import from_text, to_text
 from moesaic.program.validate import validate
 
@@ -34,6 +35,20 @@ def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main(["show", *flags, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+@pytest.mark.parametrize("schedule", ["s1", "s2"])
+@pytest.mark.parametrize("replication", get_args(Replication))
+def test_every_replication_policy_is_shown(replication: str, schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under even routing nothing is replicated: what moves is what moves without replication."""
+    flags = ["--plan.schedule", schedule, "--plan.replication", replication]
+    assert main(["show", *flags, *SMALL]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("so that nothing is replicated" in printed) == (replication != "none")
+    plain, found = shown(capsys, "--plan.schedule", schedule, *SMALL), shown(capsys, *flags, *SMALL)
+    for name in ("forward", "backward"):
+        assert found[name]["across_bytes"] == plain[name]["across_bytes"] > 0
+        assert found[name]["inside_bytes"] == plain[name]["inside_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import pytest
 
 from moesaic.comm.agree import check_same
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 
 
 def said(of_ranks: Sequence[Mapping[str, object]], seed: int = 0) -> list[str | None]:
     """Return what each rank's error says; every rank must have read all messages."""
 
-    def rank(wire: AbstractWire) -> str | None:
+    def rank(transport: AbstractTransport) -> str | None:
         try:
-            check_same(wire, of_ranks[wire.rank])
+            check_same(transport, of_ranks[transport.rank])
         except InputError as error:
             return str(error)
         return None

@@ -21,8 +21,8 @@ from moesaic.comm.collectives import (
     share_of,
     slice_rows,
 )
-from moesaic.comm.loopback import LoopbackWire, run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.loopback import LoopbackTransport, run_ranks
+from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 
 DTYPES = [
@@ -31,8 +31,10 @@ DTYPES = [
 LARGE = DIRECT_BYTES // 4 + 5
 
 
-def on_all(world: int, function: Callable[[AbstractWire, tuple[int, ...]], object], seed: int = 0) -> list[object]:
-    return run_ranks(world, lambda wire: function(wire, tuple(range(world))), seed=seed, in_order=bool(seed % 2))
+def on_all(world: int, function: Callable[[AbstractTransport, tuple[int, ...]], object], seed: int = 0) -> list[object]:
+    return run_ranks(
+        world, lambda transport: function(transport, tuple(range(world))), seed=seed, in_order=bool(seed % 2)
+    )
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,11 +49,15 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
     tensors = [values(rank, shape, dtype) for rank in range(world)]
     stacked = torch.stack([tensor.double() for tensor in tensors])
 
-    def rank(wire: AbstractWire, peers: tuple[int, ...]) -> list[Tensor]:
-        mine = values(wire.rank, shape, dtype)
-        found = [all_reduce_sum(wire, peers, mine), broadcast(wire, peers, mine, 2), *all_gather(wire, peers, mine)]
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> list[Tensor]:
+        mine = values(transport.rank, shape, dtype)
+        found = [
+            all_reduce_sum(transport, peers, mine),
+            broadcast(transport, peers, mine, 2),
+            *all_gather(transport, peers, mine),
+        ]
         if dtype != torch.float8_e4m3fn:  # which has no maximum in PyTorch
-            found.append(all_reduce_max(wire, peers, mine))
+            found.append(all_reduce_max(transport, peers, mine))
         assert all(tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in found)
         return [tensor.double() for tensor in found]
 
@@ -74,7 +80,9 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype
     for limit in (0, DIRECT_BYTES, 2**30):
         monkeypatch.setattr(collectives, "DIRECT_BYTES", limit)
         for seed in range(3):
-            for found in on_all(world, lambda wire, peers: all_reduce_sum(wire, peers, parts[wire.rank]), seed):
+            for found in on_all(
+                world, lambda transport, peers: all_reduce_sum(transport, peers, parts[transport.rank]), seed
+            ):
                 assert torch.equal(found, in_order.to(dtype))
 
 
@@ -82,24 +90,24 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype
 def test_bytes_of_a_large_sum_are_those_of_the_best_algorithm(world):
     num_bytes = 8 * DIRECT_BYTES * world
 
-    def rank(wire: AbstractWire, peers: tuple[int, ...]) -> int:
-        assert isinstance(wire, LoopbackWire)
-        all_reduce_sum(wire, peers, torch.ones(num_bytes // 4))
-        all_gather(wire, peers, torch.ones(0))  # all have sent by then
-        return sum(moved for (source, _), moved in wire.mailbox.bytes_sent.items() if source == wire.rank)
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> int:
+        assert isinstance(transport, LoopbackTransport)
+        all_reduce_sum(transport, peers, torch.ones(num_bytes // 4))
+        all_gather(transport, peers, torch.ones(0))  # all have sent by then
+        return sum(moved for (source, _), moved in transport.mailbox.bytes_sent.items() if source == transport.rank)
 
     assert on_all(world, rank) == [2 * (world - 1) * num_bytes // world] * world
 
 
 def test_results_share_no_memory_with_the_input():
-    def rank(wire: AbstractWire) -> None:
+    def rank(transport: AbstractTransport) -> None:
         mine = torch.ones(3, requires_grad=True)
-        for peers in ((wire.rank,), (0, 1)):
+        for peers in ((transport.rank,), (0, 1)):
             for result in (
-                all_reduce_sum(wire, peers, mine),
-                all_reduce_max(wire, peers, mine),
-                broadcast(wire, peers, mine, peers[0]),
-                all_gather_rows(wire, peers, mine, 3 * len(peers)),
+                all_reduce_sum(transport, peers, mine),
+                all_reduce_max(transport, peers, mine),
+                broadcast(transport, peers, mine, peers[0]),
+                all_gather_rows(transport, peers, mine, 3 * len(peers)),
             ):
                 assert not result.requires_grad
                 result.fill_(9)
@@ -113,22 +121,22 @@ def test_groups_of_a_grid_with_different_sizes_each_stay_in_step(seed):
     """Groups reduce tensors of different sizes, some direct and some by segments, then meet in another group."""
     grid = Grid(world=8, tp=4, ep=2, etp=2)
 
-    def rank(wire: AbstractWire) -> tuple[float, float, float]:
-        tp, dp = grid.group(wire.rank, ("tp",)), grid.group(wire.rank, ("dp",))
+    def rank(transport: AbstractTransport) -> tuple[float, float, float]:
+        tp, dp = grid.group(transport.rank, ("tp",)), grid.group(transport.rank, ("dp",))
         size = LARGE if tp[0] == 0 else 3
-        a = all_reduce_sum(wire, tp, torch.full((size,), float(wire.rank)))
-        b = all_reduce_max(wire, dp, a[:1])
-        c = all_reduce_sum(wire, (wire.rank,), b)
+        a = all_reduce_sum(transport, tp, torch.full((size,), float(transport.rank)))
+        b = all_reduce_max(transport, dp, a[:1])
+        c = all_reduce_sum(transport, (transport.rank,), b)
         return float(a[-1]), float(b), float(c)
 
     assert run_ranks(8, rank, seed=seed) == [(6.0, 22.0, 22.0)] * 4 + [(22.0, 22.0, 22.0)] * 4
 
 
 def test_max_of_nan_and_of_booleans():
-    def rank(wire: AbstractWire, peers: tuple[int, ...]) -> tuple[list[float], list[bool]]:
-        numbers = torch.tensor([float("nan") if wire.rank == 1 else 2.0, float(wire.rank)])
-        flags = torch.tensor([wire.rank == 2, False])
-        return all_reduce_max(wire, peers, numbers).tolist(), all_reduce_max(wire, peers, flags).tolist()
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> tuple[list[float], list[bool]]:
+        numbers = torch.tensor([float("nan") if transport.rank == 1 else 2.0, float(transport.rank)])
+        flags = torch.tensor([transport.rank == 2, False])
+        return all_reduce_max(transport, peers, numbers).tolist(), all_reduce_max(transport, peers, flags).tolist()
 
     for numbers, flags in on_all(3, rank):
         assert str(numbers) == "[nan, 2.0]"
@@ -142,10 +150,10 @@ def test_uneven_shares_are_joined(seed):
     whole = torch.randn(num_rows, 2, generator=torch.Generator().manual_seed(seed))
     peers = tuple(sorted(rng.sample(range(world), rng.randint(1, world))))
 
-    def rank(wire: AbstractWire) -> bool:
-        mine = peers if wire.rank in peers else (wire.rank,)
-        part = whole[share_of(num_rows, mine.index(wire.rank), len(mine))]
-        return torch.equal(all_gather_rows(wire, mine, part, num_rows), whole)
+    def rank(transport: AbstractTransport) -> bool:
+        mine = peers if transport.rank in peers else (transport.rank,)
+        part = whole[share_of(num_rows, mine.index(transport.rank), len(mine))]
+        return torch.equal(all_gather_rows(transport, mine, part, num_rows), whole)
 
     assert run_ranks(world, rank, seed=seed) == [True] * world
     assert sum(len(whole[share_of(num_rows, i, len(peers))]) for i in range(len(peers))) == num_rows
@@ -159,10 +167,10 @@ def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
     x = torch.randn(num_rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     scale = torch.arange(float(num_rows), dtype=torch.float64).unsqueeze(1) + 1
 
-    def rank(wire: AbstractWire, peers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         w, mine = weight.clone().requires_grad_(), x.clone().requires_grad_()
-        rows = share_of(num_rows, wire.rank, world)
-        part = torch.tanh(slice_rows(wire, peers, mine * 2) @ share(wire, peers, w * 1))
+        rows = share_of(num_rows, transport.rank, world)
+        part = torch.tanh(slice_rows(transport, peers, mine * 2) @ share(transport, peers, w * 1))
         (part * scale[rows]).sum().backward()
         return part.detach(), mine.grad, w.grad
 
@@ -177,9 +185,9 @@ def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
 
 
 def test_a_tensor_without_gradient_is_shared_and_sliced_without_messages():
-    def rank(wire: AbstractWire, peers: tuple[int, ...]) -> tuple[bool, list[float]]:
-        shared = share(wire, peers, torch.ones(2))
-        return shared.requires_grad, slice_rows(wire, peers, torch.arange(4.0)).tolist()
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> tuple[bool, list[float]]:
+        shared = share(transport, peers, torch.ones(2))
+        return shared.requires_grad, slice_rows(transport, peers, torch.arange(4.0)).tolist()
 
     assert on_all(2, rank) == [(False, [0, 1]), (False, [2, 3])]
 
@@ -187,4 +195,4 @@ def test_a_tensor_without_gradient_is_shared_and_sliced_without_messages():
 @pytest.mark.parametrize("peers", [(1,), (1, 0), (0, 0, 1)])
 def test_wrong_peers_are_our_own_mistake(peers):
     with pytest.raises(AssertionError):
-        run_ranks(2, lambda wire: all_gather(wire, peers, torch.ones(1)))
+        run_ranks(2, lambda transport: all_gather(transport, peers, torch.ones(1)))

@@ -1,4 +1,4 @@
-"""A wire without tags: what matches, what hangs, what would swap data."""
+"""A transport without tags: what matches, what hangs, what would swap data."""
 
 from __future__ import annotations
 
@@ -8,57 +8,59 @@ import pytest
 import torch
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire, Lane, Ticket, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer
 
 Message = tuple[int, int, int]
 """Tag, source, target."""
 
 
-def issue(wire: AbstractWire, tag: int, pairs: list[tuple[int, int]], lane: Lane = "inter", size: int = 1) -> Ticket:
-    sends = {target: torch.full((size,), float(tag)) for source, target in pairs if source == wire.rank}
-    receives = {source: torch.empty(size) for source, target in pairs if target == wire.rank}
-    return wire.issue(Transfer(wire.rank, tag, sends, receives, lane))
+def issue(
+    transport: AbstractTransport, tag: int, pairs: list[tuple[int, int]], lane: Lane = "inter", size: int = 1
+) -> Handle:
+    sends = {target: torch.full((size,), float(tag)) for source, target in pairs if source == transport.rank}
+    receives = {source: torch.empty(size) for source, target in pairs if target == transport.rank}
+    return transport.issue(Transfer(transport.rank, tag, sends, receives, lane))
 
 
-def run(function: Callable[[AbstractWire], None], world: int = 2, in_order: bool = True) -> None:
+def run(function: Callable[[AbstractTransport], None], world: int = 2, in_order: bool = True) -> None:
     for seed in range(4):
         run_ranks(world, function, seed=seed, in_order=in_order)
 
 
-def check(wire: AbstractWire, ticket: Ticket) -> None:
-    wire.wait(ticket)
-    assert all(bool((buffer == ticket.transfer.tag).all()) for buffer in ticket.transfer.receives.values())
+def check(transport: AbstractTransport, handle: Handle) -> None:
+    transport.wait(handle)
+    assert all(bool((buffer == handle.transfer.tag).all()) for buffer in handle.transfer.receives.values())
 
 
 def test_one_order_on_all_ranks_runs_whatever_is_waited_for_first():
-    def rank(wire: AbstractWire) -> None:
-        tickets = [issue(wire, tag, [(0, 1), (1, 2), (2, 0), (2, 1)][tag:]) for tag in range(4)]
-        for ticket in tickets if wire.rank else reversed(tickets):
-            check(wire, ticket)
+    def rank(transport: AbstractTransport) -> None:
+        handles = [issue(transport, tag, [(0, 1), (1, 2), (2, 0), (2, 1)][tag:]) for tag in range(4)]
+        for handle in handles if transport.rank else reversed(handles):
+            check(transport, handle)
 
     run(rank, world=3)
 
 
 def test_orders_that_differ_meet_the_wrong_tag():
-    def rank(wire: AbstractWire) -> None:
-        tickets = [issue(wire, tag, [(0, 1)]) for tag in ((5, 6) if wire.rank else (6, 5))]
-        for ticket in tickets:
-            check(wire, ticket)
+    def rank(transport: AbstractTransport) -> None:
+        handles = [issue(transport, tag, [(0, 1)]) for tag in ((5, 6) if transport.rank else (6, 5))]
+        for handle in handles:
+            check(transport, handle)
 
     run(rank, in_order=False)
     with pytest.raises(AssertionError, match=r"without tags, what rank . does under tag . meets what rank . does"):
         run(rank)
 
 
-def circle(first: Lane, second: Lane) -> Callable[[AbstractWire], None]:
+def circle(first: Lane, second: Lane) -> Callable[[AbstractTransport], None]:
     """Three ranks: tag r goes from rank r to the next; each rank begins with its own, so nobody's first meets its peer."""
 
-    def rank(wire: AbstractWire) -> None:
-        before = (wire.rank - 1) % 3
-        sent = issue(wire, wire.rank, [(wire.rank, (wire.rank + 1) % 3)], first)
-        came = issue(wire, before, [(before, wire.rank)], second)
-        check(wire, came)
-        check(wire, sent)
+    def rank(transport: AbstractTransport) -> None:
+        before = (transport.rank - 1) % 3
+        sent = issue(transport, transport.rank, [(transport.rank, (transport.rank + 1) % 3)], first)
+        came = issue(transport, before, [(before, transport.rank)], second)
+        check(transport, came)
+        check(transport, sent)
 
     return rank
 
@@ -70,19 +72,19 @@ def test_a_circle_of_first_batches_hangs():
 
 
 def test_lanes_have_queues_of_their_own():
-    def rank(wire: AbstractWire) -> None:
-        lanes: tuple[Lane, Lane] = ("intra", "inter") if wire.rank else ("inter", "intra")
-        tickets = [issue(wire, {"intra": 1, "inter": 2}[lane], [(0, 1), (1, 0)], lane) for lane in lanes]
-        for ticket in tickets:
-            check(wire, ticket)
+    def rank(transport: AbstractTransport) -> None:
+        lanes: tuple[Lane, Lane] = ("intra", "inter") if transport.rank else ("inter", "intra")
+        handles = [issue(transport, {"intra": 1, "inter": 2}[lane], [(0, 1), (1, 0)], lane) for lane in lanes]
+        for handle in handles:
+            check(transport, handle)
 
     run(rank)
 
 
 def test_batches_without_bytes_hold_up_nothing():
-    def rank(wire: AbstractWire) -> None:
-        tickets = [issue(wire, 0, [(0, 1)]), issue(wire, 1, [(1, 0)], size=0), issue(wire, 2, [(1, 0)])]
-        for ticket in reversed(tickets):
-            check(wire, ticket)
+    def rank(transport: AbstractTransport) -> None:
+        handles = [issue(transport, 0, [(0, 1)]), issue(transport, 1, [(1, 0)], size=0), issue(transport, 2, [(1, 0)])]
+        for handle in reversed(handles):
+            check(transport, handle)
 
     run(rank)

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moesaic.comm.loopback import Loopback, LoopbackWire, run_ranks
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.loopback import Loopback, LoopbackTransport, run_ranks
+from moesaic.comm.transport import AbstractTransport, Transfer
 
 
-def exchange(wire: AbstractWire, tensor: Tensor) -> list[Tensor]:
+def exchange(transport: AbstractTransport, tensor: Tensor) -> list[Tensor]:
     """Give a tensor to every other rank; return what came, one's own included."""
-    out = [tensor if rank == wire.rank else torch.empty_like(tensor) for rank in range(wire.world)]
-    others = [rank for rank in range(wire.world) if rank != wire.rank]
+    out = [tensor if rank == transport.rank else torch.empty_like(tensor) for rank in range(transport.world)]
+    others = [rank for rank in range(transport.world) if rank != transport.rank]
     receives = {rank: out[rank] for rank in others}
-    wire.wait(wire.issue(Transfer(wire.rank, wire.take_tags(1), dict.fromkeys(others, tensor), receives)))
+    transport.wait(
+        transport.issue(Transfer(transport.rank, transport.take_tags(1), dict.fromkeys(others, tensor), receives))
+    )
     return out
 
 
@@ -25,31 +27,31 @@ class Total(torch.autograd.Function):
     """Sums over ranks, both ways: waits inside the forward and inside the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, wire: AbstractWire, tensor: Tensor) -> Tensor:
-        ctx.wire = wire
-        return torch.stack(exchange(wire, tensor.contiguous())).sum(0)
+    def forward(ctx: Any, transport: AbstractTransport, tensor: Tensor) -> Tensor:
+        ctx.transport = transport
+        return torch.stack(exchange(transport, tensor.contiguous())).sum(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, torch.stack(exchange(ctx.wire, gradient.contiguous())).sum(0)
+        return None, torch.stack(exchange(ctx.transport, gradient.contiguous())).sum(0)
 
 
 def test_ranks_exchange_and_return_in_order():
-    results = run_ranks(5, lambda wire: torch.cat(exchange(wire, torch.tensor([wire.rank]))).tolist())
+    results = run_ranks(5, lambda transport: torch.cat(exchange(transport, torch.tensor([transport.rank]))).tolist())
     assert results == [[0, 1, 2, 3, 4]] * 5
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_autograd_waits_inside_backward(world, seed):
-    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(wire.rank)
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(transport.rank)
         layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
-        x = (torch.arange(12.0).view(3, 4) / 10 + wire.rank).double().requires_grad_()
+        x = (torch.arange(12.0).view(3, 4) / 10 + transport.rank).double().requires_grad_()
         y: Tensor = x
         for layer in layers:
-            y = Total.apply(wire, torch.tanh(layer(y)))
-        (y.square().sum() * (wire.rank + 1)).backward()
+            y = Total.apply(transport, torch.tanh(layer(y)))
+        (y.square().sum() * (transport.rank + 1)).backward()
         assert x.grad is not None
         return y.detach(), x.grad
 
@@ -72,10 +74,10 @@ def test_autograd_waits_inside_backward(world, seed):
 def interleaving(seed: int) -> list[int]:
     order: list[int] = []
 
-    def rank(wire: AbstractWire) -> None:
+    def rank(transport: AbstractTransport) -> None:
         for _ in range(6):
-            order.append(wire.rank)
-            exchange(wire, torch.ones(2))
+            order.append(transport.rank)
+            exchange(transport, torch.ones(2))
 
     run_ranks(4, rank, seed=seed)
     return order
@@ -90,39 +92,41 @@ def test_the_seed_decides_the_order():
 def test_one_rank_runs_at_a_time():
     inside: list[int] = []
 
-    def rank(wire: AbstractWire) -> None:
+    def rank(transport: AbstractTransport) -> None:
         for _ in range(20):
-            inside.append(wire.rank)
+            inside.append(transport.rank)
             torch.randn(50, 50) @ torch.randn(50, 50)
-            assert inside == [wire.rank]
+            assert inside == [transport.rank]
             inside.pop()
-            exchange(wire, torch.ones(1))
+            exchange(transport, torch.ones(1))
 
     run_ranks(8, rank)
 
 
-def test_buffers_hold_nan_until_waited_for_and_tickets_complete_in_any_order():
-    def rank(wire: AbstractWire) -> list[float]:
-        peer, tickets = 1 - wire.rank, []
-        first = wire.take_tags(5)
+def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
+    def rank(transport: AbstractTransport) -> list[float]:
+        peer, handles = 1 - transport.rank, []
+        first = transport.take_tags(5)
         for tag in range(first, first + 5):
             buffer = torch.zeros(1)
-            tickets.append((wire.issue(Transfer(wire.rank, tag, {peer: torch.ones(1) * tag}, {peer: buffer})), buffer))
-        assert all(buffer.isnan().all() for _, buffer in tickets)
-        order = [3, 0, 4, 1, 2] if wire.rank else [2, 4, 0, 3, 1]
+            handles.append(
+                (transport.issue(Transfer(transport.rank, tag, {peer: torch.ones(1) * tag}, {peer: buffer})), buffer)
+            )
+        assert all(buffer.isnan().all() for _, buffer in handles)
+        order = [3, 0, 4, 1, 2] if transport.rank else [2, 4, 0, 3, 1]
         for at in order:
-            wire.wait(tickets[at][0])
-            wire.wait(tickets[at][0])  # twice is once
-            assert not tickets[at][1].isnan().any()
-        return [float(buffer) for _, buffer in tickets]
+            transport.wait(handles[at][0])
+            transport.wait(handles[at][0])  # twice is once
+            assert not handles[at][1].isnan().any()
+        return [float(buffer) for _, buffer in handles]
 
     assert run_ranks(2, rank, seed=3) == [[0, 1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn])
 def test_any_dtype_crosses(dtype):
-    def rank(wire: AbstractWire) -> bool:
-        return all(torch.equal(t.float(), torch.ones(3)) for t in exchange(wire, torch.ones(3).to(dtype)))
+    def rank(transport: AbstractTransport) -> bool:
+        return all(torch.equal(t.float(), torch.ones(3)) for t in exchange(transport, torch.ones(3).to(dtype)))
 
     assert run_ranks(3, rank) == [True] * 3
 
@@ -130,13 +134,13 @@ def test_any_dtype_crosses(dtype):
 def test_ranks_that_wait_for_nobody_each_get_an_error():
     caught: dict[int, str] = {}
 
-    def rank(wire: AbstractWire) -> None:
-        if wire.rank == 1:
+    def rank(transport: AbstractTransport) -> None:
+        if transport.rank == 1:
             return
         try:
-            wire.wait(wire.issue(Transfer(wire.rank, 7, {}, {1: torch.empty(1)})))
+            transport.wait(transport.issue(Transfer(transport.rank, 7, {}, {1: torch.empty(1)})))
         except RuntimeError as error:
-            caught[wire.rank] = str(error)
+            caught[transport.rank] = str(error)
             raise
 
     message = "ranks [0, 2] wait for messages that nobody sends: rank 0 for tag 7 with [1]; rank 2 for tag 7 with [1]"
@@ -147,12 +151,12 @@ def test_ranks_that_wait_for_nobody_each_get_an_error():
 
 
 def test_ranks_that_send_before_they_receive_wait_for_ever():
-    """A real wire may hold a large message until its receiver has posted the buffer."""
+    """A real transport may hold a large message until its receiver has posted the buffer."""
 
-    def rank(wire: AbstractWire) -> None:
-        peer = 1 - wire.rank
-        wire.wait(wire.issue(Transfer(wire.rank, wire.rank, {peer: torch.ones(1)}, {})))
-        wire.wait(wire.issue(Transfer(wire.rank, peer, {}, {peer: torch.empty(1)})))
+    def rank(transport: AbstractTransport) -> None:
+        peer = 1 - transport.rank
+        transport.wait(transport.issue(Transfer(transport.rank, transport.rank, {peer: torch.ones(1)}, {})))
+        transport.wait(transport.issue(Transfer(transport.rank, peer, {}, {peer: torch.empty(1)})))
 
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait"):
         run_ranks(2, rank)
@@ -162,16 +166,16 @@ def test_ranks_that_send_before_they_receive_wait_for_ever():
 def test_the_lowest_rank_that_raised_is_reported(seed):
     unwound: list[int] = []
 
-    def rank(wire: AbstractWire) -> None:
-        exchange(wire, torch.ones(1))
-        if wire.rank in (2, 3):
-            raise ValueError(f"rank {wire.rank} is unwell")
+    def rank(transport: AbstractTransport) -> None:
+        exchange(transport, torch.ones(1))
+        if transport.rank in (2, 3):
+            raise ValueError(f"rank {transport.rank} is unwell")
         try:
-            exchange(wire, torch.ones(1))
+            exchange(transport, torch.ones(1))
         except Exception:
             raise AssertionError("a rank that is stopped should not be able to go on") from None
         finally:
-            unwound.append(wire.rank)
+            unwound.append(transport.rank)
 
     with pytest.raises(ValueError, match="rank 2 is unwell"):
         run_ranks(5, rank, seed=seed)
@@ -181,36 +185,36 @@ def test_the_lowest_rank_that_raised_is_reported(seed):
 def test_an_error_inside_backward_stops_all():
     class Fails(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, wire: AbstractWire, tensor: Tensor) -> Tensor:
-            ctx.wire = wire
+        def forward(ctx: Any, transport: AbstractTransport, tensor: Tensor) -> Tensor:
+            ctx.transport = transport
             return tensor * 1
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-            if ctx.wire.rank == 1:
+            if ctx.transport.rank == 1:
                 raise KeyError("lost")
-            return None, exchange(ctx.wire, gradient.contiguous())[0]
+            return None, exchange(ctx.transport, gradient.contiguous())[0]
 
     with pytest.raises(KeyError, match="lost"):
-        run_ranks(3, lambda wire: Fails.apply(wire, torch.ones(2, requires_grad=True)).sum().backward())
+        run_ranks(3, lambda transport: Fails.apply(transport, torch.ones(2, requires_grad=True)).sum().backward())
 
 
 def test_what_is_left_over_is_an_error():
-    def sends_more(wire: AbstractWire) -> None:
-        if wire.rank == 0:
-            wire.issue(Transfer(0, 4, {1: torch.ones(1)}, {}))
+    def sends_more(transport: AbstractTransport) -> None:
+        if transport.rank == 0:
+            transport.issue(Transfer(0, 4, {1: torch.ones(1)}, {}))
 
     with pytest.raises(RuntimeError, match="never waited for: tag 4 on rank 0; never received: tag 4 from rank 0 to"):
         run_ranks(2, sends_more)
 
 
 def test_a_send_buffer_that_changes_too_early_is_an_error():
-    def rank(wire: AbstractWire) -> None:
-        peer, tensor = 1 - wire.rank, torch.ones(3)
-        ticket = wire.issue(Transfer(wire.rank, 0, {peer: tensor}, {peer: torch.empty(3)}))
-        if wire.rank == 1:
+    def rank(transport: AbstractTransport) -> None:
+        peer, tensor = 1 - transport.rank, torch.ones(3)
+        handle = transport.issue(Transfer(transport.rank, 0, {peer: tensor}, {peer: torch.empty(3)}))
+        if transport.rank == 1:
             tensor.zero_()
-        wire.wait(ticket)
+        transport.wait(handle)
 
     with pytest.raises(AssertionError, match="rank 1 changed what it sends to 0"):
         run_ranks(2, rank)
@@ -218,21 +222,25 @@ def test_a_send_buffer_that_changes_too_early_is_an_error():
 
 @pytest.mark.parametrize("wrong", [torch.empty(2), torch.empty(3, dtype=torch.float64)])
 def test_a_buffer_that_does_not_fit_is_an_error(wrong):
-    def rank(wire: AbstractWire) -> None:
-        buffer = wrong.clone() if wire.rank else torch.empty(3)
-        wire.wait(wire.issue(Transfer(wire.rank, 0, {1 - wire.rank: torch.ones(3)}, {1 - wire.rank: buffer})))
+    def rank(transport: AbstractTransport) -> None:
+        buffer = wrong.clone() if transport.rank else torch.empty(3)
+        transport.wait(
+            transport.issue(
+                Transfer(transport.rank, 0, {1 - transport.rank: torch.ones(3)}, {1 - transport.rank: buffer})
+            )
+        )
 
     with pytest.raises(AssertionError, match="rank 1 expects"):
         run_ranks(2, rank)
 
 
 def test_each_rank_has_its_own_default_generator_and_the_callers_is_kept():
-    def rank(wire: AbstractWire) -> list[float]:
+    def rank(transport: AbstractTransport) -> list[float]:
         first = float(torch.rand(()))
-        torch.manual_seed(wire.rank)
+        torch.manual_seed(transport.rank)
         drawn = [first]
         for _ in range(3):
-            exchange(wire, torch.ones(1))
+            exchange(transport, torch.ones(1))
             drawn.append(float(torch.rand(())))
         return drawn
 
@@ -247,18 +255,18 @@ def test_each_rank_has_its_own_default_generator_and_the_callers_is_kept():
 
 
 def test_modes_are_the_callers_and_then_each_ranks_own():
-    def rank(wire: AbstractWire) -> tuple[bool, bool, bool]:
-        with torch.set_grad_enabled(wire.rank == 1):
-            exchange(wire, torch.ones(1))
+    def rank(transport: AbstractTransport) -> tuple[bool, bool, bool]:
+        with torch.set_grad_enabled(transport.rank == 1):
+            exchange(transport, torch.ones(1))
             return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
 
     assert run_ranks(2, rank) == [(False, False, False), (True, False, False)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run_ranks(2, rank) == [(False, False, True), (True, False, True)]
     with torch.no_grad():
-        assert run_ranks(2, lambda wire: torch.is_grad_enabled()) == [False, False]
+        assert run_ranks(2, lambda transport: torch.is_grad_enabled()) == [False, False]
     with torch.inference_mode():
-        assert run_ranks(2, lambda wire: torch.is_inference_mode_enabled()) == [True, True]
+        assert run_ranks(2, lambda transport: torch.is_inference_mode_enabled()) == [True, True]
 
 
 def test_a_rank_that_never_ends_is_named():
@@ -266,16 +274,16 @@ def test_a_rank_that_never_ends_is_named():
 
     release = threading.Event()
     with pytest.raises(TimeoutError, match=r"rank 0 of 1 ran when 0\.2 seconds had passed"):
-        run_ranks(1, lambda wire: release.wait(10), timeout_seconds=0.2)
+        run_ranks(1, lambda transport: release.wait(10), timeout_seconds=0.2)
     release.set()
 
 
 def test_bytes_are_counted_by_pair():
-    def rank(wire: AbstractWire) -> dict[tuple[int, int], int]:
-        assert isinstance(wire, LoopbackWire)
-        exchange(wire, torch.ones(wire.world, dtype=torch.float16))
-        exchange(wire, torch.ones(1))
-        return wire.mailbox.bytes_sent
+    def rank(transport: AbstractTransport) -> dict[tuple[int, int], int]:
+        assert isinstance(transport, LoopbackTransport)
+        exchange(transport, torch.ones(transport.world, dtype=torch.float16))
+        exchange(transport, torch.ones(1))
+        return transport.mailbox.bytes_sent
 
     assert run_ranks(3, rank)[0] == {(a, b): 10 for a in range(3) for b in range(3) if a != b}
 

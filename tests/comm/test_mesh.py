@@ -1,4 +1,4 @@
-"""Meshes without processes: a world of one, ranks on any wire, bad input. Real processes: test_processes.py."""
+"""Meshes without processes: a world of one, ranks on any transport, bad input. Real processes: test_processes.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from moesaic.comm import mesh as module
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.mesh import Mesh, open_wire
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.mesh import Mesh, open_transport
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
@@ -17,7 +17,7 @@ from moesaic.program.grid import Grid
 def test_one_process_needs_no_process_group(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher that nobody asked
     mesh = Mesh.create()
-    assert isinstance(mesh.wire, NoWire)
+    assert isinstance(mesh.transport, NoTransport)
     assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)
     assert (mesh.intra_node, mesh.inter_node, mesh.group("ep", "etp")) == ((0,), (0,), (0,))
     for name in ("dense", "sparse"):
@@ -45,24 +45,24 @@ def test_bad_sizes_give_one_line(sizes, message):
 def test_cuda_where_there_is_none_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError) as error:
-        open_wire("cuda")
+        open_transport("cuda")
     assert str(error.value) == "device_type='cuda': there is no CUDA device here: write 'cpu'"
 
 
 def said(sizes: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    def rank(wire: AbstractWire) -> str:
+    def rank(transport: AbstractTransport) -> str:
         try:
-            Mesh.create(**sizes[wire.rank])  # type: ignore[arg-type]
+            Mesh.create(**sizes[transport.rank])  # type: ignore[arg-type]
         except InputError as error:
             return str(error)
         return ""
 
-    wires: list[AbstractWire] = []
-    monkeypatch.setattr(module, "open_wire", lambda *_: wires[-1])
+    transports: list[AbstractTransport] = []
+    monkeypatch.setattr(module, "open_transport", lambda *_: transports[-1])
 
-    def started(wire: AbstractWire) -> str:
-        wires.append(wire)  # `create` opens its wire before it lets another rank run
-        return rank(wire)
+    def started(transport: AbstractTransport) -> str:
+        transports.append(transport)  # `create` opens its transport before it lets another rank run
+        return rank(transport)
 
     return run_ranks(len(sizes), started)
 
@@ -89,8 +89,8 @@ def test_a_launcher_whose_nodes_do_not_divide_the_world(text, monkeypatch):
 
 
 def test_nodes_and_rails():
-    def rank(wire: AbstractWire) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        mesh = Mesh(Grid(world=6, tp=3, ranks_per_node=2), wire)
+    def rank(transport: AbstractTransport) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        mesh = Mesh(Grid(world=6, tp=3, ranks_per_node=2), transport)
         return mesh.intra_node, mesh.inter_node, mesh.group("tp")
 
     found = run_ranks(6, rank)

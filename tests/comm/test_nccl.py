@@ -1,4 +1,4 @@
-"""The NCCL wire over stand-ins for streams and batches: what is enqueued where, in which order. No GPU."""
+"""The NCCL transport over stand-ins for streams and batches: what is enqueued where, in which order. No GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moesaic.comm.nccl import Nccl
-from moesaic.comm.wire import Transfer
+from moesaic.comm.transport import Transfer
 
 DEVICE = torch.device("cpu")
 
@@ -73,15 +73,15 @@ def recorder(monkeypatch) -> Recorder:
     return recorder
 
 
-def make_wire(rank: int = 1, world: int = 3) -> Nccl:
+def make_transport(rank: int = 1, world: int = 3) -> Nccl:
     groups = {lane: SimpleNamespace(rank=lambda: rank, size=lambda: world, lane=lane) for lane in ("intra", "inter")}
     return Nccl(groups, DEVICE)  # type: ignore[arg-type]
 
 
 def test_a_batch_runs_on_its_lane_between_the_callers_work(recorder):
-    wire = make_wire()
+    transport = make_transport()
     send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
-    ticket = wire.issue(Transfer(1, 9, {2: send}, {0: receive}, "inter"))
+    handle = transport.issue(Transfer(1, 9, {2: send}, {0: receive}, "inter"))
     assert recorder.log == [
         ("stream 2", "waits for stream", "caller"),
         ("stream 2", "runs", 2),
@@ -91,14 +91,14 @@ def test_a_batch_runs_on_its_lane_between_the_callers_work(recorder):
         ("stream 2", "uses", send.data_ptr()),
     ]
     recorder.log.clear()
-    wire.wait(ticket)
-    wire.wait(ticket)
+    transport.wait(handle)
+    transport.wait(handle)
     assert recorder.log == [("caller", "waits for", "event of stream 2")]
 
 
 def test_messages_are_bytes_for_ranks_of_the_lanes_group(recorder):
     send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
-    make_wire().issue(Transfer(1, 9, {2: send}, {0: receive}, "intra"))
+    make_transport().issue(Transfer(1, 9, {2: send}, {0: receive}, "intra"))
     (ops,) = recorder.batches
     assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [
         (dist.irecv, 0, "intra"),
@@ -109,18 +109,18 @@ def test_messages_are_bytes_for_ranks_of_the_lanes_group(recorder):
 
 
 def test_lanes_have_streams_of_their_own(recorder):
-    wire = make_wire()
+    transport = make_transport()
     for lane in ("intra", "inter", "intra"):
-        wire.issue(Transfer(1, 0, {0: torch.ones(1)}, {}, lane))
+        transport.issue(Transfer(1, 0, {0: torch.ones(1)}, {}, lane))
     assert [entry[0] for entry in recorder.log if entry[1] == "runs"] == ["stream 1", "stream 2", "stream 1"]
 
 
 def test_what_has_no_bytes_is_not_enqueued(recorder):
-    wire = make_wire()
-    ticket = wire.issue(Transfer(1, 0, {0: torch.ones(0, 3)}, {2: torch.ones(0)}))
-    wire.wait(ticket)
+    transport = make_transport()
+    handle = transport.issue(Transfer(1, 0, {0: torch.ones(0, 3)}, {2: torch.ones(0)}))
+    transport.wait(handle)
     assert (recorder.log, recorder.batches) == ([], [])
-    wire.issue(Transfer(1, 0, {0: torch.ones(0)}, {2: torch.ones(5)}))
+    transport.issue(Transfer(1, 0, {0: torch.ones(0)}, {2: torch.ones(5)}))
     assert [op.group_peer for op in recorder.batches[0]] == [2]
 
 
@@ -138,7 +138,13 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
     reduced: list[Any] = []
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
-    wire = Nccl.create(DEVICE)
+    transport = Nccl.create(DEVICE)
     assert [backend for backend, _ in made] == ["nccl", "nccl"]
     assert [id(group) for group in reduced] == [id(group) for _, group in made]
-    assert (wire.rank, wire.world, wire.device, wire.take_tags(2), wire.take_tags(1)) == (1, 3, DEVICE, 0, 2)
+    assert (transport.rank, transport.world, transport.device, transport.take_tags(2), transport.take_tags(1)) == (
+        1,
+        3,
+        DEVICE,
+        0,
+        2,
+    )

@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm import sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
-from moesaic.comm.mesh import Mesh, check_same, open_wire
-from moesaic.comm.wire import Transfer
+from moesaic.comm.mesh import Mesh, check_same, open_transport
+from moesaic.comm.transport import Transfer
 from moesaic.errors import InputError
 from moesaic.testing.processes import leave
 
@@ -63,33 +63,37 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
 
 
 def movements(rank: int, world: int) -> dict[str, Any]:
-    """What a rank finds out about its wire."""
+    """What a rank finds out about its transport."""
     mesh = Mesh.create()
-    wire, everyone = mesh.wire, tuple(range(world))
+    transport, everyone = mesh.transport, tuple(range(world))
     found: dict[str, Any] = {}
     large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-    found["large"] = all_reduce_sum(wire, everyone, large)
-    found["small"] = all_reduce_sum(wire, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
-    found["empty"] = tuple(all_reduce_sum(wire, everyone, torch.ones(0, 3)).shape)
-    found["halves"] = all_reduce_sum(wire, mesh.grid.group(rank, ("dp",)), torch.ones(2, dtype=torch.bfloat16)).tolist()
-    found["sent"] = broadcast(wire, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
-    found["gathered"] = [bool(part) for part in all_gather(wire, everyone, torch.tensor(rank % 2 == 0))]
+    found["large"] = all_reduce_sum(transport, everyone, large)
+    found["small"] = all_reduce_sum(transport, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
+    found["empty"] = tuple(all_reduce_sum(transport, everyone, torch.ones(0, 3)).shape)
+    found["halves"] = all_reduce_sum(
+        transport, mesh.grid.group(rank, ("dp",)), torch.ones(2, dtype=torch.bfloat16)
+    ).tolist()
+    found["sent"] = broadcast(transport, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
+    found["gathered"] = [bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))]
     weight, x = torch.ones(3, requires_grad=True), torch.arange(5.0).requires_grad_()
-    (slice_rows(wire, everyone, x * 1).sum() * (rank + 1) * share(wire, everyone, weight * 1).sum()).backward()
+    (
+        slice_rows(transport, everyone, x * 1).sum() * (rank + 1) * share(transport, everyone, weight * 1).sum()
+    ).backward()
     found["gradients"] = (weight.grad.tolist(), x.grad.tolist())
-    first = wire.take_tags(3)  # issued in another order by each rank, waited for backwards
-    tickets, buffers = [], {}
+    first = transport.take_tags(3)  # issued in another order by each rank, waited for backwards
+    handles, buffers = [], {}
     for at in sorted(range(3), key=lambda at: (at + rank) % 3):
         receives = {peer: torch.empty(1) for peer in everyone if peer != rank}
         sends = {peer: torch.full((1,), float(100 * at + rank)) for peer in everyone if peer != rank}
-        tickets.append(wire.issue(Transfer(rank, first + at, sends, receives)))
+        handles.append(transport.issue(Transfer(rank, first + at, sends, receives)))
         buffers[at] = receives
-    for ticket in reversed(tickets):
-        wire.wait(ticket)
+    for handle in reversed(handles):
+        transport.wait(handle)
     found["tags"] = all(float(b) == 100 * at + peer for at in buffers for peer, b in buffers[at].items())
-    found["different"] = refusal(lambda: check_same(wire, {"a": 1, **({"b": 2} if rank else {})}))
-    check_same(wire, {"a": 1})
-    found["wire"] = type(wire).__name__
+    found["different"] = refusal(lambda: check_same(transport, {"a": 1, **({"b": 2} if rank else {})}))
+    check_same(transport, {"a": 1})
+    found["transport"] = type(transport).__name__
     return found
 
 
@@ -101,10 +105,12 @@ def unreachable() -> dict[str, object]:
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
-        wire = open_wire()
-    ranks = tuple(range(wire.world))
-    total = float(all_reduce_sum(wire, ranks, torch.ones(1)))
-    return {"unreachable": (type(wire).__name__, total, [str(w.message) for w in told if "sockets" in str(w.message)])}
+        transport = open_transport()
+    ranks = tuple(range(transport.world))
+    total = float(all_reduce_sum(transport, ranks, torch.ones(1)))
+    return {
+        "unreachable": (type(transport).__name__, total, [str(w.message) for w in told if "sockets" in str(w.message)])
+    }
 
 
 def process(rank: int, world: int, folder: str) -> None:
@@ -147,6 +153,6 @@ def test_real_processes(world, tmp_path, monkeypatch):
         of_weight = float(sum((r + 1) * sum(rows) for r, rows in enumerate(shares)))
         of_rows = [3.0 * (r + 1) for r, rows in enumerate(shares) for _ in rows]
         assert saw["gradients"] == ([of_weight] * 3, of_rows)
-        assert (saw["tags"], saw["wire"]) == (True, "Sockets")
+        assert (saw["tags"], saw["transport"]) == (True, "Sockets")
         kind, total, told = saw["unreachable"]
         assert (kind, total, len(told)) == ("Gloo", world, 0 if rank else 1)

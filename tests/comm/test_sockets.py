@@ -1,4 +1,5 @@
-"""The wire over sockets, its ranks as threads or in turn in one process: tags, early and large messages, and who has gone."""
+"""The transport over sockets, its ranks as threads or in turn in one process: tags, early and large messages, and who
+has gone."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import torch
 
 from moesaic.comm.sockets import Sockets
 from moesaic.comm.sockets_connect import _answer, _call, _Place
-from moesaic.comm.wire import Transfer
+from moesaic.comm.transport import Transfer
 
 LARGE = 1 << 25
 """More than the kernel keeps."""
 
 
-def wires(world: int = 2, patience: float = 60.0) -> list[Sockets]:
+def transports(world: int = 2, patience: float = 60.0) -> list[Sockets]:
     lines: list[dict[int, socket.socket]] = [{} for _ in range(world)]
     for left in range(world):
         for right in range(left):
@@ -26,25 +27,25 @@ def wires(world: int = 2, patience: float = 60.0) -> list[Sockets]:
 
 
 def test_messages_find_their_receives_in_any_order():
-    left, right = wires()
+    left, right = transports()
     tensors = {tag: torch.full((5,), float(tag)) for tag in (4, 1, 3)}
     sent = [left.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in tensors.items()]
     buffers = {tag: torch.empty(5) for tag in (1, 3, 4)}
-    tickets = {tag: right.issue(Transfer(1, tag, {}, {0: buffer})) for tag, buffer in buffers.items()}
+    handles = {tag: right.issue(Transfer(1, tag, {}, {0: buffer})) for tag, buffer in buffers.items()}
     for tag in (3, 4, 1):
-        right.wait(tickets[tag])
+        right.wait(handles[tag])
         assert buffers[tag].tolist() == [float(tag)] * 5
-    for ticket in sent:
-        left.wait(ticket)
+    for handle in sent:
+        left.wait(handle)
 
 
 def test_messages_of_one_tag_keep_their_order_whether_early_or_not():
-    left, right = wires()
+    left, right = transports()
     buffers = [torch.empty(1) for _ in range(4)]
-    late = right.issue(Transfer(1, 7, {}, {0: buffers[0]}))
+    deferred_wgrad = right.issue(Transfer(1, 7, {}, {0: buffers[0]}))
     for number in range(4):
         left.wait(left.issue(Transfer(0, 7, {1: torch.full((1,), float(number))}, {})))
-    right.wait(late)
+    right.wait(deferred_wgrad)
     for buffer in buffers[1:]:
         right.wait(right.issue(Transfer(1, 7, {}, {0: buffer})))
     assert [float(buffer) for buffer in buffers] == [0.0, 1.0, 2.0, 3.0]
@@ -63,35 +64,35 @@ def test_messages_of_one_tag_keep_their_order_whether_early_or_not():
     ids=["bool", "bfloat16", "scalar", "with gradient", "empty", "part"],
 )
 def test_any_tensor_arrives(tensor):
-    left, right = wires()
+    left, right = transports()
     buffer = torch.empty_like(tensor.detach())
-    ticket = right.issue(Transfer(1, 0, {}, {0: buffer}))
+    handle = right.issue(Transfer(1, 0, {}, {0: buffer}))
     left.wait(left.issue(Transfer(0, 0, {1: tensor}, {})))
-    right.wait(ticket)
+    right.wait(handle)
     assert torch.equal(buffer, tensor.detach())
 
 
 def test_everyone_sends_everyone_more_than_the_kernel_keeps():
     world = 3
 
-    def exchange(wire: Sockets) -> bool:
-        others = [peer for peer in range(world) if peer != wire.rank]
-        sends = {peer: torch.full((LARGE,), 10 * wire.rank + peer, dtype=torch.uint8) for peer in others}
+    def exchange(transport: Sockets) -> bool:
+        others = [peer for peer in range(world) if peer != transport.rank]
+        sends = {peer: torch.full((LARGE,), 10 * transport.rank + peer, dtype=torch.uint8) for peer in others}
         receives = {peer: torch.empty(LARGE, dtype=torch.uint8) for peer in others}
-        first = wire.issue(Transfer(wire.rank, 1, sends, receives))
+        first = transport.issue(Transfer(transport.rank, 1, sends, receives))
         small = {peer: torch.empty(1) for peer in others}
-        second = wire.issue(Transfer(wire.rank, 0, {peer: torch.ones(1) for peer in others}, small))
-        wire.wait(second)  # its messages are behind the large ones, which move meanwhile
-        wire.wait(first)
-        right = all(bool((buffer == 10 * peer + wire.rank).all()) for peer, buffer in receives.items())
+        second = transport.issue(Transfer(transport.rank, 0, {peer: torch.ones(1) for peer in others}, small))
+        transport.wait(second)  # its messages are behind the large ones, which move meanwhile
+        transport.wait(first)
+        right = all(bool((buffer == 10 * peer + transport.rank).all()) for peer, buffer in receives.items())
         return right and all(float(buffer) == 1.0 for buffer in small.values())
 
     with ThreadPoolExecutor(world) as pool:
-        assert all(pool.map(exchange, wires(world)))
+        assert all(pool.map(exchange, transports(world)))
 
 
 def test_a_large_message_that_is_asked_for_while_it_arrives():
-    left, right = wires()
+    left, right = transports()
     data = torch.randint(256, (LARGE,), dtype=torch.uint8)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(
@@ -112,8 +113,8 @@ def test_a_large_message_that_is_asked_for_while_it_arrives():
         while right._lines[0].arriving is None:
             right._move(1.0)
         buffer = torch.empty_like(data)
-        ticket = right.issue(Transfer(1, 5, {}, {0: buffer}))
-        right.wait(ticket)
+        handle = right.issue(Transfer(1, 5, {}, {0: buffer}))
+        right.wait(handle)
         sent.result()
         pool.submit(lambda: left.wait(left.issue(Transfer(0, 6, {1: torch.ones(1)}, {})))).result()
         right.wait(right.issue(Transfer(1, 6, {}, {0: other})))
@@ -123,16 +124,16 @@ def test_a_large_message_that_is_asked_for_while_it_arrives():
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_another_size_than_expected_is_named(is_early):
-    left, right = wires()
+    left, right = transports()
 
     def send() -> None:
         left.issue(Transfer(0, 3, {1: torch.ones(2)}, {}))
 
     def receive() -> None:
-        ticket = right.issue(Transfer(1, 3, {}, {0: torch.empty(1)}))
+        handle = right.issue(Transfer(1, 3, {}, {0: torch.empty(1)}))
         if not is_early:
             send()
-        right.wait(ticket)
+        right.wait(handle)
 
     if is_early:
         send()
@@ -142,7 +143,7 @@ def test_another_size_than_expected_is_named(is_early):
 
 
 def test_what_a_peer_sent_before_it_went_still_arrives_and_more_is_refused():
-    left, right = wires()
+    left, right = transports()
     left.issue(Transfer(0, 0, {1: torch.ones(1)}, {}))
     waiting = right.issue(Transfer(1, 1, {}, {0: torch.empty(1)}))
     del left
@@ -158,35 +159,35 @@ def test_what_a_peer_sent_before_it_went_still_arrives_and_more_is_refused():
 
 
 def test_a_peer_that_went_and_owes_nothing_disturbs_nobody():
-    first, second, third = wires(3)
+    first, second, third = transports(3)
     del third
-    ticket = first.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
+    handle = first.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
     second.wait(second.issue(Transfer(1, 0, {0: torch.ones(1)}, {})))
-    first.wait(ticket)
+    first.wait(handle)
 
 
 def test_any_patience_can_be_asked_for():
-    left, right = wires(patience=1e9)
+    left, right = transports(patience=1e9)
     buffer = torch.empty(1)
-    ticket = left.issue(Transfer(0, 0, {}, {1: buffer}))
+    handle = left.issue(Transfer(0, 0, {}, {1: buffer}))
     right.wait(right.issue(Transfer(1, 0, {0: torch.ones(1)}, {})))
-    left.wait(ticket)
+    left.wait(handle)
     assert float(buffer) == 1.0
 
 
 def test_a_wait_without_any_progress_ends():
-    left, _right = wires(patience=0.01)
-    ticket = left.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
+    left, _right = transports(patience=0.01)
+    handle = left.issue(Transfer(0, 0, {}, {1: torch.empty(1)}))
     with pytest.raises(RuntimeError, match=r"rank 0 has waited 0.01 s for ranks \[1\]"):
-        left.wait(ticket)
+        left.wait(handle)
 
 
 def test_what_was_sent_can_be_freed_as_fsdp_does_it():
-    left, right = wires()
+    left, right = transports()
     tensor, buffer = torch.ones(4), torch.empty(4)
-    ticket = right.issue(Transfer(1, 0, {}, {0: buffer}))
+    handle = right.issue(Transfer(1, 0, {}, {0: buffer}))
     left.wait(left.issue(Transfer(0, 0, {1: tensor}, {})))
-    right.wait(ticket)
+    right.wait(handle)
     for each in (tensor, buffer):
         each.untyped_storage().resize_(0)
 

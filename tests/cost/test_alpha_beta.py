@@ -11,7 +11,7 @@ from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.program.volume import even_sizes
 
@@ -25,7 +25,7 @@ ROW = 20
 def seconds_of(plan: Plan, grid: Grid, copies: list[list[int]], backward: bool = False) -> dict[str, float]:
     compiled = compile_plan(plan, grid)
     tokens = np.array([2] * grid.world)
-    sizes = Sizes(compiled.grid, np.array(copies), tokens, plan.chunks, units=SHAPE.hidden // grid.etp)
+    sizes = CallSizes(compiled.grid, np.array(copies), tokens, plan.chunks, units=SHAPE.hidden // grid.etp)
     return estimate(compiled.backward if backward else compiled.forward, sizes, SHAPE, MACHINE)
 
 
@@ -80,8 +80,8 @@ def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
     assert coded["g"] == plain["g"], "routing weights are not encoded"
 
 
-def test_hops_join_parcels_to_one_message() -> None:
-    """2DH on two nodes of two: each rank sends a mate 2 parcels in one message, then one message of 2 parcels across."""
+def test_hops_join_packets_to_one_message() -> None:
+    """2DH on two nodes of two: each rank sends a mate 2 packets in one message, then one message of 2 packets across."""
     found = seconds_of(Plan(all_to_all="hier2d"), NODES, [[1] * 4] * 4)
     assert found["h@0"] == pytest.approx(1e-6 + 2 * ROW * 1e-9)
     assert found["h@1"] == pytest.approx(10e-6 + 2 * ROW * 10e-9)

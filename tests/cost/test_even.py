@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cost.clusters import tree
+from documented import block
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import Host
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.even import Even
+from moesaic.cost.movement import ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.sweep import SweepSimulator
@@ -26,11 +26,12 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import AbstractAllToAll, Hop, Leg, NodeMap, legs_of
 from moesaic.program.build import SCHEDULES
-from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
-from moesaic.program.links.link import AbstractLink, Hop, Leg, Places, legs_of
-from moesaic.program.task import Lane, Op
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.shapes import Move
+from moesaic.program.task import Lane, Layout, Op
 from moesaic.program.volume import messages_of
 
 GRIDS = [
@@ -43,7 +44,7 @@ GRIDS = [
     Grid(world=16, tp=2, ep=8, etp=2, ranks_per_node=2),
     Grid(world=16, tp=2, ep=4, etp=4, ranks_per_node=2, innermost="ep"),
 ]
-ALL_TO_ALLS = SearchSpace().all_to_alls
+SEARCHED = SearchSpace().all_to_alls
 EXACT = ("linear", "hier2d", "pipelined", "hier3d")
 WORKLOAD = Workload(tokens=512, num_experts=32, top_k=2, dim=64, hidden=64)
 
@@ -58,7 +59,7 @@ def compiled(grid: Grid, **plan: object) -> Compiled | None:
 def tolerance(all_to_all: str) -> float:
     """Visits are rounded to whole rows with ranks apart; under naive, nodes do the same hops in another order; under hier1d,
     leaders share links with their node only, and shares are settled link by link."""
-    if all_to_all in LINKS and LINKS[all_to_all].hops_by_node:
+    if all_to_all in ALL_TO_ALLS and ALL_TO_ALLS[all_to_all].hops_by_node:
         return 0.15
     return {"multicast": 2e-2, "hier1d": 2e-3, **dict.fromkeys(EXACT, 1e-9)}.get(all_to_all, 1e-2)
 
@@ -66,7 +67,7 @@ def tolerance(all_to_all: str) -> float:
 def regular(all_to_all: str) -> bool:
     """Whether a few nodes stand for all of them under an all-to-all."""
     try:
-        check_regular(LINKS[all_to_all], all_to_all, 4, 4)
+        check_regular(ALL_TO_ALLS[all_to_all], all_to_all, 4, 4)
     except UnlikeError:
         return False
     return True
@@ -83,7 +84,7 @@ def compare(simulator: Simulator, found: Compiled) -> None:
         assert busiest[0] == pytest.approx(busiest[1], rel=max(close, 1e-9)), (found.grid, found.plan)
 
 
-@pytest.mark.parametrize("all_to_all", ALL_TO_ALLS)
+@pytest.mark.parametrize("all_to_all", SEARCHED)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) -> None:
     seen = 0
@@ -98,7 +99,7 @@ def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) ->
 def test_random_plans() -> None:
     draw = random.Random(5)
     space = list(
-        itertools.product(GRIDS, SCHEDULES, ALL_TO_ALLS, (1, 2), (1, 2), (None, 0, 1, 2), (False, True), (False, True))
+        itertools.product(GRIDS, SCHEDULES, SEARCHED, (1, 2), (1, 2), (None, 0, 1, 2), (False, True), (False, True))
     )
     seen = 0
     for grid, schedule, links, chunks, groups, r, fuse, overlap in draw.sample(space, 230):
@@ -115,7 +116,7 @@ def test_random_plans() -> None:
     assert seen > 25
 
 
-@pytest.mark.parametrize("all_to_all", [name for name in LINKS if not LINKS[name].hops_by_node])
+@pytest.mark.parametrize("all_to_all", [name for name in ALL_TO_ALLS if not ALL_TO_ALLS[name].hops_by_node])
 def test_codecs_and_message_costs_count_alike(all_to_all: str) -> None:
     grid = GRIDS[3]
     simulator = Simulator(tree(4, 4))
@@ -143,7 +144,9 @@ def test_costs_of_the_issuing_thread_count_alike(all_to_all: str, runs_compute: 
         assert runs_compute or run.seconds < 3 * 30 * 20e-6
 
 
-@pytest.mark.parametrize("all_to_all", [name for name in LINKS if regular(name) and not LINKS[name].hops_by_node])
+@pytest.mark.parametrize(
+    "all_to_all", [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node]
+)
 def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> None:
     """Total rows and messages of every task, against `messages_of`: node 0's, times the nodes."""
     grid = GRIDS[4]
@@ -180,7 +183,7 @@ def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> Non
     for task in found.forward.tasks:
         if task.op is Op.MOVE:
             sent = {(a, b): float(rows) for a, b, rows in messages_of(task, slots, sizes)}
-            for source, target, rows, _ in even.sends(task, slots):
+            for source, target, rows, _ in even.sent(ends_of(task, slots)[1]):
                 assert rows == sent.get((source, target), 0.0), (task.name, source, target)
                 seen += rows > 0
     assert seen > 10
@@ -226,22 +229,13 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
         Simulator(tree(200, 6)).run(found.forward, WORKLOAD, large)
 
 
-def documented(section: str) -> dict[str, Any]:
-    """The names that the code block of a section of docs/extending.md defines."""
-    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text.split(f"\n## {section}\n")[1].split("\n## ")[0], re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    return found
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
 ) -> None:
-    """It passes parcels on from node to node: on eight nodes it takes four times as long as if all did the same."""
-    monkeypatch.setitem(LINKS, "ring", documented("An all-to-all")["NodeRing"]())
+    """It passes packets on from node to node: on eight nodes it takes four times as long as if all did the same."""
+    monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cluster = read_cluster("25gbe", nodes=nodes)
     world = cluster.world
     grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=cluster.devices_per_node)
@@ -255,22 +249,22 @@ def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
             assert even / exact == pytest.approx(1, abs=0.01)
 
 
-class Numbered(AbstractLink):
+class Numbered(AbstractAllToAll):
     """2DH that looks at a node's number in some way."""
 
-    def __init__(self, look: Callable[[Places, int, int], object]) -> None:
+    def __init__(self, look: Callable[[NodeMap, int, int], object]) -> None:
         self.look = look
 
-    def hops(self, places: Places) -> tuple[Hop, ...]:
+    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0))
 
-    def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
+    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         detour = self.look(places, source, target)
         mate = places.rank(places.node(source), places.local(target)) if detour else source
         return legs_of((0, source, mate), (1, mate, target))
 
 
-LOOKS: dict[str, Callable[[Places, int, int], object]] = {
+LOOKS: dict[str, Callable[[NodeMap, int, int], object]] = {
     "parity": lambda places, source, target: places.node(source) % 2,
     "order": lambda places, source, target: places.node(source) < places.node(target),
     "zero": lambda places, source, target: places.node(source) == 0,
@@ -292,13 +286,13 @@ LOOKS: dict[str, Callable[[Places, int, int], object]] = {
 def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    monkeypatch.setitem(LINKS, "numbered", Numbered(LOOKS[look]))
+    monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS[look]))
     found = compiled(GRIDS[4], all_to_all="numbered")
     assert found is not None
     assert not isinstance(Simulator(tree(4, 4)).volumes(found.forward, WORKLOAD, found.grid), Even)
 
 
-class Tabled(AbstractLink):
+class Tabled(AbstractAllToAll):
     """Over mates that tables give by the places of source and target: regular, and unlike anything published."""
 
     needs_even_nodes = True
@@ -307,10 +301,10 @@ class Tabled(AbstractLink):
         rng = random.Random(seed)
         self.tables = [[[rng.randrange(per_node) for _ in range(per_node)] for _ in range(per_node)] for _ in range(2)]
 
-    def hops(self, places: Places) -> tuple[Hop, ...]:
+    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTRA, (-1, 0, 1))
 
-    def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
+    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         if places.node(source) == places.node(target):
             return legs_of((0, source, target))
         first, second = (table[places.local(source)][places.local(target)] for table in self.tables)
@@ -323,7 +317,7 @@ class Tabled(AbstractLink):
 def test_what_is_found_regular_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, seed: int, groups: int
 ) -> None:
-    monkeypatch.setitem(LINKS, "tabled", Tabled(seed, 4))
+    monkeypatch.setitem(ALL_TO_ALLS, "tabled", Tabled(seed, 4))
     grid = GRIDS[4]
     found = compiled(grid, all_to_all="tabled", peer_groups=groups)
     assert found is not None
@@ -336,10 +330,65 @@ def test_what_is_found_regular_takes_as_long_as_rank_by_rank(
 
 
 def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LINKS, "numbered", Numbered(LOOKS["parity"]))
+    monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS["parity"]))
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
     found = compiled(grid, all_to_all="numbered")
     assert found is not None
     with pytest.raises(InputError, match="choose an all-to-all in which all nodes do the same, or at most 512 ranks"):
         Simulator(tree(256, 4)).run(found.forward, layer, grid)
+
+
+LAYOUTS = [
+    Layout(flow=flow, spread=spread, whole_tp=whole, experts=experts)
+    for flow in ("copies", "tokens")
+    for spread in ((), ("ep",), ("etp",), ("ep", "etp"), ("node",), ("local",))
+    for whole in (False, True)
+    for experts in (("all", "rank", "node") if flow == "copies" else ("all",))
+]
+AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"), ("node",), ("local",))
+
+
+@pytest.mark.parametrize(
+    "grid", [GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")]
+)
+def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
+    """Between any two layouts, over any axes, summed or not: whatever a schedule moves, nodes are alike or it is refused."""
+    found = compiled(grid, schedule="s2")
+    assert found is not None
+    program, per_node = found.forward, grid.ranks_per_node or grid.world
+    even = Simulator(tree(grid.world // per_node, per_node)).volumes(program, WORKLOAD, grid)
+    assert isinstance(even, Even)
+    sizes, seen = sizes_of(program, WORKLOAD, grid), 0
+    space = [Move(*each) for each in itertools.product(LAYOUTS, LAYOUTS, AXES, (False, True))]
+    for move in random.Random(7).sample([m for m in space if m.source.flow == m.target.flow], 1500):
+        try:
+            splits = [sizes.outgoing(move, rank) for rank in range(grid.world)]
+        except AssertionError:  # the target's pieces are nowhere in the group
+            continue
+        left = [sum(n for peer, n in zip(lot.peers, lot.counts) if peer != rank) for rank, lot in enumerate(splits)]
+        try:
+            sent = even.sent(move)
+        except UnlikeError:
+            continue
+        seen += 1
+        by_source = Counter(dict.fromkeys(range(per_node), 0.0))
+        for source, target, rows, count in sent:
+            assert rows == sizes.num_moved(move, source, target), move
+            by_source[source] += rows * count
+        assert left == [by_source[rank % per_node] for rank in range(grid.world)], move
+    assert seen > 100
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_rows_of_any_layout_are_those_of_sizes(grid: Grid) -> None:
+    found = compiled(grid, schedule="s2")
+    assert found is not None
+    even = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)).volumes(
+        found.forward, WORKLOAD, grid
+    )
+    sizes = sizes_of(found.forward, WORKLOAD, grid)
+    for layout in LAYOUTS:
+        assert [sizes.num_rows(layout, rank) for rank in range(grid.world)] == [even.rows(layout)[0]] * grid.world, (
+            layout
+        )

@@ -233,8 +233,8 @@ def test_a_slower_link_is_named_as_the_bottleneck() -> None:
     assert run.bottleneck.startswith("port")
     fast = flat(2, 4, intra=1e6, inter=1e6, device=DEVICE)
     assert simulated(fast, schedule="s1")[0].bottleneck == "compute"
-    late = flat(2, 4, intra=1e6, inter=1e6, inter_us=1e5, device=DEVICE)
-    assert simulated(late, schedule="s1")[0].bottleneck == "start-up on lane inter"
+    deferred_wgrad = flat(2, 4, intra=1e6, inter=1e6, inter_us=1e5, device=DEVICE)
+    assert simulated(deferred_wgrad, schedule="s1")[0].bottleneck == "start-up on lane inter"
 
 
 def test_a_shared_medium_takes_both_directions() -> None:

@@ -33,7 +33,7 @@ GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PROFILE = ClusterProfile(
     date="2026-01-01", machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
-    host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, wire_byte=1e-9, sharing=2.0),
+    host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, transport_byte=1e-9, sharing=2.0),
     products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
 )  # fmt: skip
 
@@ -116,13 +116,20 @@ def test_the_cluster_computes_as_fast_as_ranks_do_that_share_cores() -> None:
 def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], HostCosts]:
     draw = np.random.default_rng(0)
     true = HostCosts(
-        layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, wire_byte=2e-9, sharing=2.0
+        layer=2e-3,
+        task=1e-4,
+        wait=1.5e-4,
+        message=2e-5,
+        byte=2e-10,
+        weight_byte=1e-10,
+        transport_byte=2e-9,
+        sharing=2.0,
     )
     found = []
     for number in range(60):
         counts = {
             "layer": 1, "task": draw.integers(16, 160), "wait": draw.integers(2, 18), "message": draw.integers(10, 300),
-            "byte": draw.integers(0, 4e6), "weight_byte": draw.integers(0, 3e7), "wire_byte": draw.integers(0, 2e6),
+            "byte": draw.integers(0, 4e6), "weight_byte": draw.integers(0, 3e7), "transport_byte": draw.integers(0, 2e6),
         }  # fmt: skip
         features = np.array([counts[name] for name in FEATURES], dtype=float)
         exact = float(features @ costs_vector(true)) * (outlier if number in (3, 11, 19) else 1.0)
@@ -249,7 +256,7 @@ def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     assert total[FEATURES.index("message")] == 2 * 6, "routing weights travel with their rows"
     copies = LAYER.tokens * LAYER.top_k * 3 / 4
     sent = 2 * copies * LAYER.dim * 4 + copies * 4
-    assert total[FEATURES.index("wire_byte")] == pytest.approx(2 * sent)
+    assert total[FEATURES.index("transport_byte")] == pytest.approx(2 * sent)
     assert total[FEATURES.index("wait")] == 2
 
 
@@ -259,15 +266,15 @@ def test_idle_links_let_the_first_bytes_through_at_once() -> None:
     assert 0 < saved <= 3e-4
 
 
-def test_the_wires_threads_slow_a_host_that_works_while_links_are_busy() -> None:
+def test_the_transports_threads_slow_a_host_that_works_while_links_are_busy() -> None:
     plan = Plan(chunks=4)
-    busy = replace(PROFILE, host=replace(PROFILE.host, wire_byte=1e-8))
-    idle = replace(PROFILE, host=replace(PROFILE.host, wire_byte=0.0))
+    busy = replace(PROFILE, host=replace(PROFILE.host, transport_byte=1e-8))
+    idle = replace(PROFILE, host=replace(PROFILE.host, transport_byte=0.0))
     assert seconds(busy, plan) > 1.01 * seconds(idle, plan)
 
 
-def test_nobody_waits_for_the_wires_own_thread() -> None:
-    assert seconds(replace(FREE, host=HostCosts(wire_byte=1e-6))) == seconds(FREE)
+def test_nobody_waits_for_the_transports_own_thread() -> None:
+    assert seconds(replace(FREE, host=HostCosts(transport_byte=1e-6))) == seconds(FREE)
 
 
 def test_ranks_that_share_a_core_start_one_after_the_other() -> None:

@@ -24,7 +24,7 @@ def cell(
     near: Mapping[str, Sequence[float]] | None = None,
     peak: Mapping[str, int] | None = None,
     decided: Mapping[str, Sequence[float]] | None = None,
-    lent: int = 3,
+    replicated: int = 3,
 ) -> BalanceCell:
     """A cell whose methods took the given seconds, 8 times where only one is given."""
     place = place or BalancePlace()
@@ -45,7 +45,9 @@ def cell(
         across_bytes=dict.fromkeys(times, 5000),
         charged=dict.fromkeys(times, 0.6),
         decided={
-            name: Decided(seconds=tuple(each), options=("shadow",), lent_experts=(lent,), lent_copies=(7,))
+            name: Decided(
+                seconds=tuple(each), options=("shadow",), replicated_experts=(replicated,), replicated_copies=(7,)
+            )
             for name, each in (decided or {}).items()
         },
     )

@@ -33,7 +33,7 @@ def reason(name: str, *cells: Any) -> str:
 def forecast(ranks: int, load: float, method: str, seconds: float) -> Forecast:
     return Forecast(
         ranks=ranks, max_vio=load, method=method, seconds=seconds, compute_seconds=1.0, communication_seconds=2.0,
-        lent_experts=1.0, option="", decision_seconds=0.0,
+        replicated_experts=1.0, option="", decision_seconds=0.0,
     )  # fmt: skip
 
 
@@ -118,8 +118,8 @@ def every_kind() -> list[Any]:
     seconds = {PLAIN: 2.0, "shadow": 1.0, SMART: 1.6, NETMOE: 2.1, OURS: 0.9}
     decided = {"shadow": [0.01], OURS: [0.02]}
     return [
-        cell(0.0, seconds, place=LARGE, decided=decided, lent=1),
-        cell(2.0, seconds, place=LARGE, decided=decided, lent=5),
+        cell(0.0, seconds, place=LARGE, decided=decided, replicated=1),
+        cell(2.0, seconds, place=LARGE, decided=decided, replicated=5),
         cell(None, seconds, decided=decided),
     ]
 
@@ -130,7 +130,8 @@ def test_rows_say_what_the_layer_is_and_what_each_method_did() -> None:
     ours = next(row for row in rows if row["method"] == OURS and row["max_vio"] == 2.0)
     wanted = {
         "tokens_per_rank": 128, "dim": 256, "hidden": 12, "experts_per_rank": 4, "compute": "virtual compute", "is_best": True,
-        "median_seconds": 0.9, "lent_experts": 5, "decision_seconds": 0.02, "options": "shadow", "bed": "4x2 100mbit, lo 1gbit",
+        "median_seconds": 0.9, "replicated_experts": 5, "decision_seconds": 0.02, "options": "shadow",
+        "bed": "4x2 100mbit, lo 1gbit",
     }  # fmt: skip
     assert {key: ours[key] for key in wanted} == wanted
     assert ours["plain_over_this"] == pytest.approx(2 / 0.9)
@@ -151,11 +152,11 @@ def test_tables_and_pictures_show_every_part() -> None:
     made = panels(cells, forecasts)
     titles = [panel.title for panel in made]
     assert titles == [
-        "4x2, speed-up", "4x2, memory", "recorded routing", "4x2, lent experts per call", "gain of the smart schedule",
+        "4x2, speed-up", "4x2, memory", "recorded routing", "4x2, replicated experts per call", "gain of the smart schedule",
         "16 ranks, simulated",
     ]  # fmt: skip
-    lent = {series.name: series.y for series in made[3].series}
-    assert lent == {"shadow": (1, 5), OURS: (1, 5)}
+    replicated = {series.name: series.y for series in made[3].series}
+    assert replicated == {"shadow": (1, 5), OURS: (1, 5)}
     gain = {series.name: (series.x, series.y) for series in made[4].series}
     assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
     assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))

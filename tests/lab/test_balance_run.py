@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
@@ -46,10 +46,10 @@ def test_all_methods_compute_what_the_plain_layer_does() -> None:
     job = job_of()
     plans = {name: compile_plan(method.plan, PLACE.grid) for name, method in job.methods.items()}
 
-    def rank(wire: AbstractWire) -> dict[str, list[Tensor]]:
+    def rank(transport: AbstractTransport) -> dict[str, list[Tensor]]:
         found = {}
         for name in job.methods:
-            subject = ranks.Subject(job, name, plans[name], wire, PlainExperts)
+            subject = ranks.Subject(job, name, plans[name], transport, PlainExperts)
             y, trip = subject.forward(1)
             if trip is not None:
                 y = trip.take_home(y.unflatten(0, (2, -1))).flatten(0, 1)
@@ -69,12 +69,16 @@ def test_all_methods_compute_what_the_plain_layer_does() -> None:
 def test_a_layer_whose_weights_stand_elsewhere_is_found_out() -> None:
     job = job_of()
 
-    def rank(wire: AbstractWire) -> list[Tensor]:
+    def rank(transport: AbstractTransport) -> list[Tensor]:
         found = []
         for name in (PLAIN, PLACED):
-            subject = ranks.Subject(job, name, compile_plan(job.methods[name].plan, PLACE.grid), wire, PlainExperts)
+            subject = ranks.Subject(
+                job, name, compile_plan(job.methods[name].plan, PLACE.grid), transport, PlainExperts
+            )
             if name == PLACED:  # as if experts had been placed and nobody had told the router
-                subject.layer.router.tell(torch.from_numpy(job.case.routes.experts[0].reshape(4, -1, 2)[wire.rank]))  # type: ignore[operator]
+                subject.layer.router.tell(
+                    torch.from_numpy(job.case.routes.experts[0].reshape(4, -1, 2)[transport.rank])
+                )  # type: ignore[operator]
                 found.append(subject.layer(subject.x).detach())
             else:
                 found.append(subject.forward(0)[0].detach())
@@ -90,10 +94,12 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
     experts = np.concatenate([each.case.routes.experts[:1] for each in (job, other)])
     job = replace(job, case=replace(job.case, routes=replace(job.case.routes, experts=experts)))
 
-    def rank(wire: AbstractWire) -> dict[str, tuple[int, Decided]]:
+    def rank(transport: AbstractTransport) -> dict[str, tuple[int, Decided]]:
         found = {}
         for name in ("shadow", "least loaded", OURS):
-            subject = ranks.Subject(job, name, compile_plan(job.methods[name].plan, PLACE.grid), wire, PlainExperts)
+            subject = ranks.Subject(
+                job, name, compile_plan(job.methods[name].plan, PLACE.grid), transport, PlainExperts
+            )
             subject.step()
             subject.start_over()
             for _ in range(4):
@@ -106,12 +112,12 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
         steps, decided = of_ranks[0][name]
         assert steps == 4
         assert len(decided.seconds) == 4
-        assert len(decided.options) == len(decided.lent_experts) == len(decided.lent_copies) == 2
-        assert all(found[name][1].lent_copies == decided.lent_copies for found in of_ranks)
+        assert len(decided.options) == len(decided.replicated_experts) == len(decided.replicated_copies) == 2
+        assert all(found[name][1].replicated_copies == decided.replicated_copies for found in of_ranks)
     loads = [job.case.routes.counts(call, 4, 8).sum(axis=0).reshape(4, 2).sum(axis=1) for call in range(2)]
     excess = tuple(int((load - 32).clip(min=0).sum()) for load in loads)
     assert excess[0] > excess[1]
-    assert of_ranks[0]["least loaded"][1].lent_copies == excess
+    assert of_ranks[0]["least loaded"][1].replicated_copies == excess
     assert of_ranks[0]["least loaded"][1].options == ("least_loaded",) * 2
 
 
@@ -133,7 +139,9 @@ def test_cells_sum_up_what_ranks_found() -> None:
             spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
             pairs={OURS: [(9.0, 10.0)], PLAIN: [(9.0, 12.0)]},
             counted=dict.fromkeys((PLAIN, OURS), counted),
-            decided={OURS: Decided(seconds=(decided,), options=("alone",), lent_experts=(0,), lent_copies=(0,))},
+            decided={
+                OURS: Decided(seconds=(decided,), options=("alone",), replicated_experts=(0,), replicated_copies=(0,))
+            },
             charged={PLAIN: 0.1 * peak, OURS: 0.1},
         )
 
@@ -166,10 +174,10 @@ def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should(
     assert len(found) == 2 * 11
     even, skewed = ({n: found[load, n] for n in methods(PLACE.grid)} for load in (0.0, 2.0))
     assert even["spill"].seconds == even[PLAIN].seconds == even["least loaded"].seconds
-    assert even["spill"].lent_experts == 0
+    assert even["spill"].replicated_experts == 0
     assert skewed[PLAIN].compute_seconds > 2 * even[PLAIN].compute_seconds
     assert skewed["least loaded"].compute_seconds < 1.3 * even[PLAIN].compute_seconds
-    assert skewed["least loaded"].lent_experts > 0
+    assert skewed["least loaded"].replicated_experts > 0
     assert skewed[PLACED].compute_seconds < 0.9 * skewed[PLAIN].compute_seconds
     assert skewed[NETMOE].compute_seconds == pytest.approx(skewed[PLAIN].compute_seconds)
     assert skewed[OURS].seconds < skewed[PLAIN].seconds

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from moesaic.cost.coded import coded_bytes
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
 from moesaic.program.passes.gather_weights import gather_weights
-from moesaic.program.passes.route_links import compress, route_links
-from moesaic.program.sizes import Sizes
+from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES
 from moesaic.program.volume import even_sizes
 from moesaic.testbed.bed import Bed
@@ -82,7 +82,7 @@ def test_a_message_costs_at_least_its_charge_between_nodes_only():
     assert link_seconds([(0, 2, 0)], bed) == {}
 
 
-@pytest.mark.parametrize("algorithm", list(LINKS))
+@pytest.mark.parametrize("algorithm", list(ALL_TO_ALLS))
 def test_every_all_to_all_carries_the_same_bytes_between_nodes(algorithm):
     grid = all_ep(2, 2)
     messages = exchange(grid, 8, algorithm).messages(DIM)
@@ -110,8 +110,8 @@ def test_lanes_alone_split_what_both_carry():
 def test_multicast_sends_a_token_once_per_node_and_once_per_rank_there():
     grid, tokens = all_ep(2, 2), 6
     copies = np.full((4, 8), tokens)  # every token has a copy for every expert, two at each rank
-    visits = np.full((4, 2 + 4, 1), tokens)
-    linear, multicast = dispatch(grid, copies, tokens, None), dispatch(grid, copies, tokens, visits)
+    node_tokens = np.full((4, 2 + 4, 1), tokens)
+    linear, multicast = dispatch(grid, copies, tokens, None), dispatch(grid, copies, tokens, node_tokens)
     row, of_copy, of_stop = 4 * DIM, 4 + INDEX_BYTES, INDEX_BYTES
 
     def sent(work: Work, *, inside: bool) -> float:
@@ -149,7 +149,7 @@ def test_coded_rows_count_as_their_messages():
 def test_a_codec_of_one_movement_is_not_that_of_another():
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     whole = SCHEDULES["s1"](False)
-    sizes = Sizes(grid, np.full((4, 4), 2), np.full(4, 4))
+    sizes = CallSizes(grid, np.full((4, 4), 2), np.full(4, 4))
     messages = program_messages(compress(whole, "int8", grid), sizes, dim=DIM, element_bytes=4)
     rows, gates = coded_bytes("int8", 2, DIM, 4), 2 * 4
     assert sorted({size for *_, size in messages}) == sorted({rows, gates})
@@ -157,7 +157,7 @@ def test_a_codec_of_one_movement_is_not_that_of_another():
 
 def test_lowered_lanes_keep_their_bytes():
     grid = Grid(world=4, ep=4, ranks_per_node=2)
-    sizes = Sizes(grid, np.full((4, 4), 2), np.full(4, 4))
-    routed = route_links(SCHEDULES["s1"](False), "pipelined", grid)
+    sizes = CallSizes(grid, np.full((4, 4), 2), np.full(4, 4))
+    routed = route_all_to_all(SCHEDULES["s1"](False), "pipelined", grid)
     messages = program_messages(routed, sizes, dim=DIM, element_bytes=4)
     assert sorted({size for *_, size in messages}) == [2 * 4, 2 * 4 * DIM]

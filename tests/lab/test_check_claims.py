@@ -5,7 +5,8 @@ from __future__ import annotations
 from moesaic_lab.check import claims, rows
 
 FOUND = {
-    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"lending": 2}, "cases_by_processes": {},
+    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"replication": 2},
+    "cases_by_processes": {},
     "failures": [{"seed": 3, "failure": "output 1.0"}], "worst_errors": {"output": 1e-16},
     "mutants": [{"mutant": name, "source": "own", "caught_by": by} for name, by in (("a", "numbers"), ("b", "nobody"))],
 }  # fmt: skip

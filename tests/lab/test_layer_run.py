@@ -13,7 +13,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.volume import even_sizes
@@ -60,16 +60,15 @@ def test_methods_near_the_reference_are_timed_more_often() -> None:
 def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
     job = job_of(factor=factor)
 
-    def rank(wire: AbstractWire) -> dict[str, CountedStep]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> dict[str, CountedStep]:
+        recorder = Recorder(transport)
         runner = ranks.LayerRunner(job, recorder)
         return {name: ranks.count(runner, recorder, plan) for name, plan in job.methods.items()}
 
     of_ranks = run_ranks(4, rank)
     for name, plan in job.methods.items():
-        sizes = even_sizes(
-            GRID, redundant=plan.is_redundant, tokens=16, num_experts=4, top_k=2 if factor is None else 4, units=8
-        )
+        top_k = 2 if factor is None else 4
+        sizes = even_sizes(GRID, redundant=plan.is_redundant, tokens=16, num_experts=4, top_k=top_k, units=8)
         for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
             said = sorted(m for m in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16))
             sent = sorted(m for found in of_ranks for m in getattr(found[name], direction))

@@ -11,7 +11,7 @@ import torch
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
@@ -156,9 +156,9 @@ def job_of(setting: Setting, locality: float) -> TravelJob:
     )  # fmt: skip
 
 
-def on_rank(job: TravelJob, wire: AbstractWire) -> dict[str, tuple[int, list[Homes]]]:
+def on_rank(job: TravelJob, transport: AbstractTransport) -> dict[str, tuple[int, list[Homes]]]:
     """Check every method, and return by method what crossed nodes and the homes."""
-    recorder = Recorder(wire)
+    recorder = Recorder(transport)
     stack, found = Stack(job, recorder), {}
     for name in job.methods:
         recorder.ranges.clear()
@@ -191,8 +191,8 @@ def test_ranks_move_samples_as_the_journey_says_and_save_its_bytes() -> None:
 def test_the_check_finds_samples_that_end_elsewhere() -> None:
     job = job_of(SMALL, 0.2)
 
-    def rank(wire: AbstractWire) -> str:
-        stack = Stack(job, wire)
+    def rank(transport: AbstractTransport) -> str:
+        stack = Stack(job, transport)
         check(stack, "two_stage")
         stack._relocators["two_stage"].ends_home = False
         try:

@@ -25,7 +25,7 @@ from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
 
 SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
 EXPERTS: dict[str, Any] = {"place_experts": {"every": 1, "policy": "smartmoe"}}
-ARBITER: dict[str, Any] = {"plan": {"lending": "arbiter"}, "planner": {"cluster": "bed-2x2"}}
+ARBITER: dict[str, Any] = {"plan": {"replication": "arbiter"}, "planner": {"cluster": "bed-2x2"}}
 
 
 class Anywhere(AbstractPlacer):

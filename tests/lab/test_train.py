@@ -144,9 +144,9 @@ def test_the_dense_sum_crosses_between_nodes_once_per_node():
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     flat = torch.arange(10_001, dtype=torch.float32)
 
-    def rank(wire):
-        recorder = Recorder(wire)
-        total = sum_node_first(recorder, grid, flat * (wire.rank + 1))
+    def rank(transport):
+        recorder = Recorder(transport)
+        total = sum_node_first(recorder, grid, flat * (transport.rank + 1))
         crossing = [
             m.num_bytes for r in recorder.ranges for m in r.messages if grid.node_of(m.source) != grid.node_of(m.target)
         ]

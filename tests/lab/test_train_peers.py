@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.mesh import open_wire
+from moesaic.comm.mesh import open_transport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.testing.processes import leave
@@ -66,8 +66,8 @@ def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
 def process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    wire, found, sent = open_wire(), {}, {}
-    for name, exchange in zip(EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(wire))):
+    transport, found, sent = open_transport(), {}, {}
+    for name, exchange in zip(EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(transport))):
         for kind in ["plain"] + ([] if absence() else ["deepspeed"]):
             for top_k in (2, 3):
                 exchange.sent.clear()
@@ -155,10 +155,15 @@ def homes(world: int) -> list[tuple[int, torch.Tensor]]:
     return found
 
 
-def test_receive_first_runs_over_any_wire():
-    def rank(wire):
-        rows = torch.arange(3.0) + 10 * wire.rank
-        return ReceiveFirst(wire).move(rows.unsqueeze(1), (1, 2), (1 + wire.rank, 1 + wire.rank)).flatten().tolist()
+def test_receive_first_runs_over_any_transport():
+    def rank(transport):
+        rows = torch.arange(3.0) + 10 * transport.rank
+        return (
+            ReceiveFirst(transport)
+            .move(rows.unsqueeze(1), (1, 2), (1 + transport.rank, 1 + transport.rank))
+            .flatten()
+            .tolist()
+        )
 
     assert run_ranks(2, rank) == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]]
 

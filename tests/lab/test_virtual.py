@@ -8,7 +8,7 @@ import torch
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
 from moesaic.layer import MoE
@@ -153,10 +153,10 @@ def test_rows_without_a_codec_arrive_as_they_are() -> None:
     assert device.charged == 0
 
 
-def layer_on(grid: Grid, wire: AbstractWire, device: Accelerator, plan: Plan) -> MoE:
+def layer_on(grid: Grid, transport: AbstractTransport, device: Accelerator, plan: Plan) -> MoE:
     torch.manual_seed(0)
     layer = MoE(DIM, HIDDEN, EXPERTS, 2, experts=virtual_experts(device), losses=())
-    layer.parallelize(Mesh(grid, wire), plan)
+    layer.parallelize(Mesh(grid, transport), plan)
     assert layer.on_mesh is not None
     layer.on_mesh.codecs = virtual_codecs(device)
     return layer
@@ -175,10 +175,10 @@ def layer_on(grid: Grid, wire: AbstractWire, device: Accelerator, plan: Plan) ->
 def test_all_ranks_of_a_layer_together_charge_every_copy_once(plan: Plan) -> None:
     grid, tokens = Grid(world=4, ep=2, etp=2, ranks_per_node=2), 8
 
-    def rank(wire: AbstractWire) -> float:
+    def rank(transport: AbstractTransport) -> float:
         device = accelerator()
-        layer = layer_on(grid, wire, device, plan)
-        x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(wire.rank)).requires_grad_()
+        layer = layer_on(grid, transport, device, plan)
+        x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(transport.rank)).requires_grad_()
         y = layer(x)
         y.sum().backward()
         assert y.shape == x.shape
@@ -193,8 +193,8 @@ def test_a_layer_sends_what_a_real_codec_would(codec: Codec) -> None:
     grid = Grid(world=2, ep=2)
 
     def sent(virtual: bool) -> list[list[int]]:
-        def rank(wire: AbstractWire) -> list[int]:
-            recorder = Recorder(wire)
+        def rank(transport: AbstractTransport) -> list[int]:
+            recorder = Recorder(transport)
             layer = layer_on(grid, recorder, accelerator(), Plan(codec=codec, backward_codec=codec))
             if not virtual:
                 assert layer.on_mesh is not None
@@ -211,9 +211,9 @@ def test_a_layer_sends_what_a_real_codec_would(codec: Codec) -> None:
 def test_coded_rows_are_charged_where_they_are_encoded_and_where_they_are_decoded() -> None:
     grid = Grid(world=2, ep=2)
 
-    def rank(wire: AbstractWire) -> tuple[float, int]:
+    def rank(transport: AbstractTransport) -> tuple[float, int]:
         device = accelerator(flops_per_second=1e30)
-        recorder = Recorder(wire)
+        recorder = Recorder(transport)
         layer = layer_on(grid, recorder, device, Plan(codec="bf16", backward_codec="bf16"))
         layer(torch.randn(8, DIM, requires_grad=True)).sum().backward()
         assert layer.on_mesh is not None
@@ -232,6 +232,6 @@ def test_coded_rows_are_charged_where_they_are_encoded_and_where_they_are_decode
 
 def test_one_rank_alone_charges_too() -> None:
     device = accelerator()
-    layer = layer_on(Grid(world=1), NoWire(), device, compile_plan(Plan(), Grid(world=1)).plan)
+    layer = layer_on(Grid(world=1), NoTransport(), device, compile_plan(Plan(), Grid(world=1)).plan)
     layer(torch.randn(4, DIM))
     assert device.charged == pytest.approx(2 * 8 * 2 * DIM * HIDDEN / 1e6)

@@ -14,7 +14,7 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig, RouterName
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
-from moesaic.routing.gates import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
+from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
 
 VOCAB = 11
 

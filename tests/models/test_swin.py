@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from moesaic import Capacity, Dropless, MoE, Plan, average_gradients, replay_contexts
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.models.swin import PatchMerging, SwinBlock, SwinMoE
 from moesaic.models.swin_config import PRESETS, SwinConfig
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import CosineTopK, SoftmaxTopK
+from moesaic.routing.routers import CosineTopK, SoftmaxTopK
 
 TINY = SwinConfig(
     ffn="moe", image_size=8, channels=2, num_classes=5, patch_size=1, window=2, dim=4, depths=(2, 2), heads=(2, 2),
@@ -205,11 +205,11 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(grid: Grid, plan: Plan, c
     images, labels = batch(config)
     loss, expected = gradients(copy.deepcopy(whole), images, labels)
 
-    def rank(wire: AbstractWire) -> tuple[Tensor, dict[str, Tensor]]:
-        mesh, model = Mesh(grid, wire), copy.deepcopy(whole)
+    def rank(transport: AbstractTransport) -> tuple[Tensor, dict[str, Tensor]]:
+        mesh, model = Mesh(grid, transport), copy.deepcopy(whole)
         for layer in model.moe_layers():
             layer.parallelize(mesh, plan)
-        group = grid.coordinate(wire.rank, "dp")
+        group = grid.coordinate(transport.rank, "dp")
         mean = F.cross_entropy(model(images.chunk(grid.dp)[group]), labels.chunk(grid.dp)[group])
         mean.backward()
         average_gradients(model, mesh)

@@ -15,8 +15,8 @@ from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_options import name_of, option_plans, steps_of
 from moesaic.plan.arbiter_recipes import Choice, Recipe
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import Load
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
 from moesaic.program.grid import Grid
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -25,8 +25,8 @@ SLOW = Machine(tflops=5, intra_gbps=20, inter_gbps=2)
 
 
 def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbitration:
-    plan = Plan(lending="arbiter")
-    settings = Arbiter(costs=LendingCosts(machine=machine), **options)  # type: ignore[arg-type]
+    plan = Plan(replication="arbiter")
+    settings = Arbiter(costs=ReplicationCosts(machine=machine), **options)  # type: ignore[arg-type]
     return settings.start(plan, [each.plan for each in compile_plan(plan, grid).options])
 
 
@@ -42,14 +42,18 @@ def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0,
 
 def computed(verdict: Verdict, load: Load) -> np.ndarray:
     """Copies that each place of ep computes."""
-    lent = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if verdict.lent is None else verdict.lent
-    rows = np.bincount(load.home, (load.copies - lent.sum(2)).sum(0), load.grid.ep)
-    return rows + lent.sum((0, 1))
+    replicated = (
+        np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+        if verdict.replicated is None
+        else verdict.replicated
+    )
+    rows = np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), load.grid.ep)
+    return rows + replicated.sum((0, 1))
 
 
 def test_an_even_load_is_left_alone_and_nothing_else_is_weighed():
     verdict = made().choose(skewed(0))
-    assert (verdict.option, verdict.program, verdict.lent, list(verdict.seconds)) == ("alone", 0, None, ["alone"])
+    assert (verdict.option, verdict.program, verdict.replicated, list(verdict.seconds)) == ("alone", 0, None, ["alone"])
 
 
 def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
@@ -69,11 +73,11 @@ def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
     assert {"shadow", "spill", "r=0", "r=1"} <= chosen
 
 
-def test_a_table_goes_with_a_program_that_lends_and_with_no_other():
+def test_a_table_goes_with_a_program_that_replicates_and_with_no_other():
     for seed in range(30):
         arbiter = made(SHARDED)
         verdict = arbiter.choose(skewed(1.5, SHARDED, seed=seed))
-        assert (verdict.lent is not None) == (arbiter.plans[verdict.program].lending != "none")
+        assert (verdict.replicated is not None) == (arbiter.plans[verdict.program].replication != "none")
 
 
 def test_all_ranks_decide_alike_whatever_came_before():
@@ -82,7 +86,7 @@ def test_all_ranks_decide_alike_whatever_came_before():
     for load in loads:
         a, b = one.choose(load), other.choose(load)
         assert a.option == b.option
-        assert (a.lent is None and b.lent is None) or (a.lent == b.lent).all()  # type: ignore[union-attr]
+        assert (a.replicated is None and b.replicated is None) or (a.replicated == b.replicated).all()  # type: ignore[union-attr]
 
 
 def test_it_comes_back_to_leaving_alone_as_soon_as_the_load_is_even():
@@ -141,8 +145,8 @@ def test_between_weighings_the_table_still_follows_the_counts():
     for seed in range(5):
         load = skewed(1.5, seed=seed)
         verdict = arbiter.choose(load)
-        assert verdict.lent is not None
-        assert (verdict.lent.sum(2) <= load.copies).all()
+        assert verdict.replicated is not None
+        assert (verdict.replicated.sum(2) <= load.copies).all()
         assert max(verdict.rows[1]) == computed(verdict, load).max() < 0.7 * max(verdict.rows[0])
 
 
@@ -155,18 +159,18 @@ def test_factors_change_the_choice():
 
 def test_as_a_lender_it_gives_the_cheapest_table():
     load = skewed(1.5)
-    lent = Arbiter(costs=LendingCosts(machine=SLOW)).decide(load)
-    assert lent.shape == (4, 16, 4)
+    replicated = Arbiter(costs=ReplicationCosts(machine=SLOW)).decide(load)
+    assert replicated.shape == (4, 16, 4)
     assert (
         np.bincount(load.home, load.copies.sum(0), 4).max()
-        > 1.5 * (lent.sum((0, 1)) + np.bincount(load.home, (load.copies - lent.sum(2)).sum(0), 4)).max()
+        > 1.5 * (replicated.sum((0, 1)) + np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), 4)).max()
     )
     assert not Arbiter().decide(skewed(0)).any()
 
 
 def test_the_options_of_a_plan():
-    plan = Plan(lending="arbiter", chunks=2)
-    names = [name_of(each, plan, "spill" if each.lending != "none" else "") for each in option_plans(plan, SHARDED)]
+    plan = Plan(replication="arbiter", chunks=2)
+    names = [name_of(each, plan, "spill" if each.replication != "none" else "") for each in option_plans(plan, SHARDED)]
     assert names == ["alone", "spill", "r=0", "r=1", "steps", "steps+spill"]
     assert [each.chunks for each in option_plans(plan, SHARDED)] == [2] * 6
     stepped = dataclasses.replace(plan, peer_groups=4)
@@ -175,21 +179,21 @@ def test_the_options_of_a_plan():
 
 
 def test_a_compiled_arbiter_holds_the_very_programs_of_its_options():
-    compiled = compile_plan(Plan(lending="arbiter"), GRID)
-    alone, lends = compiled.options[:2]
+    compiled = compile_plan(Plan(replication="arbiter"), GRID)
+    alone, replicates = compiled.options[:2]
     assert alone.digest == compile_plan(Plan(), GRID).digest
-    assert lends.digest == compile_plan(Plan(lending="spill"), GRID).digest
-    assert compiled.unlent is alone
-    assert (compiled.forward, compiled.backward) == (lends.forward, lends.backward)
+    assert replicates.digest == compile_plan(Plan(replication="spill"), GRID).digest
+    assert compiled.unreplicated is alone
+    assert (compiled.forward, compiled.backward) == (replicates.forward, replicates.backward)
     assert compiled.digest not in {each.digest for each in compiled.options}
     assert compile_plan(Plan(), GRID).options == ()
 
 
-def test_options_that_clash_are_left_out_and_clashes_with_lending_refused():
-    ted = compile_plan(Plan(lending="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2))
+def test_options_that_clash_are_left_out_and_clashes_with_replication_refused():
+    ted = compile_plan(Plan(replication="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2))
     assert [each.plan.gather_weights for each in ted.options[:3]] == [None, None, None]
-    with pytest.raises(InputError, match=r"plan\.lending clashes with plan\.all_to_all=multicast"):
-        compile_plan(Plan(lending="arbiter", all_to_all="multicast"), GRID)
+    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.all_to_all=multicast"):
+        compile_plan(Plan(replication="arbiter", all_to_all="multicast"), GRID)
 
 
 @pytest.mark.parametrize(

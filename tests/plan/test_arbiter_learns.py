@@ -15,13 +15,13 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import UNANSWERED, Arbiter, Arbitration
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import Load
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
 from moesaic.program.grid import Grid
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
-PLAN = Plan(lending="arbiter")
-COSTS = LendingCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))
+PLAN = Plan(replication="arbiter")
+COSTS = ReplicationCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))
 Clock = Callable[[str, int], float]
 """From an option's name and a call's number to what the model's seconds are really multiplied by."""
 
@@ -47,7 +47,7 @@ def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **ho
         arbiter.hear(told)
         found.append(arbiter.weigh(pick, call=call))
         alone = arbiter.weigher.alone(pick.found)
-        option = arbiter.weigher.priced(pick.choice, pick.lent, pick.found, alone)
+        option = arbiter.weigher.priced(pick.choice, pick.replicated, pick.found, alone)
         told = {call: option.seconds * clock(pick.choice.name, call)}
     return found
 
@@ -68,17 +68,17 @@ def test_a_model_that_is_off_by_a_factor_everywhere_changes_nothing(off: float) 
 
 @pytest.mark.parametrize("wrong", [1.3, 2.0])
 def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_best(wrong: float) -> None:
-    """Whatever runs step by step, or lends few, is slower than modelled: the first choice is wrong."""
+    """Whatever runs step by step, or replicates few, is slower than modelled: the first choice is wrong."""
     first = model_says()
     arbiter = made()
     found = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
     assert found[0].option == first
-    late = set(settled(found[50:]))
-    assert first not in late
+    deferred_wgrad = set(settled(found[50:]))
+    assert first not in deferred_wgrad
     seconds = found[-1].seconds
     honest = {name: each.seconds for name, each in options_of(arbiter).items()}
     best = min(each * (wrong if name == first else 1.0) for name, each in honest.items())
-    assert all(honest[name] <= 1.1 * best for name in late), (late, honest, seconds)
+    assert all(honest[name] <= 1.1 * best for name in deferred_wgrad), (deferred_wgrad, honest, seconds)
 
 
 def options_of(arbiter: Arbitration) -> dict:
@@ -141,7 +141,7 @@ def test_all_ranks_decide_alike_from_the_same_numbers() -> None:
     one, other = (trained(made(), lambda name, call: noise[call], 120) for _ in range(2))
     for a, b in zip(one, other):
         assert (a.option, a.is_trial) == (b.option, b.is_trial)
-        assert (a.lent is None and b.lent is None) or (a.lent == b.lent).all()  # type: ignore[union-attr]
+        assert (a.replicated is None and b.replicated is None) or (a.replicated == b.replicated).all()  # type: ignore[union-attr]
 
 
 def test_a_call_runs_what_was_decided_with_a_table_of_its_own_counts() -> None:
@@ -169,7 +169,7 @@ def test_the_verdict_counts_what_ran() -> None:
     arbiter = made()
     verdict = trained(arbiter, lambda name, call: 1.0, 30)[-1]
     assert sum(verdict.rows[0]) == sum(verdict.rows[1]) == 4 * 4096
-    assert verdict.copies_lent > 0
+    assert verdict.copies_replicated > 0
     assert verdict.weight_bytes > 0
     assert verdict.token_bytes[1] < verdict.token_bytes[0]
     assert verdict.weighing_seconds > 0
@@ -189,9 +189,11 @@ def test_bad_settings_are_refused(options: dict, line: str) -> None:
 
 def test_settings_that_ranks_must_share_are_in_their_text() -> None:
     one = Arbiter(costs=COSTS).settings_text()
-    assert one == Arbiter(costs=LendingCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))).settings_text()
+    assert (
+        one == Arbiter(costs=ReplicationCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))).settings_text()
+    )
     others = [
-        Arbiter(costs=COSTS, margin=0.06), Arbiter(costs=LendingCosts()), Arbiter(costs=COSTS, factors={"spill": 1.1}),
+        Arbiter(costs=COSTS, margin=0.06), Arbiter(costs=ReplicationCosts()), Arbiter(costs=COSTS, factors={"spill": 1.1}),
         Arbiter(costs=COSTS, learn=False), Arbiter(costs=COSTS, trial_every=3),
     ]  # fmt: skip
     assert len({one, *(each.settings_text() for each in others)}) == 6

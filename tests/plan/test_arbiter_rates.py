@@ -66,7 +66,7 @@ def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
 
 
 def test_factors_are_what_simulations_say_against_leaving_alone(tmp_path: Path) -> None:
-    compiled = compile_plan(Plan(lending="arbiter"), GRID)
+    compiled = compile_plan(Plan(replication="arbiter"), GRID)
     arbiter = arbiter_for(cluster(tmp_path), compiled, LAYER, margin=0.1)
     assert arbiter.factors["alone"] == 1.0
     assert {"alone", "r=0", "steps"} < set(arbiter.factors)
@@ -78,7 +78,7 @@ def test_factors_are_what_simulations_say_against_leaving_alone(tmp_path: Path) 
 
 def test_a_machine_that_does_not_overlap_makes_steps_dearer(tmp_path: Path) -> None:
     """Where issuing a task takes a millisecond, more of them cost what the closed form does not know."""
-    compiled = compile_plan(Plan(lending="arbiter"), GRID)
+    compiled = compile_plan(Plan(replication="arbiter"), GRID)
     quick = arbiter_for(cluster(tmp_path), compiled, LAYER)
     slow = arbiter_for(cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")), compiled, LAYER)
     assert slow.factors["steps"] > quick.factors["steps"]

@@ -1,4 +1,4 @@
-"""Tables of lent copies that are made at once: legal, held to their limits, and what a loop over prefixes would find."""
+"""Tables of replicated copies that are made at once: legal, held to their limits, and what a loop over prefixes would find."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.arbiter_cost import gathered_cost, is_even, lent_cost, worst
-from moesaic.plan.lending.cost import Board, LendingCosts, boards
-from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.tables import NOTHING, Lendings, rows_of, shadows, shadows_at, spills, spread
+from moesaic.plan.arbiter_cost import gathered_cost, is_even, replicated_cost, worst
+from moesaic.plan.replication.cost import Board, ReplicationCosts, boards
+from moesaic.plan.replication.policy import Load
+from moesaic.plan.replication.tables import NOTHING, Lendings, rows_of, shadows, shadows_at, spills, spread
 from moesaic.program.grid import Grid
 
 GRIDS = [
@@ -32,7 +32,7 @@ def draw(seed: int) -> Load:
 
 
 def boards_of(seed: int, machine: Machine = QUICK) -> list[Board]:
-    return boards(draw(seed), LendingCosts(machine=machine))
+    return boards(draw(seed), ReplicationCosts(machine=machine))
 
 
 def every_table(board: Board) -> dict[str, Lendings]:
@@ -45,8 +45,8 @@ def every_table(board: Board) -> dict[str, Lendings]:
     return tables
 
 
-def test_what_is_lent_is_there_and_never_at_home():
-    lent = 0
+def test_what_is_replicated_is_there_and_never_at_home():
+    replicated = 0
     for seed in range(60):
         for board in boards_of(seed):
             for name, found in every_table(board).items():
@@ -54,8 +54,8 @@ def test_what_is_lent_is_there_and_never_at_home():
                 assert (found.helper != board.load.home[found.expert]).all(), name
                 table = found.table(board.load.num_experts, len(board.origins))
                 assert (table.sum(2) <= board.copies).all(), name
-                lent += int(table.sum())
-    assert lent > 10_000
+                replicated += int(table.sum())
+    assert replicated > 10_000
 
 
 def test_tables_are_shared_among_the_ranks_of_a_place_as_boards_share_them():
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_table():
                 staying = board.copies - table.sum(2)
                 for place in range(ep):
                     assert (rows.home[:, place] == staying[:, home == place].sum(1)).all()
-                assert (rows.lent == table.sum(1)).all()
+                assert (rows.replicated == table.sum(1)).all()
                 assert (rows.fetched == board.sent(table.sum(0) > 0)).all()
 
 
@@ -88,26 +88,26 @@ def test_spilling_holds_every_place_to_its_limit(limit: float, near: bool):
         for board in boards_of(seed):
             rows = rows_of(board, spills(board, NOTHING, limit, near_first=near))
             total = int(board.copies.sum())
-            assert rows.home.sum() + rows.lent.sum() == total
-            assert (rows.home + rows.lent).sum(0).max() <= np.ceil(total / len(board.origins) * limit)
+            assert rows.home.sum() + rows.replicated.sum() == total
+            assert (rows.home + rows.replicated).sum(0).max() <= np.ceil(total / len(board.origins) * limit)
 
 
 def test_near_places_help_first_where_they_have_room():
     load = Load(Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8)
-    (board,) = boards(load, LendingCosts(machine=QUICK))
+    (board,) = boards(load, ReplicationCosts(machine=QUICK))
     assert set(spills(board, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
     by_helper = spills(board, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1))
     assert by_helper.tolist() == [0, 72, 16, 0]
     assert spills(board, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 72, 16, 0]
     level = np.array([[40, 20, 0, 0]] * 4)
-    (board,) = boards(Load(load.grid, level, 4, units=8, dim=8), LendingCosts(machine=QUICK))
+    (board,) = boards(Load(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK))
     assert spills(board, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 0, 70, 0]
     assert spills(board, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1)).tolist() == [0, 10, 60, 0]
 
 
 def test_helpers_compute_their_own_copies_before_those_of_others():
     load = Load(Grid(world=4, ep=4), np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]), 4, 8, 8)
-    (board,) = boards(load, LendingCosts(machine=QUICK))
+    (board,) = boards(load, ReplicationCosts(machine=QUICK))
     table = spills(board, NOTHING, 1.0).table(4, 4)
     assert table.sum((0, 1)).tolist() == [0, 12, 12, 12]
     assert [int(table[place, 0, place]) for place in (1, 2, 3)] == [5, 9, 4]
@@ -135,18 +135,18 @@ def test_the_best_prefix_of_shadows_is_found():
     assert helped > 15
 
 
-def test_what_lent_experts_cost_the_host_makes_it_lend_fewer():
-    """Six equally hot experts of one place: all are lent for nothing, none for a price above what one saves."""
+def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
+    """Six equally hot experts of one place: all are replicated for nothing, none for a price above what one saves."""
     copies = np.zeros((2, 12), dtype=np.int64)
     copies[1, :6] = 100
     load = Load(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
     held = []
     for microseconds in (0.0, 1.0, 1e9):
-        (board,) = boards(load, LendingCosts(machine=QUICK, expert_us=microseconds))
-        (free,) = boards(load, LendingCosts(machine=QUICK))
+        (board,) = boards(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
+        (free,) = boards(load, ReplicationCosts(machine=QUICK))
         (found,) = shadows_at(board, [microseconds * 1e-6])
         held.append(len(found.amount))
-        more = lent_cost(board, found).seconds(1) - lent_cost(free, found).seconds(1)
+        more = replicated_cost(board, found).seconds(1) - replicated_cost(free, found).seconds(1)
         assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)
     assert held[0] > 0
     assert held == sorted(held, reverse=True)
@@ -178,7 +178,7 @@ def test_costs_are_those_of_the_board_where_messages_start_at_once():
     for seed in range(40):
         for board in boards_of(seed):
             for found in every_table(board).values():
-                cost = lent_cost(board, found)
+                cost = replicated_cost(board, found)
                 dense = found.table(board.load.num_experts, len(board.origins))
                 assert cost.seconds(1) == pytest.approx(board.seconds(dense))
 
@@ -186,24 +186,24 @@ def test_costs_are_those_of_the_board_where_messages_start_at_once():
 def test_the_cost_by_hand():
     load = Load(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
-    (board,) = boards(load, LendingCosts(machine=machine, element_bytes=2, matrices=3))
+    (board,) = boards(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
     flops, row, weights = 2 * 3 * 5 * 3 * 3, 5 * 2, 3 * 5 * 3 * 2
     one = Lendings(*(np.array([each]) for each in (1, 0, 1, 4)))
-    cost = lent_cost(board, one)
+    cost = replicated_cost(board, one)
     assert (cost.compute, cost.rows) == (14 * flops, (6, 14))
     assert (cost.travel, cost.fetch) == (4 * (2 * row + 1), 2 * (weights + 1))
     assert (cost.token_bytes, cost.weight_bytes) == (4 * 2 * row, 2 * weights)
     assert cost.seconds(1) == cost.compute + cost.travel + cost.fetch
     assert cost.seconds(4) == cost.compute + cost.travel / 4 + cost.fetch
-    assert lent_cost(board, NOTHING, chunks=3).travel == 4 * (4 * row + 3)
+    assert replicated_cost(board, NOTHING, chunks=3).travel == 4 * (4 * row + 3)
 
 
 def test_gathered_weights_cost_what_adaptive_r_moves():
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
     load = Load(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0)
-    (board,) = boards(load, LendingCosts(machine=machine, element_bytes=2, matrices=3))
-    alone = lent_cost(board, NOTHING)
+    (board,) = boards(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
+    alone = replicated_cost(board, NOTHING)
     weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
     one = gathered_cost(board, alone, 1)
     assert (one.travel, one.compute, one.token_bytes) == (alone.travel / 2, alone.compute, alone.token_bytes // 2)
@@ -218,7 +218,7 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
 
 
 def test_the_slowest_replica_counts_and_everybodys_bytes():
-    costs = [lent_cost(board, NOTHING) for board in boards_of(2)]
+    costs = [replicated_cost(board, NOTHING) for board in boards_of(2)]
     assert len(costs) == 2
     both = worst(costs)
     assert both.seconds(1) == max(cost.seconds(1) for cost in costs)
@@ -231,7 +231,7 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     skewed[:, 0] += 10
 
     def answer(copies: np.ndarray, units: int) -> bool:
-        (board,) = boards(Load(grid, copies, 8, units=units, dim=8), LendingCosts(machine=QUICK))
+        (board,) = boards(Load(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK))
         return is_even(board, 0.05)
 
     assert answer(even, 64)
@@ -239,14 +239,14 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     assert not answer(even, 2), "an expert's weights are fewer bytes than the rows that one place sends it"
 
 
-def test_a_replica_that_lends_nothing_beside_one_that_does() -> None:
-    """Two replicas of two places with two origins each; only the first one's load is worth lending."""
+def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
+    """Two replicas of two places with two origins each; only the first one's load is worth replication."""
     grid = Grid(world=8, tp=2, ep=2, etp=2)
     load = Load(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
-    found = boards(load, LendingCosts())
+    found = boards(load, ReplicationCosts())
     one = np.array([1])
-    lent = [Lendings(one, np.array([0]), one, np.array([4])), NOTHING]
-    table = spread(found, lent)
+    replicated = [Lendings(one, np.array([0]), one, np.array([4])), NOTHING]
+    table = spread(found, replicated)
     assert table is not None
     assert table[found[0].origins].sum() == 4
     assert table[found[1].origins].sum() == 0

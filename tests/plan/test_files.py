@@ -12,12 +12,13 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, write_plan
+from moesaic.program.build import SCHEDULES
 
 
 def plan_of(seed: int) -> Plan:
     rng = random.Random(seed)
     return Plan(
-        schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+        schedule=rng.choice([*SCHEDULES]),
         fuse=rng.random() < 0.5,
         gather_weights=rng.choice([None, 0, 1, 4]),
         chunks=rng.randint(1, 9),

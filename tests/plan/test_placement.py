@@ -9,7 +9,17 @@ import pytest
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
-from moesaic.plan.placement import PLACERS, AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.plan.placement import (
+    PLACERS,
+    AbstractPlacer,
+    Given,
+    Homes,
+    PlacerOptions,
+    SampleLoad,
+    Stay,
+    TwoStage,
+    Weighed,
+)
 from moesaic.plan.placement.assign import assign, by_flow, by_seats
 from moesaic.plan.placement.exact import exact, gap, seconds
 from moesaic.program.grid import Grid
@@ -295,7 +305,33 @@ def test_given_homes_come_in_turn() -> None:
     placer, load = Given([first, second]), random_load(GRIDS[0], 0)
     assert [placer.decide(load) for _ in range(3)] == [first, second, first]
     assert Stay().decide(load) is load.homes
-    assert [type(make()) for make in PLACERS.values()] == [Stay, TwoStage, Weighed]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", PLACERS)
+def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(
+    name: str, grid: Grid
+) -> None:
+    for seed, last in itertools.product(range(6), (False, True)):
+        load = random_load(grid, seed, slots=3, carried=seed, last=last)
+        homes = PLACERS[name](PlacerOptions(least_gain=0.0)).decide(load)
+        assert np.bincount(homes.rank, minlength=grid.world).tolist() == [3] * grid.world
+        for ranks in load.replicas:
+            assert np.array_equal(np.isin(homes.rank, ranks), np.isin(load.homes.rank, ranks))
+        assert homes.same_as(
+            PLACERS[name](PlacerOptions(least_gain=0.0)).decide(
+                random_load(grid, seed, slots=3, carried=seed, last=last)
+            )
+        )
+
+
+def test_options_reach_the_policies() -> None:
+    options = PlacerOptions(machine=Machine(intra_gbps=7, inter_gbps=3), least_gain=0.3, rest=4)
+    two_stage, weighed = PLACERS["two_stage"](options), PLACERS["weighed"](options)
+    assert isinstance(two_stage, TwoStage)
+    assert isinstance(weighed, Weighed)
+    assert (two_stage.least_gain, two_stage.rest, weighed.least_gain, weighed.rest) == (0.3, 4, 0.3, 4)
+    assert weighed.rates == (1 / 7, 1 / 3)
 
 
 def test_a_load_that_does_not_fit_is_refused() -> None:

@@ -12,7 +12,7 @@ from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.findings import Found
 from moesaic.plan.planned import read_planned, write_planned
-from moesaic.plan.surroundings import Estimate
+from moesaic.plan.step_costs import Estimate
 from moesaic.program.grid import Grid
 
 FOUND = Found(

@@ -21,7 +21,7 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.model import PRESETS, Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.search import search
-from moesaic.plan.surroundings import Surroundings
+from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 JOB = replace(PRESETS["gpt-tiny"], batch_size=16, accumulation=2)
@@ -30,7 +30,7 @@ PROFILE = ClusterProfile(
     inside=LinkCosts(one_sender=50e6, all_senders=25e6, latency_seconds=2e-5, credit_seconds=3e-4),
     outside=LinkCosts(one_sender=25e6, all_senders=12.5e6, latency_seconds=6e-5, credit_seconds=8e-4),
     host=HostCosts(
-        layer=1.6e-3, task=1e-4, wait=1.5e-3, message=3e-5, byte=3e-10, weight_byte=2e-10, wire_byte=2e-9, sharing=2.0
+        layer=1.6e-3, task=1e-4, wait=1.5e-3, message=3e-5, byte=3e-10, weight_byte=2e-10, transport_byte=2e-9, sharing=2.0
     ),
     products=Products(rows=(1.0, 16.0, 256.0), fp32=(2e9, 2e10, 6e10)),
 )  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_described_cluster_would_choose_another_plan(by_profile: Result) -> 
 
 def test_nothing_is_busy_for_longer_than_a_step_and_no_floor_lies_above_one(by_profile: Result) -> None:
     simulator = ProfiledSimulator(PROFILE)
-    around = Surroundings(JOB, simulator.cluster, GRID, simulator)
+    around = StepCostModel(JOB, simulator.cluster, GRID, simulator)
     for found in by_profile.ranking:
         assert 0.1 < max(found.estimate.limits.values()) / found.seconds <= 1.0
         assert around.floor() <= found.seconds
@@ -94,7 +94,7 @@ def test_free_first_kilobytes_do_not_let_the_search_leave_the_best_layout_out() 
     for ep in (2, 4):
         best = search(job, simulator.cluster, replace(settings, pins=Pins(tp=1, ep=ep)), simulator=simulator).best
         assert free.best.seconds <= best.seconds
-        assert Surroundings(job, simulator.cluster, best.grid, simulator).floor() <= best.seconds
+        assert StepCostModel(job, simulator.cluster, best.grid, simulator).floor() <= best.seconds
 
 
 def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     assert predictor.plans[0] == Plan(chunks=2)
     job = replace(PRESETS["gpt-tiny"], batch_size=8)
     simulator = ProfiledSimulator(PROFILE)
-    around = Surroundings(job, simulator.cluster, GRID, simulator)
+    around = StepCostModel(job, simulator.cluster, GRID, simulator)
     even = []
     for plan in predictor.plans:
         made = compile_plan(plan, GRID, host_runs_compute=True)

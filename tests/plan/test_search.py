@@ -19,7 +19,7 @@ from moesaic.plan.layouts import Pins, layouts, replica_of
 from moesaic.plan.model import DataShape, Job, ModelShape, MoEShape
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import neighbours, search
-from moesaic.plan.surroundings import Surroundings
+from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 from moesaic.program.text import to_text
 
@@ -83,7 +83,7 @@ def test_no_plan_goes_below_the_floor_of_its_layout(cluster) -> None:
     simulator = Simulator(cluster)
     tried = 0
     for grid in layouts(JOB, cluster):
-        around = Surroundings(JOB, cluster, grid, simulator)
+        around = StepCostModel(JOB, cluster, grid, simulator)
         for plan in (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(gather_weights=0), Plan(all_to_all="multicast")):
             try:
                 compiled = compile_plan(plan, grid)
@@ -111,7 +111,7 @@ def test_the_best_is_near_the_best_of_all_combinations() -> None:
 
 def test_leaving_layouts_out_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = found(refine=1)
-    monkeypatch.setattr(Surroundings, "floor", lambda *_, **__: 0.0)
+    monkeypatch.setattr(StepCostModel, "floor", lambda *_, **__: 0.0)
     slow = found(refine=1)
     assert (slow.num_left_out, quick.num_left_out > 0) == (0, True)
     assert quick.best.seconds == slow.best.seconds
@@ -155,7 +155,7 @@ def test_parameters_lie_in_parts_on_all_ranks() -> None:
     shared = 2 * 64 * 3 * 256
     for ep, etp in ((1, 1), (4, 1), (4, 2)):
         grid = Grid(world=8, ep=ep, etp=etp, ranks_per_node=4)
-        memory = Surroundings(JOB, CLUSTER, grid, simulator).memory(compile_plan(Plan(), grid))
+        memory = StepCostModel(JOB, CLUSTER, grid, simulator).memory(compile_plan(Plan(), grid))
         held = (model.dense_parameters + shared + model.expert_parameters) / 8
         assert memory.weights == pytest.approx(4 * held)
         assert memory.optimizer == pytest.approx(8 * held)

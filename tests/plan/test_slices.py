@@ -10,13 +10,13 @@ import pytest
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.lending.bounded import fitting_tables, limits_of_ranks, rows_for_weights, seconds, within_budget
-from moesaic.plan.lending.cost import LendingCosts, boards
-from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.slices import cut, holders_of
-from moesaic.plan.lending.spill import MOST_HELPED, overflow
+from moesaic.plan.replication.bounded import fitting_tables, limits_of_ranks, rows_for_weights, seconds, within_budget
+from moesaic.plan.replication.cost import ReplicationCosts, boards
+from moesaic.plan.replication.policy import Load
+from moesaic.plan.replication.slices import cut, holders_of
+from moesaic.plan.replication.spill import MOST_HELPED, overflow
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 
 GRIDS = {
@@ -36,8 +36,8 @@ PLANS = {
     "r = 1": Plan(gather_weights=1),
     "r = 2": Plan(gather_weights=2),
     "peers": Plan(peer_groups=2),
-    "lends": Plan(lending="spill", chunks=3),
-    "lends by peers": Plan(schedule="s2", lending="spill", peer_groups=2),
+    "lends": Plan(replication="spill", chunks=3),
+    "replicates by peers": Plan(schedule="s2", replication="spill", peer_groups=2),
 }
 EXPERTS = 4
 
@@ -50,20 +50,24 @@ def compiled(grid: str, plan: str) -> Compiled:
 
 
 def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Copies, the first half of the experts much hotter, and what of them is lent."""
+    """Copies, the first half of the experts much hotter, and what of them is replicated."""
     rng = np.random.default_rng(seed)
     copies = rng.integers(0, 9, size=(work.grid.world, EXPERTS)) * np.array([6, 4, 1, 0])
-    if not work.lends:
+    if not work.replicates:
         return copies, None
-    lent = rng.integers(0, 5, size=(*copies.shape, work.grid.ep)) * (rng.random((*copies.shape, work.grid.ep)) < 0.5)
-    lent[:, np.arange(EXPERTS), np.arange(EXPERTS) // (EXPERTS // work.grid.ep)] = 0
-    before = np.cumsum(lent, axis=2) - lent
-    return copies, np.minimum(lent, np.maximum(copies[:, :, None] - before, 0))
+    replicated = rng.integers(0, 5, size=(*copies.shape, work.grid.ep)) * (
+        rng.random((*copies.shape, work.grid.ep)) < 0.5
+    )
+    replicated[:, np.arange(EXPERTS), np.arange(EXPERTS) // (EXPERTS // work.grid.ep)] = 0
+    before = np.cumsum(replicated, axis=2) - replicated
+    return copies, np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0))
 
 
-def rows_at_experts(work: Compiled, copies: np.ndarray, lent: np.ndarray | None) -> np.ndarray:
+def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray | None) -> np.ndarray:
     """(world,): what the program itself puts at each rank's experts, over its expert tasks."""
-    sizes = Sizes(work.grid, copies, copies.sum(1), work.plan.chunks, lent=lent, units=4, shapes=work.shapes(EXPERTS))
+    sizes = CallSizes(
+        work.grid, copies, copies.sum(1), work.plan.chunks, replicated=replicated, units=4, shapes=work.shapes(EXPERTS)
+    )
     layouts = [work.logical.slot(task.reads[0]).layout for task in work.logical.tasks if task.op is Op.EXPERT]
     return np.array([sum(sizes.num_rows(each, rank) for each in layouts) for rank in range(work.grid.world)])
 
@@ -73,10 +77,10 @@ def rows_at_experts(work: Compiled, copies: np.ndarray, lent: np.ndarray | None)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan: str, budget: int) -> None:
     work = compiled(grid, plan)
-    copies, lent = draw(work, seed=budget)
-    found = cut(holders_of(work, EXPERTS), copies, lent, budget)
-    whole = rows_at_experts(work, copies, lent)
-    by_slice = [rows_at_experts(work, found.copies(n), found.lent(n)) for n in range(found.num_slices)]
+    copies, replicated = draw(work, seed=budget)
+    found = cut(holders_of(work, EXPERTS), copies, replicated, budget)
+    whole = rows_at_experts(work, copies, replicated)
+    by_slice = [rows_at_experts(work, found.copies(n), found.replicated(n)) for n in range(found.num_slices)]
     assert np.max(by_slice) <= budget
     assert (np.sum(by_slice, axis=0) == whole).all(), "a row is missing, or there twice"
     assert found.num_slices == max(1, -(-int(whole.max()) // budget)), "more slices than need be"
@@ -84,11 +88,11 @@ def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan
     assert max(alone) == whole.max()
 
 
-@pytest.mark.parametrize("plan", ["s2", "lends by peers"])
+@pytest.mark.parametrize("plan", ["s2", "replicates by peers"])
 def test_the_slices_of_a_tensor_group_take_each_of_its_rows_once_and_in_order(plan: str) -> None:
     work = compiled("tp, ep and etp", plan)
-    copies, lent = draw(work, seed=3)
-    found = cut(holders_of(work, EXPERTS), copies, lent, 5)
+    copies, replicated = draw(work, seed=3)
+    found = cut(holders_of(work, EXPERTS), copies, replicated, 5)
     for group in ((0, 1), (6, 7), (2,)):
         taken, origins = zip(*(found.rows(number, group) for number in range(found.num_slices)))
         assert all((np.diff(rows) > 0).all() for rows in taken)
@@ -122,20 +126,20 @@ def test_no_rows_are_one_slice() -> None:
     assert (found.num_slices, found.rows_over, found.copies(0).sum()) == (1, 0, 0)
 
 
-def rows_of(load: Load, lent: np.ndarray) -> np.ndarray:
+def rows_of(load: Load, replicated: np.ndarray) -> np.ndarray:
     """(ep,) rows that each place computes, one rank per place."""
-    staying = load.copies.sum(0) - lent.sum((0, 2))
-    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + lent.sum((0, 1))
+    staying = load.copies.sum(0) - replicated.sum((0, 2))
+    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
 
 
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
     load = Load(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
     given = np.zeros((4, 4, 4), dtype=np.int64)
     given[3, 0, 3] = 10
-    lent = within_budget(load, given, 60)
-    assert lent is not None
-    assert (rows_of(load, lent) <= limits_of_ranks(load, lent, 60)).all()
-    assert lent.sum((0, 1))[3] >= 10, "what the policy lent stays lent"
+    replicated = within_budget(load, given, 60)
+    assert replicated is not None
+    assert (rows_of(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
+    assert replicated.sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
     assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
     twice = within_budget(load, given, 40, slices=2)
     assert twice is not None
@@ -143,7 +147,7 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
     assert rows_of(load, twice).max() > 40
 
 
-def test_lent_weights_take_room() -> None:
+def test_replicated_weights_take_room() -> None:
     """While gradients are computed, weights and gradient at each helper; while weights travel, messages, and more at home."""
     load = Load(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
@@ -160,20 +164,20 @@ def test_lent_weights_take_room() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_few_experts_are_lent_to_stay_within_a_budget(slices: int) -> None:
+def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None:
     """One hot expert among small ones on an overloaded rank: it alone moves."""
     copies = np.zeros((4, 32), dtype=np.int64)
     copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
     load = Load(GRIDS["ep 4"], copies, 32, units=1, dim=8)
-    lent = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
-    assert lent is not None
-    assert np.flatnonzero(lent.sum((0, 2))).tolist() == [3]
+    replicated = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
+    assert replicated is not None
+    assert np.flatnonzero(replicated.sum((0, 2))).tolist() == [3]
 
 
-def test_slices_take_longer_than_a_whole_call_and_lending_less_than_slices() -> None:
+def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
     load = Load(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
     none = np.zeros((4, 4, 4), dtype=np.int64)
-    costs = LendingCosts(machine=Machine(tflops=1e-3))
+    costs = ReplicationCosts(machine=Machine(tflops=1e-3))
     whole, in_slices = seconds(load, costs, none, 1), seconds(load, costs, none, 4)
     assert 1.15 * whole < in_slices < 1.5 * whole
     tables = fitting_tables(load, none, 6000, 3)
@@ -189,9 +193,9 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1
-    (board,) = boards(Load(GRIDS["ep 4"], copies, experts, units=8, dim=8), LendingCosts())
-    lent = overflow(board, 64)
-    assert (lent.sum(0) > 0).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
+    (board,) = boards(Load(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
+    replicated = overflow(board, 64)
+    assert (replicated.sum(0) > 0).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
 
 
 def test_budgets_below_one_token_are_refused() -> None:
@@ -205,8 +209,8 @@ def test_budgets_below_one_token_are_refused() -> None:
         compile_plan(Plan(token_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
 
 
-def test_plans_that_cut_or_lend_differently_are_told_apart() -> None:
+def test_plans_that_cut_or_replicate_differently_are_told_apart() -> None:
     """Their programs are the same, but what each call runs where is not."""
-    plans = [Plan(), Plan(token_budget=8), Plan(lending="spill"), Plan(lending="shadow")]
+    plans = [Plan(), Plan(token_budget=8), Plan(replication="spill"), Plan(replication="shadow")]
     digests = {compile_plan(replace(plan), GRIDS["ep 4"]).digest for plan in plans}
     assert len(digests) == 4

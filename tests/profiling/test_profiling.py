@@ -21,7 +21,7 @@ from moesaic.profiling.shapes import calibrations
 from moesaic.program.task import Op
 
 TRUE = HostCosts(
-    layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, wire_byte=2e-9, sharing=2.0
+    layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, transport_byte=2e-9, sharing=2.0
 )
 REST = ClusterProfile(products=Products(rows=(1.0, 64.0), fp32=(1e9, 2e10)))
 

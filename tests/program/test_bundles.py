@@ -9,6 +9,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles, side_by_side
 from moesaic.program.grid import Grid
 from moesaic.program.order.graph import in_order
@@ -25,7 +26,7 @@ GRIDS = (
 def compiled() -> list[Compiled]:
     found = []
     choices = itertools.product(
-        ("baseline", "ted", "s1", "s2", "s3"),
+        tuple(SCHEDULES),
         ("linear", "hier2d", "multicast"),
         (1, 2),
         ("none", "bf16"),
@@ -106,7 +107,10 @@ def kind_of(program: Program, task: Task) -> Kind:
     [
         (
             "multicast",
-            [["stop_index_here", "copy_index_here", "gates_here", "visits_here"], ["copy_index_in", "g", "stops_in"]],
+            [
+                ["stop_index_here", "copy_index_here", "gates_here", "node_tokens_here"],
+                ["copy_index_in", "g", "stops_in"],
+            ],
             [["gates_here'", "stops'"], ["gates'", "visits'"]],
         ),
         ("linear", [["g", "h"]], [["gates'", "rows'"]]),

@@ -54,7 +54,7 @@ def test_dense_groups_do_not_depend_on_the_sparse_ones(world: int) -> None:
 
 @pytest.mark.parametrize("inner", ["etp", "ep"])
 @pytest.mark.parametrize(("p", "s", "q"), [(p, s, q) for p in (1, 2, 3) for s in (1, 2, 4, 6) for q in divisors(s)])
-def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_visit(
+def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_node_token(
     p: int, s: int, q: int, inner: str
 ) -> None:
     grid = Grid(world=2 * p * s, ep=p, etp=s, innermost=inner, etp_inner=q)

@@ -16,7 +16,7 @@ from moesaic.program.order.exact import exact, search
 from moesaic.program.order.fifo import fifo
 from moesaic.program.order.jobs import jobs_of, preemptive
 from moesaic.program.order.optsche import optsche
-from moesaic.program.passes.route_links import compress, route_links
+from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
 from moesaic.program.task import Lane, Op, Program, Stage
@@ -42,7 +42,7 @@ FORWARD["s2-chunks-peers"] = split_peers(split_capacity(SCHEDULES["s2"](), 2), 2
 LOGICAL = FORWARD | {f"{name}-backward": transpose(program) for name, program in FORWARD.items()}
 CODED = {f"{name}-int8": compress(program, "int8", GRID) for name, program in LOGICAL.items()}
 HOPS = {
-    f"s3-2-{link}{way}": route_links(LOGICAL[f"s3-2{way}"], link, GRID)
+    f"s3-2-{link}{way}": route_all_to_all(LOGICAL[f"s3-2{way}"], link, GRID)
     for link in ("hier1d", "hier2d", "pipelined")
     for way in ("", "-backward")
 }

@@ -17,7 +17,7 @@ from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
-from moesaic.program.passes.route_links import compress, route_links
+from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
 from moesaic.program.task import Op, Program
@@ -82,7 +82,7 @@ def test_r_etp_is_the_program_itself() -> None:
     assert gather_weights(SCHEDULES["ted"](), GRID.etp, GRID)[0].name == "ted"
 
 
-def test_r_1_gathers_the_shards_and_rows_visit_ep_only_in_effect() -> None:
+def test_r_1_gathers_the_shards_and_rows_node_token_ep_only_in_effect() -> None:
     program, grid = gather_weights(SCHEDULES["s2"](), 1, GRID)
     found = moved(program)
     assert found["w_full"] == "gather etp_inner"
@@ -187,13 +187,13 @@ def test_multicast_crosses_nodes_once_per_token_and_sums_before_it_goes_back(sch
     program = multicast(SCHEDULES[schedule](), GRID)
     found = moved(program)
     crossing = {name for name, how in found.items() if how.endswith(" node")}
-    assert crossing == {"visits_here", "stop_index_here", "copy_index_here", "gates_here", "z"}
-    assert program.slot("visits_here").layout.flow == program.slot("z").layout.flow == "visits"
+    assert crossing == {"node_tokens_here", "stop_index_here", "copy_index_here", "gates_here", "z"}
+    assert program.slot("node_tokens_here").layout.flow == program.slot("z").layout.flow == "node_tokens"
     assert (found["stops_in"], found["z_stops"]) == ("deliver local", "collect local")
-    assert program.slot("stops_in").layout.flow == program.slot("z_stops").layout.flow == "stops"
+    assert program.slot("stops_in").layout.flow == program.slot("z_stops").layout.flow == "rank_tokens"
     assert not {"h", "out"} & set(found), "copies are made, and summed, where they are computed"
     back = moved(transpose(program))
-    assert back["z'"] == back["visits_here'"] == "exchange node", "backward crosses once per token too"
+    assert back["z'"] == back["node_tokens_here'"] == "exchange node", "backward crosses once per token too"
     assert (back["z_stops'"], back["stops_in'"]) == ("deliver local", "collect local"), "and goes to a rank once"
     assert not {"copy_index_here'", "copy_index_in'", "stop_index_here'"} & set(back), "indices have no cotangent"
 
@@ -212,20 +212,22 @@ BY_MATE = {"stops_here": "exchange node", "stops_in": "deliver local", "z_stops"
     ],
     ids=["one node", "a node for each copy of the experts", "a rank a node", "an expert's shards on every node"],
 )
-def test_multicast_has_one_level_where_visits_and_stops_are_the_same(grid: Grid, movements: dict[str, str]) -> None:
+def test_multicast_has_one_level_where_node_tokens_and_stops_are_the_same(
+    grid: Grid, movements: dict[str, str]
+) -> None:
     program = multicast(SCHEDULES["s1"](), grid)
     validate(program)
-    assert not [slot.name for slot in program.slots if slot.layout.flow == "visits"]
-    assert "visit_index" not in program.inputs
-    stops = [t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "stops"]
-    assert {name: how for name, how in moved(program).items() if name in stops} == movements
+    assert not [slot.name for slot in program.slots if slot.layout.flow == "node_tokens"]
+    assert "node_token_index" not in program.inputs
+    rank_tokens = [t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "rank_tokens"]
+    assert {name: how for name, how in moved(program).items() if name in rank_tokens} == movements
 
 
 @pytest.mark.parametrize("link", [link for link in ALL_TO_ALLS if link not in ("linear", "multicast")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lowering_replaces_each_long_movement_by_pack_hops_unpack(schedule: str, link: str) -> None:
     plain = SCHEDULES[schedule]()
-    lowered = route_links(plain, link, GRID)
+    lowered = route_all_to_all(plain, link, GRID)
     validate(lowered)
     long = [task for task in plain.moves() if "ep" in task.group]
     for task in long:
@@ -240,7 +242,7 @@ def test_lowering_replaces_each_long_movement_by_pack_hops_unpack(schedule: str,
 
 def test_codecs_code_rows_over_ep_and_nothing_else() -> None:
     for link in ("linear", "hier2d"):
-        program = compress(route_links(SCHEDULES["s3"](), link, GRID), "int8", GRID)
+        program = compress(route_all_to_all(SCHEDULES["s3"](), link, GRID), "int8", GRID)
         validate(program)
         coded = {task.of for task in program.tasks if task.codec}
         assert coded == {("mine", "arrived"), ("reduced", "z")}

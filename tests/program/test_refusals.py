@@ -12,7 +12,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
-from moesaic.program.passes.route_links import route_links
+from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
 
@@ -75,8 +75,8 @@ def test_naive_aggregation_is_refused_where_groups_lie_on_different_numbers_of_n
         (lambda: split_capacity(SCHEDULES["s2"](), 0), "plan.chunks=0"),
         (lambda: split_capacity(split_capacity(SCHEDULES["s2"](), 2), 2), "chunked already"),
         (
-            lambda: route_links(SCHEDULES["s2"](), "ring", GRID),
-            "plan.all_to_all='ring' is unknown: choose one of linear",
+            lambda: route_all_to_all(SCHEDULES["s2"](), "2dh", GRID),
+            "plan.all_to_all='2dh' is unknown: choose one of linear",
         ),
         (lambda: split_peers(SCHEDULES["s2"](), 0, GRID), "plan.peer_groups=0"),
         (lambda: split_peers(multicast(SCHEDULES["s1"](), GRID), 2, GRID), "split_peers clashes with multicast"),

@@ -11,7 +11,7 @@ from moesaic.plan.placement import Homes
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.shapes import Move, Shapes
+from moesaic.program.shapes import LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import reduces, validate
@@ -151,7 +151,7 @@ def test_a_token_is_found_where_its_sample_is_now() -> None:
     ("plan", "grid", "words"),
     [
         (Plan(all_to_all="multicast"), GRID, r"clashes with plan\.all_to_all=multicast.*choose another"),
-        (Plan(lending="shadow"), GRID, r"clashes with plan\.lending.*leave lending none"),
+        (Plan(replication="shadow"), GRID, r"clashes with plan\.replication.*leave replication none"),
         (Plan(gather_weights=1), Grid(world=4, ep=2, etp=2), r"clashes with plan\.gather_weights.*leave it unset"),
         (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2'?: choose s1"),
         (Plan(schedule="s3"), GRID, r"needs plan\.schedule=s1.*choose s1"),
@@ -178,7 +178,7 @@ def test_pieces_of_samples_are_pieces() -> None:
     copies = random_copies(GRID, 2, 8)
     sizes = sizes_of(GRID, copies, HOMES)
     layout = Layout(spread=("ep", "etp"), experts="rank")
-    by_run = Shapes(GRID, 8).pieces(layout, 2)
+    by_run = LayoutIndex(GRID, 8).pieces(layout, 2)
     rows = [int(copies[origin, :, expert].sum()) for origin, expert in zip(by_run.origin, by_run.expert)]
     assert sizes.rows_per_expert(layout, 2).tolist() == [sum(rows[:4]), sum(rows[4:])]
     assert np.diff(sizes.offsets(layout, 2)).reshape(-1, 2).sum(1).tolist() == rows

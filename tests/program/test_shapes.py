@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Move, Shapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.shapes import LayoutIndex, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 
@@ -37,7 +38,7 @@ GRIDS = [
 
 
 @st.composite
-def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, visits: bool = False) -> Sizes:
+def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, node_tokens: bool = False) -> CallSizes:
     num_experts = grid.ep * draw(st.integers(1, 3))
     count = st.one_of(st.just(0), st.integers(0, 7))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -45,12 +46,12 @@ def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, visits: bool = False)
     copies = rng.integers(0, 9, (grid.world, num_experts)) * kept
     tokens = np.array([draw(count) for _ in range(grid.world)])
     table = None
-    if visits:
+    if node_tokens:
         table = rng.integers(0, 5, (grid.world, sum(grid.cast_levels), num_chunks))
-    return Sizes(grid, copies, tokens, num_chunks, visits=table, units=draw(st.integers(1, 4)))
+    return CallSizes(grid, copies, tokens, num_chunks, node_tokens=table, units=draw(st.integers(1, 4)))
 
 
-def pieces(shapes: Shapes, layout: Layout, rank: int) -> list[Piece]:
+def pieces(shapes: LayoutIndex, layout: Layout, rank: int) -> list[Piece]:
     found = shapes.pieces(layout, rank)
     return list(zip(found.origin.tolist(), found.expert.tolist(), found.chunk.tolist()))
 
@@ -58,7 +59,7 @@ def pieces(shapes: Shapes, layout: Layout, rank: int) -> list[Piece]:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
     """Experts ascending, within one by origin, then by chunk; origins are the spread's ranks, with their tensor groups."""
-    shapes = Shapes(grid, 2 * grid.ep, 3)
+    shapes = LayoutIndex(grid, 2 * grid.ep, 3)
     for rank, spread, whole, experts, chunk in itertools.product(
         range(grid.world), [(), ("ep",), ("etp",), ("ep", "etp")], (False, True), ("all", "rank"), (None, 1)
     ):
@@ -98,7 +99,7 @@ def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
 @pytest.mark.parametrize("inner", ["etp", "ep"])
 def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, groups: int, inner: str) -> None:
     grid = Grid(world=2 * ep, tp=2, ep=ep, etp=2, innermost=inner)
-    shapes = Shapes(grid, 2 * ep, 2)
+    shapes = LayoutIndex(grid, 2 * ep, 2)
     for whole in (Layout(), Layout(whole_tp=True), Layout(spread=("ep", "etp"), experts="rank")):
         for rank in range(grid.world):
             found: Counter[Piece] = Counter()
@@ -117,7 +118,7 @@ def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, group
 )
 def test_step_0_stays_inside_the_group_of_peers(grid: Grid) -> None:
     groups = 2
-    sizes = Sizes(grid, np.full((grid.world, 8), 3), np.full(grid.world, 5))
+    sizes = CallSizes(grid, np.full((grid.world, 8), 3), np.full(grid.world, 5))
     program = compile_plan(Plan(schedule="s1", peer_groups=groups), grid).forward
     for step in range(groups):
         for source, target, rows in pairs(program, sizes, f"h~{step}"):
@@ -126,7 +127,7 @@ def test_step_0_stays_inside_the_group_of_peers(grid: Grid) -> None:
             assert rows > 0
 
 
-def pairs(program: Program, sizes: Sizes, name: str) -> list[tuple[int, int, int]]:
+def pairs(program: Program, sizes: CallSizes, name: str) -> list[tuple[int, int, int]]:
     """(source, target, rows) of a movement, without what stays."""
     task = next(task for task in program.tasks if task.name == name)
     slots = {slot.name: slot for slot in program.slots}
@@ -149,7 +150,7 @@ def movements(compiled: Compiled) -> list[tuple[Program, Task]]:
 def draw_compiled(rng: random.Random) -> Compiled | None:
     grid = rng.choice(GRIDS)
     plan = Plan(
-        schedule=rng.choice(["baseline", "ted", "s1", "s2", "s3"]),  # type: ignore[arg-type]
+        schedule=rng.choice([*SCHEDULES]),
         fuse=rng.random() < 0.3,
         gather_weights=rng.choice([None, None, 0, 1]),
         chunks=rng.choice([1, 2, 3]),
@@ -194,21 +195,21 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
                 assert placed == holders_of_rows(sizes, move, rank)
 
 
-def sent_pieces(sizes: Sizes, move: Move, rank: int, peer: int) -> list[Piece]:
+def sent_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[Piece]:
     sent = sizes.shapes.sent(move, rank)
     at = sent.peers.index(peer)
     places = sent.places[sent.starts[at] : sent.starts[at + 1]]
     return [pieces(sizes.shapes, move.source, rank)[place] for place in places]
 
 
-def received_pieces(sizes: Sizes, move: Move, rank: int, peer: int) -> list[Piece]:
+def received_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[Piece]:
     received = sizes.shapes.received(move, peer)
     at = received.peers.index(rank)
     places = received.places[received.starts[at] : received.starts[at + 1]]
     return [pieces(sizes.shapes, move.target, peer)[place] for place in places]
 
 
-def holders_of_rows(sizes: Sizes, move: Move, rank: int) -> Counter[int]:
+def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
     """How many ranks of the group hold each row of a target."""
     held = Counter(
         piece for member in sizes.grid.group(rank, move.group) for piece in pieces(sizes.shapes, move.source, member)
@@ -225,7 +226,7 @@ def test_rows_per_expert_are_the_origins_copies(grid: Grid, data: st.DataObject)
     num_experts = 2 * grid.ep
     copies = np.array(data.draw(st.lists(st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts),
                                          min_size=world, max_size=world)))  # fmt: skip
-    sizes = Sizes(grid, copies, np.zeros(world, dtype=np.int64), 2)
+    sizes = CallSizes(grid, copies, np.zeros(world, dtype=np.int64), 2)
     layout = Layout(spread=("ep", "etp"), experts="rank")
     for rank in range(world):
         home = grid.coordinate(rank, "ep")
@@ -237,7 +238,7 @@ def test_rows_per_expert_are_the_origins_copies(grid: Grid, data: st.DataObject)
 
 def test_nothing_at_all_is_fine() -> None:
     grid = Grid(world=4, tp=2, ep=2, etp=2)
-    sizes = Sizes(grid, np.zeros((4, 2), dtype=np.int64), np.zeros(4, dtype=np.int64), 3)
+    sizes = CallSizes(grid, np.zeros((4, 2), dtype=np.int64), np.zeros(4, dtype=np.int64), 3)
     for program, task in movements(compile_plan(Plan(schedule="s2", chunks=3), grid)):
         move = move_of(task, {slot.name: slot for slot in program.slots})
         for rank in range(4):
@@ -247,7 +248,7 @@ def test_nothing_at_all_is_fine() -> None:
 def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> None:
     """Three of four ranks of a tensor group want what all hold: nobody sends what the other has."""
     grid = Grid(world=4, tp=4, ep=2, etp=2)
-    sizes = Sizes(grid, np.full((4, 2), 2), np.ones(4, dtype=np.int64))
+    sizes = CallSizes(grid, np.full((4, 2), 2), np.ones(4, dtype=np.int64))
     same = Move(Layout(whole_tp=True), Layout(whole_tp=True), ("tp",), False)
     for rank in range(4):
         assert sizes.incoming(same, rank).peers == (rank,)
@@ -267,46 +268,51 @@ def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> 
 )
 def test_counts_that_do_not_fit_the_mesh_are_refused(copies: tuple, tokens: tuple, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        Sizes(Grid(world=4, ep=2), np.zeros(copies, dtype=np.int64), np.zeros(tokens, dtype=np.int64))
+        CallSizes(Grid(world=4, ep=2), np.zeros(copies, dtype=np.int64), np.zeros(tokens, dtype=np.int64))
 
 
 def test_experts_that_do_not_split_are_refused() -> None:
     with pytest.raises(InputError, match=r"num_experts=5 does not split over mesh\.ep=2: choose ep as a divisor of it"):
-        Shapes(Grid(world=4, ep=2), 5)
+        LayoutIndex(Grid(world=4, ep=2), 5)
 
 
 def test_nodes_hold_the_experts_of_their_ranks() -> None:
     grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
-    shapes = Shapes(grid, 12)
+    shapes = LayoutIndex(grid, 12)
     assert [list(shapes.node_experts(rank)) for rank in (0, 3, 4, 7)] == [list(range(6))] * 2 + [list(range(6, 12))] * 2
-    visits = Layout(flow="visits", spread=("node",), experts="node")
-    assert pieces(shapes, visits, 5) == [(1, 1, 0), (5, 1, 0)]
-    assert pieces(shapes, Layout(flow="visits"), 5) == [(5, 0, 0), (5, 1, 0)]
+    node_tokens = Layout(flow="node_tokens", spread=("node",), experts="node")
+    assert pieces(shapes, node_tokens, 5) == [(1, 1, 0), (5, 1, 0)]
+    assert pieces(shapes, Layout(flow="node_tokens"), 5) == [(5, 0, 0), (5, 1, 0)]
 
 
 def test_stops_are_at_places_of_ep_on_every_shard() -> None:
     grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
-    shapes = Shapes(grid, 12, 2)
-    assert pieces(shapes, Layout(flow="stops"), 5) == [(5, place, chunk) for place in range(4) for chunk in (0, 1)]
-    at_mate = Layout(flow="stops", spread=("node",), experts="node", chunk=1)
+    shapes = LayoutIndex(grid, 12, 2)
+    assert pieces(shapes, Layout(flow="rank_tokens"), 5) == [
+        (5, place, chunk) for place in range(4) for chunk in (0, 1)
+    ]
+    at_mate = Layout(flow="rank_tokens", spread=("node",), experts="node", chunk=1)
     assert pieces(shapes, at_mate, 5) == [(1, 2, 1), (5, 2, 1), (1, 3, 1), (5, 3, 1)]
-    at_rank = Layout(flow="stops", spread=("ep", "etp"), experts="rank", chunk=0)
+    at_rank = Layout(flow="rank_tokens", spread=("ep", "etp"), experts="rank", chunk=0)
     assert pieces(shapes, at_rank, 4) == pieces(shapes, at_rank, 5) == [(origin, 2, 0) for origin in range(8)]
 
 
-def test_copies_find_their_stops_and_stops_their_visits() -> None:
+def test_copies_find_their_stops_and_stops_their_node_tokens() -> None:
     """Two ranks a node, two experts a rank, two chunks; how many there are differs everywhere."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     rng = np.random.default_rng(0)
     copies, table = rng.integers(2, 9, (4, 8)), rng.integers(1, 9, (4, 2 + 4, 2))
-    sizes = Sizes(grid, copies, np.full(4, 9), 2, visits=table)
-    at_mate = {flow: Layout(flow=flow, spread=("node",), experts="node") for flow in ("visits", "stops")}  # type: ignore[arg-type]
-    at_rank = {flow: Layout(flow=flow, spread=("ep", "etp"), experts="rank") for flow in ("copies", "stops")}  # type: ignore[arg-type]
-    for tokens, rows, rank in ((at_mate["visits"], at_mate["stops"], 3), (at_rank["stops"], at_rank["copies"], 2)):
+    sizes = CallSizes(grid, copies, np.full(4, 9), 2, node_tokens=table)
+    at_mate = {flow: Layout(flow=flow, spread=("node",), experts="node") for flow in ("node_tokens", "rank_tokens")}  # type: ignore[arg-type]
+    at_rank = {flow: Layout(flow=flow, spread=("ep", "etp"), experts="rank") for flow in ("copies", "rank_tokens")}  # type: ignore[arg-type]
+    for tokens, rows, rank in (
+        (at_mate["node_tokens"], at_mate["rank_tokens"], 3),
+        (at_rank["rank_tokens"], at_rank["copies"], 2),
+    ):
         starts = dict(zip(pieces(sizes.shapes, tokens, rank), sizes.offsets(tokens, rank).tolist()))
         per_piece = np.diff(sizes.offsets(rows, rank))
         to = [(origin, expert // 2, chunk) for origin, expert, chunk in pieces(sizes.shapes, rows, rank)]
         expected = np.repeat([starts[piece] for piece in to], per_piece)
         assert sizes.token_bases(tokens, rows, rank).tolist() == expected.tolist()
-    assert sizes.num_rows(at_mate["visits"], 3) == table[[1, 3], 1].sum()
-    assert sizes.num_rows(at_rank["stops"], 2) == table[:, 2 + 2].sum()
+    assert sizes.num_rows(at_mate["node_tokens"], 3) == table[[1, 3], 1].sum()
+    assert sizes.num_rows(at_rank["rank_tokens"], 2) == table[:, 2 + 2].sum()

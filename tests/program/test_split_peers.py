@@ -14,7 +14,7 @@ from moesaic.plan.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split_peers import groups_inside_nodes, split_peers
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op
 from moesaic.program.timeline import Span
 from moesaic.program.transpose import transpose
@@ -29,7 +29,7 @@ def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) ->
     program = transpose(program) if backward else program
     slots = {slot.name: slot for slot in program.slots}
     copies = np.full((grid.world, grid.ep), 2)
-    sizes = Sizes(grid, copies, copies.sum(1))
+    sizes = CallSizes(grid, copies, copies.sum(1))
     task = next(task for task in program.tasks if task.name == task_name)
     each = grid.ep // groups
     at = [grid.coordinate(rank, "ep") // each for rank in range(grid.world)]

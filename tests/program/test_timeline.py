@@ -54,9 +54,9 @@ def test_a_computation_that_waits_holds_up_what_follows_only_where_the_thread_co
     streams = times(lay_out(listed(schemoe(2), order), TWO))
     assert streams["C1.1"] == (9, 10)
     assert streams["A1.1"] == (10, 14)
-    late = "C1.0 C1.1 A1.0 D1.0 E.0 A1.1 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
-    assert times(lay_out(listed(schemoe(2), late), TWO))["A1.1"] == (5, 9)  # right behind A1.0
-    thread = times(lay_out(listed(schemoe(2), late), TWO, host_runs_compute=True))
+    deferred_wgrad = "C1.0 C1.1 A1.0 D1.0 E.0 A1.1 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
+    assert times(lay_out(listed(schemoe(2), deferred_wgrad), TWO))["A1.1"] == (5, 9)  # right behind A1.0
+    thread = times(lay_out(listed(schemoe(2), deferred_wgrad), TWO, host_runs_compute=True))
     assert thread["E.0"] == (7, 10)
     assert thread["A1.1"] == (10, 14)  # issued when E.0, which stands before it, has ended
 
@@ -85,8 +85,8 @@ def test_host_tasks_hold_up_the_issue_of_everything_behind_them() -> None:
     assert times(made)["D1.0"] == (5, 6)
     early = replace(program, tasks=(*program.tasks[:2], other, *program.tasks[2:7]))
     assert times(lay_out(early, seconds))["other"] == (1, 2)
-    late = replace(program, tasks=(*program.tasks[:3], other, *program.tasks[3:7]))
-    assert times(lay_out(late, seconds))["other"] == (6, 7)
+    deferred_wgrad = replace(program, tasks=(*program.tasks[:3], other, *program.tasks[3:7]))
+    assert times(lay_out(deferred_wgrad, seconds))["other"] == (6, 7)
 
 
 @pytest.mark.parametrize("host_runs_compute", [False, True])

@@ -11,15 +11,15 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
-from moesaic.program.links.link import Places
 from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose
-from moesaic.program.volume import Traffic, even_sizes, even_visits, traffic
+from moesaic.program.volume import Traffic, even_node_tokens, even_sizes, traffic
 
 TOKENS, EXPERTS, TOP_K = 64, 8, 2
 COPIES = TOKENS * TOP_K
@@ -91,12 +91,12 @@ def test_chunks_move_the_same_bytes(schedule: str) -> None:
     assert sum(sum(rows) for rows in cut.values()) == pytest.approx(sum(sum(rows) for rows in whole.values()))
 
 
-def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, Sizes]:
+def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, CallSizes]:
     """A plan, compiled, and even sizes for it."""
     compiled = compile_plan(plan, grid)
-    visits = None
+    node_tokens = None
     if compiled.is_multicast:
-        visits = even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks)
+        node_tokens = even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks)
     sizes = even_sizes(
         compiled.grid,
         redundant=compiled.is_redundant,
@@ -104,13 +104,13 @@ def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, Sizes
         num_experts=EXPERTS,
         top_k=TOP_K,
         num_chunks=plan.chunks,
-        visits=visits,
+        node_tokens=node_tokens,
         units=units,
     )
     return compiled, sizes
 
 
-def crossing(compiled: Compiled, sizes: Sizes, backward: bool = False) -> dict[str, Traffic]:
+def crossing(compiled: Compiled, sizes: CallSizes, backward: bool = False) -> dict[str, Traffic]:
     program = compiled.backward if backward else compiled.forward
     return {t.task: t for t in traffic(program, sizes, compiled.grid.node_of)}
 
@@ -131,7 +131,7 @@ def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str,
 
 
 @pytest.mark.parametrize(("p", "s"), [(2, 2), (2, 4), (4, 2)])
-def test_tokens_visit_r_shards(p: int, s: int) -> None:
+def test_tokens_node_token_r_shards(p: int, s: int) -> None:
     """r copies of a row go to each of p ranks, one of which it is already."""
     grid = Grid(world=p * s, ep=p, etp=s)
     for r in (r for r in range(1, s + 1) if s % r == 0):
@@ -155,7 +155,7 @@ def test_flops_of_every_rank_do_not_depend_on_r(schedule: str, m: int, p: int, s
     assert flops == {COPIES * hidden * redundant / m}
 
 
-def expert_flops(compiled: Compiled, sizes: Sizes, rank: int) -> float:
+def expert_flops(compiled: Compiled, sizes: CallSizes, rank: int) -> float:
     """Rows times hidden units that a rank's experts take, forward."""
     total = 0.0
     for task in compiled.forward.tasks:
@@ -183,17 +183,17 @@ def test_an_all_reduce_in_halves_takes_two_n_minus_one_over_n(schedule: str) -> 
 def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int, g: int) -> None:
     grid = Grid(world=p * s, tp=1, ep=p, etp=s, ranks_per_node=g)
     compiled, sizes = bound_sizes(Plan(schedule=schedule, all_to_all="multicast"), grid)  # type: ignore[arg-type]
-    table = even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)
-    nodes, visits, stops = p * s // g, int(table[0, 0, 0]), int(table[0, -1, 0])
+    table = even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)
+    nodes, node_tokens, rank_tokens = p * s // g, int(table[0, 0, 0]), int(table[0, -1, 0])
     assert table.shape == (grid.world, p if nodes == p else nodes + p, 1)
     elsewhere = EXPERTS - EXPERTS // nodes
-    assert visits == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
-    arrived = "stops_here" if nodes == p else "visits_here"
+    assert node_tokens == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
+    arrived = "stops_here" if nodes == p else "node_tokens_here"
     for backward, there, back in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
         found = crossing(compiled, sizes, backward)
         for name in (there, back):
-            assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * visits * (nodes - 1))
-        once_per_rank = grid.world * stops * (p * s - nodes)  # but for the mate's own, of each rank on each node
+            assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
+        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # but for the mate's own, of each rank on each node
         inside = [t for name, t in found.items() if name.startswith(("stops_in", "z_stops"))]
         assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
 
@@ -202,12 +202,12 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
 def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(nodes: int) -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=4 // nodes)
     compiled, sizes = bound_sizes(Plan(all_to_all="multicast"), grid)
-    stops = int(even_visits(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
-    assert stops < COPIES // 4
+    rank_tokens = int(even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
+    assert rank_tokens < COPIES // 4
     for backward, names in ((False, ("stops_in", "z")), (True, ("z'", "stops_in'"))):
         found = crossing(compiled, sizes, backward)
         sent = [found[name].inside_rows + found[name].across_rows for name in names]
-        assert sent == [4 * 3 * stops] * 2
+        assert sent == [4 * 3 * rank_tokens] * 2
 
 
 SHAPES = [(2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2)]
@@ -223,14 +223,14 @@ def carried(link: str, nodes: int, g: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("nodes", "g"), SHAPES)
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", ALL_TO_ALLS)
 def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(link: str, nodes: int, g: int) -> None:
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
-    places = Places(grid, tuple(range(grid.world)))
+    places = NodeMap(grid, tuple(range(grid.world)))
     expected = [0, 0]
     for source in places.ranks:
         for target in places.ranks:
-            for leg in LINKS[link].path(places, source, target) if source != target else ():
+            for leg in ALL_TO_ALLS[link].path(places, source, target) if source != target else ():
                 expected[grid.node_of(leg.source) != grid.node_of(leg.target)] += 1
     assert carried(link, nodes, g) == tuple(expected)
 
@@ -245,7 +245,7 @@ def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str,
     world = nodes * g
     direct = (world * (g - 1), world * (world - g))
     detour = direct[1] * (g - 1) // g
-    size = LINKS["hier3d"].nodes_per_group(nodes)
+    size = ALL_TO_ALLS["hier3d"].nodes_per_group(nodes)
     between_groups = world * g * (nodes - size)
     expected = {
         "linear": direct,
@@ -287,7 +287,7 @@ def test_bytes_of_each_kind() -> None:
         assert moved.num_bytes(16, 2, unit_columns=48) == (3 * each, 5 * each)
 
 
-@pytest.mark.parametrize("make", [even_sizes, even_visits])
+@pytest.mark.parametrize("make", [even_sizes, even_node_tokens])
 def test_more_copies_than_experts_are_refused(make: Callable[..., object]) -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     options = {"tokens": 8, "num_experts": 4, "top_k": 5}

@@ -14,7 +14,7 @@ from report.folders import eval_line, layer, sparse_run, train_line, write_run
 
 def of_layer(options: dict[str, int], alone: list[float], rows: list[float], **more: Any) -> dict[str, Any]:
     return {
-        "options": options, "predicted_seconds": {}, "rows_alone": alone, "rows": rows, "copies_lent": 3.0,
+        "options": options, "predicted_seconds": {}, "rows_alone": alone, "rows": rows, "copies_replicated": 3.0,
         "token_bytes_alone": 4.0 * 2**20, "token_bytes": 2.0 * 2**20, "weight_bytes": 2.0**20, "decision_seconds": 0.002,
     } | more  # fmt: skip
 

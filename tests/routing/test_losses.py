@@ -11,7 +11,7 @@ from torch import nn
 from helpers import Scripted, agree, make_layer, run
 from moesaic import Capacity, Importance, LoadBalance, MoE, ZLoss, finish_step, set_loss_scale
 from moesaic.errors import InputError
-from moesaic.routing.losses import AbstractLoss, RouterStatistics, inject_loss
+from moesaic.routing.losses import AbstractLoss, RouterStatistics
 from moesaic.routing.routing import Scores
 from moesaic.routing.selection import token_choice
 
@@ -172,15 +172,6 @@ def test_nothing_is_injected_without_gradients() -> None:
 def test_reported_losses_carry_no_gradient() -> None:
     routing = make_layer(losses=tuple(ALL_LOSSES))(torch.randn(6, 8), return_routing=True)[1]
     assert not any(value.requires_grad for value in routing.losses.values())
-
-
-def test_injection_leaves_values_and_the_main_gradient_alone() -> None:
-    y, loss = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    out = inject_loss(y, loss, torch.tensor(0.5))
-    assert torch.equal(out, y)
-    (3 * out).sum().backward()
-    assert y.grad.tolist() == [3.0, 3.0, 3.0]
-    assert float(loss.grad) == 0.5
 
 
 def test_padding_of_any_value_leaves_losses_finite() -> None:

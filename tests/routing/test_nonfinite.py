@@ -11,11 +11,11 @@ import torch
 from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, ranked
 from moesaic import Capacity, LoadBalance, Mesh, MoE, Plan
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import ON_MESH, ROUTERS, GroupLimited, GShardTop2, SigmoidTopK, SoftmaxTopK, TopologyGate
-from moesaic.routing.gates.topology import node_level
 from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, GShardTop2, SigmoidTopK, SoftmaxTopK, TopologyRouter
+from moesaic.routing.routers.topology import node_level
 from moesaic.routing.routing import Scores
 from moesaic.routing.selection import top_k_indices, top_k_indices_reference
 
@@ -31,7 +31,7 @@ LOOKS_AT_OTHERS = ("base", "expert_choice", "topology")
 def build(name: str) -> AbstractRouter:
     if name == "topology":
         inner = SoftmaxTopK(DIM, EXPERTS)
-        return TopologyGate(inner, grid=NODES, levels=partial(node_level, share=0.3))
+        return TopologyRouter(inner, grid=NODES, levels=partial(node_level, share=0.3))
     return make_router(name, DIM, EXPERTS)
 
 
@@ -116,12 +116,12 @@ def test_copies_are_counted_before_the_capacity_drops_them(capacity: Capacity) -
 def test_the_count_is_of_all_ranks_and_other_tokens_stay_finite(plan: Plan, tp: int) -> None:
     grid = Grid(world=4, tp=tp, ep=4, ranks_per_node=2)
 
-    def work(wire: AbstractWire) -> tuple[int, list[int]]:
+    def work(transport: AbstractTransport) -> tuple[int, list[int]]:
         torch.manual_seed(0)
         layer = MoE(DIM, 8, EXPERTS, 2, losses=(LoadBalance(0.1),))
-        layer.parallelize(Mesh(grid, wire), plan)
-        x = torch.randn(4, TOKENS, DIM)[wire.rank // tp]
-        if wire.rank // tp == 1:
+        layer.parallelize(Mesh(grid, transport), plan)
+        x = torch.randn(4, TOKENS, DIM)[transport.rank // tp]
+        if transport.rank // tp == 1:
             x[ODD] = math.nan
         y, routing = layer(x, return_routing=True)
         return int(routing.nonfinite), (~y.isfinite().all(1)).nonzero().flatten().tolist()

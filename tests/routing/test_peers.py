@@ -17,7 +17,7 @@ from helpers import TOP_K, make_router
 from moesaic import Mesh, MoE, Plan
 from moesaic.comm.collectives import all_gather, share_of
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
@@ -38,18 +38,18 @@ CAPACITIES: dict[str, AbstractCapacity] = {
 
 
 class Peers(AbstractPeers):
-    """All ranks of a wire; counts how often they exchange."""
+    """All ranks of a transport; counts how often they exchange."""
 
-    def __init__(self, wire: AbstractWire, slices: int = 1) -> None:
-        self.number, self.place = wire.world, wire.rank
-        self.slices, self.slice = slices, wire.rank % slices
+    def __init__(self, transport: AbstractTransport, slices: int = 1) -> None:
+        self.number, self.place = transport.world, transport.rank
+        self.slices, self.slice = slices, transport.rank % slices
         self.digest = torch.zeros(4, dtype=torch.float64)
         self.exchanges = 0
-        self._wire = wire
+        self._transport = transport
 
     def gather(self, message: Tensor) -> Tensor:
         self.exchanges += 1
-        return torch.stack(all_gather(self._wire, tuple(range(self.number)), message))
+        return torch.stack(all_gather(self._transport, tuple(range(self.number)), message))
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: 
     tokens = draw(name, lengths, padded=seed == 1, seed=seed)
     whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), CAPACITIES[capacity])
 
-    def rank(wire: AbstractWire) -> tuple[Routed, Tensor, list[Tensor]]:
-        return run(name, tokens, tokens.part(wire.rank), CAPACITIES[capacity], peers=Peers(wire))
+    def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
+        return run(name, tokens, tokens.part(transport.rank), CAPACITIES[capacity], peers=Peers(transport))
 
     found = run_ranks(world, rank, seed=seed)
     together = [row for r, (routed, *_) in enumerate(found) for row in rows(routed, tokens.part(r).start)]
@@ -152,8 +152,8 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
     whole, *_ = run(name, tokens, slice(0, 14), Dropless())
     alone = [run(name, tokens, tokens.part(r), capacity, losses=())[0] for r in range(3)]
 
-    def rank(wire: AbstractWire) -> Routed:
-        return run(name, tokens, tokens.part(wire.rank), capacity, peers=Peers(wire))[0]
+    def rank(transport: AbstractTransport) -> Routed:
+        return run(name, tokens, tokens.part(transport.rank), capacity, peers=Peers(transport))[0]
 
     found = run_ranks(3, rank)
     for r, routed in enumerate(found):
@@ -169,9 +169,9 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
 def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
     tokens = draw("softmax", [6, 6], padded=False, seed=2)
 
-    def both(wire: AbstractWire) -> list[list[tuple[int, int, float]]]:
+    def both(transport: AbstractTransport) -> list[list[tuple[int, int, float]]]:
         made = [Capacity.fixed(0.5, order="score", scope=scope) for scope in ("mesh", "rank")]  # type: ignore[arg-type]
-        return [rows(run("softmax", tokens, tokens.part(wire.rank), c, peers=Peers(wire))[0]) for c in made]
+        return [rows(run("softmax", tokens, tokens.part(transport.rank), c, peers=Peers(transport))[0]) for c in made]
 
     for by_mesh, by_rank in run_ranks(2, both):
         assert by_mesh == by_rank
@@ -201,15 +201,15 @@ def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
         earlier_counts=earlier,  # type: ignore[arg-type]
     )
 
-    def rank(wire: AbstractWire) -> tuple[Routed, Tensor, list[Tensor]]:
-        first = share_of(per_group, wire.rank % slices, slices).start
+    def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
+        first = share_of(per_group, transport.rank % slices, slices).start
         return run(
             "softmax",
             tokens,
-            tokens.part(wire.rank),
+            tokens.part(transport.rank),
             Dropless(),
             losses,
-            Peers(wire, slices),
+            Peers(transport, slices),
             num_sequences=sequences,
             first_token=first,
             sequence_length=length,
@@ -228,9 +228,9 @@ def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
 def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
     tokens = draw("softmax", [3, 4], padded=False, seed=5)
 
-    def rank(wire: AbstractWire) -> tuple[int, int, bool]:
-        peers, router = Peers(wire), make_router("softmax", DIM, EXPERTS).double()
-        x = tokens.x[tokens.part(wire.rank)]
+    def rank(transport: AbstractTransport) -> tuple[int, int, bool]:
+        peers, router = Peers(transport), make_router("softmax", DIM, EXPERTS).double()
+        x = tokens.x[tokens.part(transport.rank)]
         options = {"top_k": 2, "capacity": Capacity.fixed(0.7), "losses": LOSSES, "peers": peers}
         first = route(router, x, **options)  # type: ignore[arg-type]
         once = peers.exchanges
@@ -258,11 +258,11 @@ def test_different_numbers_of_sequences_are_refused_on_every_rank() -> None:
     grid = Grid(world=2, ep=2)
     said: list[str] = []
 
-    def rank(wire: AbstractWire) -> None:
+    def rank(transport: AbstractTransport) -> None:
         layer = MoE(8, 8, 4, 2, losses=(LoadBalance(0.1, level="sequence"),))
-        layer.parallelize(Mesh(grid, wire), Plan())
+        layer.parallelize(Mesh(grid, transport), Plan())
         with pytest.raises(InputError, match=r"needs equally many sequences on all ranks, got \[2, 3\]") as caught:
-            layer(torch.randn(2 + wire.rank, 5, 8))
+            layer(torch.randn(2 + transport.rank, 5, 8))
         said.append(str(caught.value))
 
     run_ranks(2, rank)

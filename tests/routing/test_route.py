@@ -7,8 +7,8 @@ import torch
 
 from helpers import DETERMINISTIC, Scripted, ids_for, make_router
 from moesaic import Capacity, Dropless, LoadBalance
-from moesaic.routing.gates import ROUTERS
 from moesaic.routing.route import Batch, Routed, count, route
+from moesaic.routing.routers import ROUTERS
 
 
 def routed(name: str, x: torch.Tensor, **options: object) -> Routed:

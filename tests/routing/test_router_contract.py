@@ -9,8 +9,8 @@ import torch
 
 from helpers import DETERMINISTIC, TOP_K, agree, ids_for, make_layer, make_router, run
 from moesaic import Capacity, finish_step
-from moesaic.routing.gates import ROUTERS
 from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Choice, Scores
 
 NAMES = list(ROUTERS)

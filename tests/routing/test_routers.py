@@ -11,7 +11,8 @@ import torch
 from helpers import make_layer, make_router
 from moesaic import MoE
 from moesaic.errors import InputError
-from moesaic.routing.gates import (
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers import (
     BalancedAssignment,
     CosineTopK,
     ExpertChoice,
@@ -23,8 +24,7 @@ from moesaic.routing.gates import (
     SoftmaxTopK,
     group_limited,
 )
-from moesaic.routing.gates.base import balanced_assignment
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers.base import balanced_assignment
 from moesaic.routing.routing import Choice, Scores
 
 CPU = torch.device("cpu")

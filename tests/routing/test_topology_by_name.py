@@ -10,24 +10,24 @@ import torch
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import (
+from moesaic.routing.routers import (
     ON_MESH,
     ROUTERS,
     LinkLevel,
     SigmoidTopK,
     SoftmaxTopK,
-    TopologyGate,
+    TopologyRouter,
     levels_of,
     node_level,
     topology_gate,
 )
-from moesaic.routing.gates.topology import NODE_SHARE
+from moesaic.routing.routers.topology import NODE_SHARE
 
 DIM, EXPERTS, TOKENS = 8, 16, 50
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -45,10 +45,10 @@ def tokens_of(rank: int) -> torch.Tensor:
 def on_mesh(whole: MoE, grid: Grid, *, training: bool = True) -> list[torch.Tensor]:
     """Each rank's experts, (tokens, top_k)."""
 
-    def rank(wire: AbstractWire) -> torch.Tensor:
+    def rank(transport: AbstractTransport) -> torch.Tensor:
         layer = copy.deepcopy(whole).train(training)
-        layer.parallelize(Mesh(grid, wire), Plan())
-        routing = layer(tokens_of(wire.rank), return_routing=True)[1]
+        layer.parallelize(Mesh(grid, transport), Plan())
+        routing = layer(tokens_of(transport.rank), return_routing=True)[1]
         return routing.expert.view(TOKENS, -1)
 
     return run_ranks(grid.world, rank)
@@ -61,7 +61,7 @@ def leaving(experts: torch.Tensor, rank: int) -> int:
 
 def test_it_has_a_name_apart_from_those_that_no_mesh_changes() -> None:
     assert "topology" not in ROUTERS
-    assert isinstance(make().router, TopologyGate)
+    assert isinstance(make().router, TopologyRouter)
     assert ON_MESH["topology"] is topology_gate
     with pytest.raises(InputError, match=r"router='nearest' is unknown: choose one of softmax, .*, topology, or pass"):
         make("nearest")
@@ -81,7 +81,7 @@ def test_on_a_mesh_it_is_the_gate_that_was_given_all_of_it() -> None:
     levels = (LinkLevel(name="node", group=(0, 0, 1, 1), share=NODE_SHARE),)
     for rank, experts in enumerate(named):
         assert leaving(experts, rank) == int(NODE_SHARE * 2 * TOKENS)
-        gate = TopologyGate(SoftmaxTopK(DIM, EXPERTS), grid=GRID, levels=levels, origin=rank).train()
+        gate = TopologyRouter(SoftmaxTopK(DIM, EXPERTS), grid=GRID, levels=levels, origin=rank).train()
         gate.inner.weight = make().router.inner.weight  # type: ignore[union-attr]
         scores = gate.scores(tokens_of(rank), None, None)
         assert torch.equal(gate.choose(scores, 2, None, None).expert.view(TOKENS, 2), experts)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_said_when_the_mesh_is_known() -> None:
 def test_a_gate_that_was_given_a_mesh_keeps_it() -> None:
     """One process that stands for a cluster, put on a mesh of its own."""
     levels = node_level(GRID, 0.5)
-    layer = make(lambda dim, count: TopologyGate(SoftmaxTopK(dim, count), grid=GRID, levels=levels))
-    run_ranks(1, lambda wire: layer.parallelize(Mesh(Grid(world=1), wire), Plan()))
+    layer = make(lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=GRID, levels=levels))
+    run_ranks(1, lambda transport: layer.parallelize(Mesh(Grid(world=1), transport), Plan()))
     assert layer.router.levels == levels
     assert layer.router.inside.shape == (1, 4, EXPERTS)

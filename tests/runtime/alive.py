@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 
 
 class AliveBytes(TorchDispatchMode):
@@ -42,27 +42,27 @@ class AliveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class Unwatched(AbstractWire):
-    """Passes everything on to a wire whose own copies of messages are not counted: a real one keeps none.
+class Unwatched(AbstractTransport):
+    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none.
 
     Args:
-        wire: the one that moves the bytes.
+        transport: the one that moves the bytes.
     """
 
-    def __init__(self, wire: AbstractWire) -> None:
-        super().__init__(wire.rank, wire.world, wire.device)
-        self._wire = wire
+    def __init__(self, transport: AbstractTransport) -> None:
+        super().__init__(transport.rank, transport.world, transport.device)
+        self._transport = transport
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Start a transfer."""
         with torch.utils._python_dispatch._disable_current_modes():
-            return self._wire.issue(transfer)
+            return self._transport.issue(transfer)
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Wait for a transfer."""
         with torch.utils._python_dispatch._disable_current_modes():
-            self._wire.wait(ticket)
+            self._transport.wait(handle)
 
     def take_tags(self, num_tags: int) -> int:
-        """Take tags of the wire."""
-        return self._wire.take_tags(num_tags)
+        """Take tags of the transport."""
+        return self._transport.take_tags(num_tags)

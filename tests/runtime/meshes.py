@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 
 DIM, HIDDEN, EXPERTS = 4, 8, 4
 
@@ -43,10 +43,10 @@ def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
     return torch.randn(count, DIM, generator=generator, dtype=torch.float64)
 
 
-def on_mesh(layer: MoE, grid: Grid, wire: AbstractWire, plan: Plan | Compiled) -> MoE:
+def on_mesh(layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan | Compiled) -> MoE:
     """A copy of a layer, spread over a mesh."""
     layer = copy.deepcopy(layer)
-    layer.parallelize(Mesh(grid, wire), plan)
+    layer.parallelize(Mesh(grid, transport), plan)
     return layer
 
 
@@ -62,10 +62,12 @@ def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tens
     return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
 
 
-def every_rank(grid: Grid, function: Callable[[AbstractWire, Tensor], object], seed: int = 0) -> list[object]:
-    """Run a function on all ranks; it gets its wire and its group's tokens."""
+def every_rank(grid: Grid, function: Callable[[AbstractTransport, Tensor], object], seed: int = 0) -> list[object]:
+    """Run a function on all ranks; it gets its transport and its group's tokens."""
     return run_ranks(
-        grid.world, lambda wire: function(wire, tokens_of(grid.coordinate(wire.rank, "dp")).requires_grad_()), seed=seed
+        grid.world,
+        lambda transport: function(transport, tokens_of(grid.coordinate(transport.rank, "dp")).requires_grad_()),
+        seed=seed,
     )
 
 

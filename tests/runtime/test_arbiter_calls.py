@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -23,12 +23,12 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_options import name_of
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import AbstractLender, Load
-from moesaic.plan.lending.shadow import Shadow
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
+from moesaic.plan.replication.shadow import Shadow
 from moesaic.program.grid import Grid
-from moesaic.runtime import on_mesh as runtime
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime import expert_parallel as runtime
+from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.any_option import AnyOption
 
 GRIDS = {
@@ -36,13 +36,15 @@ GRIDS = {
     "tp": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
     "copies": Grid(world=4, ep=2, ranks_per_node=2),
 }
-DEAR = LendingCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
-"""Lending pays even for the toy sizes of tests."""
+DEAR = ReplicationCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
+"""Replication pays even for the toy sizes of tests."""
 
 
-def spread_over(layer: MoE, grid: Grid, wire: AbstractWire, plan: Plan, lender: AbstractLender | None) -> MoE:
+def spread_over(
+    layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan, policy: AbstractReplicationPolicy | None
+) -> MoE:
     layer = copy.deepcopy(layer)
-    layer.parallelize(Mesh(grid, wire), plan, lender)
+    layer.parallelize(Mesh(grid, transport), plan, policy)
     return layer
 
 
@@ -59,13 +61,13 @@ def lean(layer: MoE, by: float) -> None:
 def test_any_sequence_of_choices_equals_leaving_alone(grid: str, schedule: str, recompute: bool) -> None:
     mesh, whole = GRIDS[grid], make_layer()
 
-    def rank(wire: AbstractWire) -> tuple[list[tuple[Tensor, Tensor]], set[int]]:
-        plain = spread_over(whole, mesh, wire, Plan(schedule=schedule), None)  # type: ignore[arg-type]
-        plan = Plan(schedule=schedule, lending="arbiter")  # type: ignore[arg-type]
-        changing = spread_over(whole, mesh, wire, plan, AnyOption(seed=3))
+    def rank(transport: AbstractTransport) -> tuple[list[tuple[Tensor, Tensor]], set[int]]:
+        plain = spread_over(whole, mesh, transport, Plan(schedule=schedule), None)  # type: ignore[arg-type]
+        plan = Plan(schedule=schedule, replication="arbiter")  # type: ignore[arg-type]
+        changing = spread_over(whole, mesh, transport, plan, AnyOption(seed=3))
         pairs: list[tuple[Tensor, Tensor]] = []
         for number in range(6):
-            x = tokens_of(mesh.coordinate(wire.rank, "dp"), seed=number)
+            x = tokens_of(mesh.coordinate(transport.rank, "dp"), seed=number)
             pairs += zip(step(changing, x, recompute), step(plain, x), strict=True)
         assert changing.on_mesh is not None
         return pairs, {verdict.program for verdict in changing.on_mesh.chooser.take()}
@@ -76,7 +78,7 @@ def test_any_sequence_of_choices_equals_leaving_alone(grid: str, schedule: str, 
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
 
 
-def test_the_true_arbiter_lends_under_skew_and_nothing_under_even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, whole = GRIDS["ep"], make_layer()
     ran: list[Any] = []
     run_program = runtime.run_program
@@ -86,20 +88,20 @@ def test_the_true_arbiter_lends_under_skew_and_nothing_under_even_loads(monkeypa
         return run_program(work, *tensors)
 
     monkeypatch.setattr(runtime, "run_program", watched)
-    compiled = compile_plan(Plan(lending="arbiter"), mesh)
+    compiled = compile_plan(Plan(replication="arbiter"), mesh)
     even = copy.deepcopy(whole)
     even.top_k = even.num_experts
 
-    def rank(wire: AbstractWire) -> tuple[list[str], list[int], bool]:
+    def rank(transport: AbstractTransport) -> tuple[list[str], list[int], bool]:
         names: list[str] = []
         rows: list[int] = []
         same = True
         for layer in (even, whole):
             layer = copy.deepcopy(layer)
             lean(layer, 9.0 * (layer.top_k == 2))
-            plain, x = copy.deepcopy(layer), tokens_of(wire.rank, 12).abs()
-            layer.parallelize(Mesh(mesh, wire), compiled, Arbiter(costs=DEAR))
-            plain.parallelize(Mesh(mesh, wire), Plan())
+            plain, x = copy.deepcopy(layer), tokens_of(transport.rank, 12).abs()
+            layer.parallelize(Mesh(mesh, transport), compiled, Arbiter(costs=DEAR))
+            plain.parallelize(Mesh(mesh, transport), Plan())
             same = same and all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(layer, x), step(plain, x)))
             assert layer.on_mesh is not None
             (verdict,) = layer.on_mesh.chooser.take()
@@ -117,9 +119,9 @@ def test_the_true_arbiter_lends_under_skew_and_nothing_under_even_loads(monkeypa
     assert "shadow" in names[1] or "spill" in names[1]
     assert rows[3] < rows[2]
     (first,) = (option for option in compiled.options if name_of(option.plan, compiled.plan) == names[0])
-    assert sum(each is first for each in ran) == 4, "the very program of a plan without lending"
-    lends = [option for option in compiled.options if option.lends]
-    assert sum(any(each is option for option in lends) for each in ran) == 4
+    assert sum(each is first for each in ran) == 4, "the very program of a plan without replication"
+    replicates = [option for option in compiled.options if option.replicates]
+    assert sum(any(each is option for option in replicates) for each in ran) == 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +145,11 @@ class Counting(AnyOption):
 def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
     mesh, whole = GRIDS["ep"], make_layer()
 
-    def rank(wire: AbstractWire) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+    def rank(transport: AbstractTransport) -> tuple[int, list[tuple[Tensor, Tensor]]]:
         asked: list[int] = []
-        layer = spread_over(whole, mesh, wire, Plan(lending="arbiter"), Counting(seed=5, asked=asked))
-        plain = spread_over(whole, mesh, wire, Plan(), None)
-        inputs = [tokens_of(wire.rank, seed=number).requires_grad_() for number in range(4)]
+        layer = spread_over(whole, mesh, transport, Plan(replication="arbiter"), Counting(seed=5, asked=asked))
+        plain = spread_over(whole, mesh, transport, Plan(), None)
+        inputs = [tokens_of(transport.rank, seed=number).requires_grad_() for number in range(4)]
         outputs = [checkpoint(layer, x) for x in inputs]
         torch.stack(outputs).sin().sum().backward()
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -167,8 +169,8 @@ def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
 
 def test_arbiters_of_two_layers_remember_apart() -> None:
     mesh, settings = GRIDS["ep"], Arbiter(costs=DEAR)
-    plans = [option.plan for option in compile_plan(Plan(lending="arbiter"), mesh).options]
-    one, other = (settings.start(Plan(lending="arbiter"), plans) for _ in range(2))
+    plans = [option.plan for option in compile_plan(Plan(replication="arbiter"), mesh).options]
+    one, other = (settings.start(Plan(replication="arbiter"), plans) for _ in range(2))
     copies = np.zeros((4, 4), dtype=np.int64)
     copies[:, 0] = 50
     assert one.choose(Load(mesh, copies, 4, 8, 4)).option != "alone"
@@ -176,23 +178,24 @@ def test_arbiters_of_two_layers_remember_apart() -> None:
 
 
 def test_another_lender_under_the_arbiter_is_refused() -> None:
-    def rank(wire: AbstractWire) -> None:
-        spread_over(make_layer(), GRIDS["ep"], wire, Plan(lending="arbiter"), Shadow())
+    def rank(transport: AbstractTransport) -> None:
+        spread_over(make_layer(), GRIDS["ep"], transport, Plan(replication="arbiter"), Shadow())
 
     with pytest.raises(
-        InputError, match=r"plan\.lending=arbiter was given the lender Shadow: give an Arbiter, or choose"
+        InputError,
+        match=r"plan\.replication=arbiter was given the replication policy Shadow: give an Arbiter, or choose",
     ):
         run_ranks(4, rank)
 
 
-def test_an_arbiter_lends_under_other_plans_too() -> None:
+def test_an_arbiter_replicates_under_other_plans_too() -> None:
     mesh, whole = GRIDS["ep"], make_layer()
     lean(whole, 9.0)
 
-    def rank(wire: AbstractWire) -> bool:
-        lends = spread_over(whole, mesh, wire, Plan(lending="spill"), Arbiter(costs=DEAR))
-        plain, x = spread_over(whole, mesh, wire, Plan(), None), tokens_of(wire.rank, 12).abs()
-        assert lends.on_mesh is not None
-        return all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(lends, x), step(plain, x)))
+    def rank(transport: AbstractTransport) -> bool:
+        replicates = spread_over(whole, mesh, transport, Plan(replication="spill"), Arbiter(costs=DEAR))
+        plain, x = spread_over(whole, mesh, transport, Plan(), None), tokens_of(transport.rank, 12).abs()
+        assert replicates.on_mesh is not None
+        return all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(replicates, x), step(plain, x)))
 
     assert run_ranks(4, rank) == [True] * 4

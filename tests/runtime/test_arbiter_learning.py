@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.shadow import Shadow
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.shadow import Shadow
 from moesaic.program.grid import Grid
 from moesaic.runtime import arbiter_clock
 from moesaic.runtime.arbiter_clock import OPEN, CallClock, TimedCall
@@ -31,15 +31,15 @@ GRIDS = {
     "copies": Grid(world=4, ep=2, ranks_per_node=2),
     "tp": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
 }
-DEAR = LendingCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
+DEAR = ReplicationCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
 CPU = torch.device("cpu")
 
 
-def layer_on(wire: AbstractWire, grid: Grid, lender: Any, plan: Plan | None = None) -> MoE:
+def layer_on(transport: AbstractTransport, grid: Grid, policy: Any, plan: Plan | None = None) -> MoE:
     layer = copy.deepcopy(make_layer())
     with torch.no_grad():
         next(layer.router.parameters())[0] += 3.0
-    layer.parallelize(Mesh(grid, wire), plan or Plan(lending="arbiter"), lender)
+    layer.parallelize(Mesh(grid, transport), plan or Plan(replication="arbiter"), policy)
     return layer
 
 
@@ -62,12 +62,12 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(grid: str, recompute: bool) -> None:
     mesh, calls = GRIDS[grid], 30
 
-    def rank(wire: AbstractWire) -> tuple[list[tuple[str, bool]], float]:
-        layer = layer_on(wire, mesh, Arbiter(costs=DEAR, doubt=0.9))
-        plain = layer_on(wire, mesh, None, Plan())
+    def rank(transport: AbstractTransport) -> tuple[list[tuple[str, bool]], float]:
+        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, doubt=0.9))
+        plain = layer_on(transport, mesh, None, Plan())
         worst = 0.0
         for number in range(calls):
-            x = tokens_of(mesh.coordinate(wire.rank, "dp"), count=8, seed=number).abs()
+            x = tokens_of(mesh.coordinate(transport.rank, "dp"), count=8, seed=number).abs()
             for one, other in zip(step(layer, x, recompute), step(plain, x), strict=True):
                 worst = max(worst, float((one - other).abs().max()))
         assert layer.on_mesh is not None
@@ -84,10 +84,10 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(gr
 def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing() -> None:
     mesh = GRIDS["ep"]
 
-    def rank(wire: AbstractWire) -> tuple[int, int, bool]:
-        layer = layer_on(wire, mesh, Arbiter(costs=DEAR, doubt=0.9))
+    def rank(transport: AbstractTransport) -> tuple[int, int, bool]:
+        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, doubt=0.9))
         for number in range(6):
-            step(layer, tokens_of(wire.rank, 8, seed=number))
+            step(layer, tokens_of(transport.rank, 8, seed=number))
         assert layer.on_mesh is not None
         chooser = layer.on_mesh.chooser
         assert chooser._arbitration is not None
@@ -97,7 +97,7 @@ def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing()
         before = {name: len(each.measured) for name, each in known.items()}
         with torch.no_grad():
             for number in range(20):
-                layer(tokens_of(wire.rank, 8, seed=7 + number))
+                layer(tokens_of(transport.rank, 8, seed=7 + number))
         trials = sum(each.is_trial for each in chooser.take())
         after = chooser._arbitration.last, chooser._arbitration._trial, chooser._arbitration._calls_until
         return trials, sum(len(each.measured) for each in known.values()) - sum(before.values()), after == next_one
@@ -109,18 +109,18 @@ def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing()
 
 
 def test_ranks_with_other_settings_are_refused() -> None:
-    def refused(lenders: list[Any], plan: Plan) -> None:
-        def rank(wire: AbstractWire) -> None:
-            step(layer_on(wire, GRIDS["ep"], lenders[wire.rank], plan), tokens_of(wire.rank, 8))
+    def refused(policies: list[Any], plan: Plan) -> None:
+        def rank(transport: AbstractTransport) -> None:
+            step(layer_on(transport, GRIDS["ep"], policies[transport.rank], plan), tokens_of(transport.rank, 8))
 
         with pytest.raises(InputError, match=r"ranks \[2\] run another plan"):
             run_ranks(4, rank)
 
-    usual, arbiter = Arbiter(costs=DEAR), Plan(lending="arbiter")
+    usual, arbiter = Arbiter(costs=DEAR), Plan(replication="arbiter")
     for other in (Arbiter(costs=DEAR, margin=0.2), Arbiter(), Arbiter(costs=DEAR, learn=False)):
         refused([usual, usual, other, usual], arbiter)
-    refused([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(lending="shadow"))
-    refused([Shadow(), Shadow(), Shadow(at_most=3), Shadow()], Plan(lending="shadow"))
+    refused([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(replication="shadow"))
+    refused([Shadow(), Shadow(), Shadow(at_most=3), Shadow()], Plan(replication="shadow"))
 
 
 def test_a_call_is_timed_from_its_counts_to_the_end_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 from moesaic.cost.alpha_beta import Machine
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.placement import Homes, Volume
+from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.runtime.arbiter_moves import MoveArbiter, saved_seconds
 
-COSTS = LendingCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
+COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
 
 
 @dataclass
@@ -41,7 +41,7 @@ def test_what_a_move_saves_by_hand() -> None:
     move: Any = FakeMove(Volume(1000, 5000), Volume(3000, 1000))
     bits = 8 * 16 * 2 * 2  # forward and backward
     assert saved_seconds(move, COSTS, dim=16) == pytest.approx(bits * (4000 / 1e9 - 2000 / 8e9) / 4)
-    forward = LendingCosts(machine=COSTS.machine, element_bytes=2, backward=False)
+    forward = ReplicationCosts(machine=COSTS.machine, element_bytes=2, backward=False)
     assert saved_seconds(move, forward, dim=16) == pytest.approx(saved_seconds(move, COSTS, dim=16) / 2)
 
 
@@ -57,7 +57,7 @@ def test_samples_move_first_and_go_on_while_that_gains_more() -> None:
         arbiter.note_move(saving(1000), verdict(2 * each, 1.5 * each), 16)  # half against three quarters
 
 
-def test_they_stay_where_lending_gains_more_and_try_again_now_and_then() -> None:
+def test_they_stay_where_replication_gains_more_and_try_again_now_and_then() -> None:
     arbiter = made()
     each = saved_seconds(saving(1000), COSTS, 16)
     assert arbiter.prefers_moving()
@@ -76,7 +76,7 @@ def test_the_margin_keeps_either_choice() -> None:
     each = saved_seconds(saving(1000), COSTS, 16)
     arbiter = made()
     arbiter.prefers_moving()
-    arbiter.note_move(saving(1000), verdict(2 * each, 0.96 * each), 16)  # 0.5 moving, 0.48 lending
+    arbiter.note_move(saving(1000), verdict(2 * each, 0.96 * each), 16)  # 0.5 moving, 0.48 replication
     assert arbiter.prefers_moving()
     arbiter.note_move(saving(1000), verdict(2 * each, 0.8 * each), 16)
     assert not arbiter.prefers_moving()
@@ -95,7 +95,7 @@ def test_a_move_that_saves_nothing_is_left() -> None:
 
 def test_the_decision_that_is_kept_says_what_ran() -> None:
     found = made().note_move(saving(1000), verdict(1.0, 0.5), 16)
-    assert (found.option, found.program, found.lent, found.weight_bytes) == ("relocate", 0, None, 0)
+    assert (found.option, found.program, found.replicated, found.weight_bytes) == ("relocate", 0, None, 0)
     assert found.rows == ((5, 3), (5, 3))
     assert found.token_bytes == (900, 900)
 

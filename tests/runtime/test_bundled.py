@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.program.sizes import Lots
+from moesaic.program.sizes import Splits
 from moesaic.runtime.bundled import Bundle
 
 KINDS = {
@@ -20,9 +20,9 @@ KINDS = {
 }
 
 
-def lot(peers: list[int], counts: list[int], rows: list[int] | None = None) -> Lots:
+def lot(peers: list[int], counts: list[int], rows: list[int] | None = None) -> Splits:
     places = np.arange(sum(counts)) if rows is None else np.array(rows, dtype=np.int64)
-    return Lots(tuple(peers), tuple(counts), places, rows is None)
+    return Splits(tuple(peers), tuple(counts), places, rows is None)
 
 
 def values_of(kinds: list[tuple[int, torch.dtype]], rows: list[int], seed: int = 0) -> list[Tensor]:
@@ -33,16 +33,18 @@ def values_of(kinds: list[tuple[int, torch.dtype]], rows: list[int], seed: int =
     ]
 
 
-def written(lots: list[Lots], values: list[Tensor]) -> dict[int, Tensor]:
-    bundle = Bundle(lots, values)
+def written(splits: list[Splits], values: list[Tensor]) -> dict[int, Tensor]:
+    bundle = Bundle(splits, values)
     memory, messages = bundle.buffer()
     memory.fill_(77)
     bundle.write(memory, values)
     return messages
 
 
-def read(lots: list[Lots], like: list[Tensor], messages: dict[int, Tensor], *, in_place: bool = True) -> list[Tensor]:
-    bundle = Bundle(lots, like)
+def read(
+    splits: list[Splits], like: list[Tensor], messages: dict[int, Tensor], *, in_place: bool = True
+) -> list[Tensor]:
+    bundle = Bundle(splits, like)
     memory, buffers = bundle.buffer()
     memory.fill_(55)
     for peer, buffer in buffers.items():
@@ -55,8 +57,8 @@ def read(lots: list[Lots], like: list[Tensor], messages: dict[int, Tensor], *, i
 def test_what_is_written_is_read(kind: str) -> None:
     kinds, peers, counts = KINDS[kind], [0, 2, 3], [3, 1, 4]
     values = values_of(kinds, [8] * len(kinds))
-    lots = [lot(peers, counts) for _ in kinds]
-    found = read(lots, values, written(lots, values))
+    splits = [lot(peers, counts) for _ in kinds]
+    found = read(splits, values, written(splits, values))
     for value, back in zip(values, found):
         assert back.dtype == value.dtype
         assert torch.equal(back, value)
@@ -80,11 +82,11 @@ def test_rows_are_gathered_on_one_side_and_placed_on_the_other(kind: str) -> Non
 def test_movements_of_a_bundle_may_have_other_peers_and_counts() -> None:
     kinds = KINDS["indices, weights, rows of an odd width"]
     values = values_of(kinds, [4, 4, 3])
-    lots = [lot([0, 1], [1, 3]), lot([0, 1], [1, 3]), lot([1, 2], [0, 3])]
-    messages = written(lots, values)
+    splits = [lot([0, 1], [1, 3]), lot([0, 1], [1, 3]), lot([1, 2], [0, 3])]
+    messages = written(splits, values)
     assert sorted(messages) == [0, 1, 2]
     assert [len(messages[peer]) for peer in (0, 1, 2)] == [3, 9, 9], "in numbers of 4 bytes: nothing but rows is sent"
-    for value, back in zip(values, read(lots, values, messages)):
+    for value, back in zip(values, read(splits, values, messages)):
         assert torch.equal(back, value)
 
 
@@ -92,8 +94,8 @@ def test_movements_of_a_bundle_may_have_other_peers_and_counts() -> None:
 def test_movements_without_rows(rows: list[int]) -> None:
     kinds = KINDS["rows and weights"]
     values = values_of(kinds, rows)
-    lots = [lot([0, 1], [count // 3, count - count // 3]) for count in rows]
-    for value, back in zip(values, read(lots, values, written(lots, values))):
+    splits = [lot([0, 1], [count // 3, count - count // 3]) for count in rows]
+    for value, back in zip(values, read(splits, values, written(splits, values))):
         assert back.shape == value.shape
         assert torch.equal(back, value)
 

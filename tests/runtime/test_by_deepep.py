@@ -13,7 +13,7 @@ from moesaic import Capacity, Mesh, MoE, Plan
 from moesaic.comm import deepep
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.program.grid import Grid
@@ -43,7 +43,7 @@ class Event:
 
 
 class Buffer:
-    """`deep_ep.ElasticBuffer` of versions 2.0 and 2.1: its arguments, its defaults and its refusals, on a wire.
+    """`deep_ep.ElasticBuffer` of versions 2.0 and 2.1: its arguments, its defaults and its refusals, on a transport.
 
     Each rank gets every rank's tokens that have an expert on it, source after source.
     """
@@ -54,13 +54,13 @@ class Buffer:
         prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
         num_gpu_timeout_secs=100, explicitly_destroy=False,
     ) -> None:  # fmt: skip
-        self.wire, self.peers = group, tuple(range(group.world))
+        self.transport, self.peers = group, tuple(range(group.world))
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
         sizes = torch.tensor([num_max_tokens_per_rank, hidden, num_topk])
-        assert all(torch.equal(other, sizes) for other in all_gather(self.wire, self.peers, sizes)), "ranks differ"
+        assert all(torch.equal(other, sizes) for other in all_gather(self.transport, self.peers, sizes)), "ranks differ"
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        assert num_experts % self.wire.world == 0
+        assert num_experts % self.transport.world == 0
         return 24
 
     def dispatch(
@@ -82,14 +82,14 @@ class Buffer:
         assert x.shape[1] == self.hidden
         assert num_topk <= self.num_topk
         assert len(x) <= num_max_tokens_per_rank <= self.num_max_tokens_per_rank
-        tokens = torch.cat(all_gather(self.wire, self.peers, x))
+        tokens = torch.cat(all_gather(self.transport, self.peers, x))
         if handle is not None:
             return tokens[handle.rows], None, None, handle, Event()
         assert topk_idx.dtype == torch.int64
         assert topk_weights.dtype == torch.float32
-        each = num_experts // self.wire.world
-        expert = torch.cat(all_gather(self.wire, self.peers, topk_idx)) - self.wire.rank * each
-        weight = torch.cat(all_gather(self.wire, self.peers, topk_weights))
+        each = num_experts // self.transport.world
+        expert = torch.cat(all_gather(self.transport, self.peers, topk_idx)) - self.transport.rank * each
+        weight = torch.cat(all_gather(self.transport, self.peers, topk_weights))
         here = (expert >= 0) & (expert < each)
         rows = here.any(1).nonzero().squeeze(1)
         expert, weight = expert.masked_fill(~here, -1), weight.masked_fill(~here, 0.0)
@@ -111,10 +111,10 @@ class Buffer:
 
     def _sum(self, rows: Tensor, handle: Handle) -> Tensor:
         tokens = len(handle.topk_idx)
-        whole = torch.zeros(self.wire.world * tokens, rows.shape[1], dtype=torch.float32)
+        whole = torch.zeros(self.transport.world * tokens, rows.shape[1], dtype=torch.float32)
         whole[handle.rows] = rows.float()
-        summed = all_reduce_sum(self.wire, self.peers, whole)
-        return summed[self.wire.rank * tokens :][:tokens].to(rows.dtype)
+        summed = all_reduce_sum(self.transport, self.peers, whole)
+        return summed[self.transport.rank * tokens :][:tokens].to(rows.dtype)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
 
     monkeypatch.setitem(__import__("sys").modules, "deep_ep", SimpleNamespace(ElasticBuffer=open_one))
     monkeypatch.setattr(deepep, "missing", lambda: "")
-    over_ep = property(lambda mesh: {"ep": SimpleNamespace(get_group=lambda: mesh.wire)})
+    over_ep = property(lambda mesh: {"ep": SimpleNamespace(get_group=lambda: mesh.transport)})
     monkeypatch.setattr(Mesh, "sparse", over_ep)
     return found
 
@@ -154,9 +154,9 @@ def backward(layer: MoE, *calls: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return *(y.detach() for _, y in calls), *(x.grad for x, _ in calls), *parameters
 
 
-def run(wire: AbstractWire, plan: Plan, capacity: Capacity | None, **options: object) -> tuple[Tensor, ...]:
-    layer = make(Mesh(GRID, wire), plan, capacity, **options)
-    return backward(layer, forward(layer, wire.rank))
+def run(transport: AbstractTransport, plan: Plan, capacity: Capacity | None, **options: object) -> tuple[Tensor, ...]:
+    layer = make(Mesh(GRID, transport), plan, capacity, **options)
+    return backward(layer, forward(layer, transport.rank))
 
 
 def agree(found: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...]], number: int) -> None:
@@ -170,7 +170,8 @@ def agree(found: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...]], n
 @pytest.mark.parametrize("capacity", [None, Capacity.fixed(0.75)], ids=["dropless", "drops"])
 def test_it_computes_what_the_programs_compute(capacity: Capacity | None) -> None:
     plain, found = (
-        run_ranks(4, lambda wire, plan=plan: run(wire, plan, capacity)) for plan in (Plan(), Plan(all_to_all="deepep"))
+        run_ranks(4, lambda transport, plan=plan: run(transport, plan, capacity))
+        for plan in (Plan(), Plan(all_to_all="deepep"))
     )
     agree(found, plain, 6)
 
@@ -178,15 +179,15 @@ def test_it_computes_what_the_programs_compute(capacity: Capacity | None) -> Non
 def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
     """One per rank, width and top_k; another width or top_k has its own."""
 
-    def work(wire: AbstractWire) -> None:
-        mesh, plan = Mesh(GRID, wire), Plan(all_to_all="deepep")
+    def work(transport: AbstractTransport) -> None:
+        mesh, plan = Mesh(GRID, transport), Plan(all_to_all="deepep")
         for layer in [
             make(mesh, plan),
             make(mesh, plan),
             make(mesh, plan, Capacity.fixed(1.0)),
             make(mesh, plan, top_k=3),
         ]:
-            backward(layer, forward(layer, wire.rank), forward(layer, wire.rank, TOKENS - 2))
+            backward(layer, forward(layer, transport.rank), forward(layer, transport.rank, TOKENS - 2))
 
     run_ranks(4, work)
     assert sorted(buffer.num_topk for buffer in opened) == [2] * 4 + [3] * 4
@@ -195,13 +196,13 @@ def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
 def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) -> None:
     """Forward, a larger forward, then both backward; the smaller room stays as long as its call needs it."""
 
-    def work(plan: Plan, wire: AbstractWire) -> tuple[Tensor, ...]:
-        layer = make(Mesh(GRID, wire), plan)
-        calls = [forward(layer, wire.rank, tokens, seed) for seed, tokens in enumerate((3, 5, 5, 4))]
+    def work(plan: Plan, transport: AbstractTransport) -> tuple[Tensor, ...]:
+        layer = make(Mesh(GRID, transport), plan)
+        calls = [forward(layer, transport.rank, tokens, seed) for seed, tokens in enumerate((3, 5, 5, 4))]
         return backward(layer, *calls)
 
     plain, found = (
-        run_ranks(4, lambda wire, plan=plan: work(plan, wire)) for plan in (Plan(), Plan(all_to_all="deepep"))
+        run_ranks(4, lambda transport, plan=plan: work(plan, transport)) for plan in (Plan(), Plan(all_to_all="deepep"))
     )
     agree(found, plain, 12)
     assert sorted(buffer.num_max_tokens_per_rank for buffer in opened) == [3] * 4 + [5] * 4
@@ -217,14 +218,14 @@ def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) ->
 )
 def test_what_it_cannot_do_is_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        run_ranks(4, lambda wire: run(wire, Plan(all_to_all="deepep"), None, **options))
+        run_ranks(4, lambda transport: run(transport, Plan(all_to_all="deepep"), None, **options))
 
 
 def test_without_the_package_every_rank_says_so() -> None:
     with pytest.raises(
         InputError, match=r"plan.all_to_all=deepep: the package deep_ep is not installed: choose multicast"
     ):
-        run_ranks(4, lambda wire: run(wire, Plan(all_to_all="deepep"), None))
+        run_ranks(4, lambda transport: run(transport, Plan(all_to_all="deepep"), None))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
@@ -26,7 +26,7 @@ from moesaic.plan.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.program.volume import messages_of, traffic
 from moesaic.routing.losses import LoadBalance
@@ -66,24 +66,26 @@ def draw(rng: random.Random) -> tuple[Compiled, str]:
             continue
 
 
-def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], Sizes, dict[tuple[int, int], int]]:
+def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallSizes, dict[tuple[int, int], int]]:
     """Run forward and backward; returns what each rank sent, the call's sizes, and the mailbox's own count."""
     whole = make_layer(kind, losses=(LoadBalance(0.1),))
     found: list[Any] = []
 
-    def rank(wire: AbstractWire) -> Recorder:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> Recorder:
+        recorder = Recorder(transport)
         layer = on_mesh(whole, work.grid, recorder, work)  # type: ignore[arg-type]
         assert layer.on_mesh is not None
         sizes_of = layer.on_mesh._sizes
         layer.on_mesh._sizes = lambda *a: found.append(sizes_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
-        x = tokens_of(work.grid.coordinate(wire.rank, "dp"), count=5 + work.grid.coordinate(wire.rank, "dp"), seed=seed)
+        x = tokens_of(
+            work.grid.coordinate(transport.rank, "dp"), count=5 + work.grid.coordinate(transport.rank, "dp"), seed=seed
+        )
         layer(x.requires_grad_()).sin().sum().backward()
-        found.append(wire.mailbox.bytes_sent)  # type: ignore[attr-defined]
+        found.append(transport.mailbox.bytes_sent)  # type: ignore[attr-defined]
         return recorder
 
     recorders = run_ranks(work.grid.world, rank, seed=seed)
-    return recorders, next(each for each in found if isinstance(each, Sizes)), found[-1]
+    return recorders, next(each for each in found if isinstance(each, CallSizes)), found[-1]
 
 
 def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Counter[tuple[str, str, bool]]:
@@ -130,7 +132,7 @@ def test_the_recorder_misses_nothing(seed: int) -> None:
 @pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined", "multicast"])
 @pytest.mark.parametrize("codec", ["int8", "bf16", "fp8"])
 def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: str) -> None:
-    """By parcels, each of which is encoded by itself; what only moves inside the node afterwards stays encoded."""
+    """By packets, each of which is encoded by itself; what only moves inside the node afterwards stays encoded."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     work = compiled(Plan(codec=codec, all_to_all=all_to_all), grid)  # type: ignore[arg-type]
     recorders, sizes, _ = run(work, "swiglu")
@@ -158,7 +160,7 @@ def replace_by_move(pack: Any) -> Any:
 
 
 @pytest.mark.parametrize("r", [0, 1, 2])
-def test_weights_on_the_wire_are_tutels_closed_form(r: int) -> None:
+def test_weights_on_the_transport_are_tutels_closed_form(r: int) -> None:
     """(q - 1) P / W, or P (W - 1) / W at r = 0, forward; again in backward, and as much for the gradients."""
     grid = Grid(world=4, ep=2, etp=2)
     work = compiled(Plan(schedule="s2", gather_weights=r), grid)
@@ -175,9 +177,9 @@ def test_what_stays_on_a_rank_is_no_message() -> None:
     recorders, _, _ = run(work, "swiglu")
     assert not sent_by_task(work, recorders, lambda rank: 0)
 
-    def rank(wire: AbstractWire, x: Tensor) -> int:
+    def rank(transport: AbstractTransport, x: Tensor) -> int:
         with torch.no_grad():
-            on_mesh(make_layer(), Grid(world=2, tp=2), wire, Plan())(x)
-        return sum(wire.mailbox.bytes_sent.values())  # type: ignore[attr-defined]
+            on_mesh(make_layer(), Grid(world=2, tp=2), transport, Plan())(x)
+        return sum(transport.mailbox.bytes_sent.values())  # type: ignore[attr-defined]
 
     assert min(every_rank(Grid(world=2, tp=2), rank)) > 0  # type: ignore[type-var]

@@ -14,11 +14,11 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import transpose
 from moesaic.runtime.call import Call, Environment, kept
-from moesaic.runtime.compute import compute, placed, take, wire_lane
+from moesaic.runtime.compute import compute, placed, take, transport_lane
 
 DIM = 4
 ONE = Grid(world=1)
@@ -26,7 +26,7 @@ ONE = Grid(world=1)
 
 def call_of(counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, **options: bool) -> Call:
     copies = np.array([counts] * grid.world)
-    sizes = Sizes(grid, copies, np.array([tokens] * grid.world), chunks)
+    sizes = CallSizes(grid, copies, np.array([tokens] * grid.world), chunks)
     return Call(0, sizes, GatedExperts(DIM, 6, len(counts)).double(), **options)
 
 
@@ -187,5 +187,5 @@ def test_a_gradient_task_finds_what_its_expert_kept() -> None:
 
 
 @pytest.mark.parametrize(("lane", "expected"), [(Lane.INTRA, "intra"), (Lane.INTER, "inter"), (Lane.COMPUTE, "inter")])
-def test_wire_lanes(lane: Lane, expected: str) -> None:
-    assert wire_lane(replace(S1.tasks[0], lane=lane)) == expected
+def test_transport_lanes(lane: Lane, expected: str) -> None:
+    assert transport_lane(replace(S1.tasks[0], lane=lane)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import LoadBalance, MoE, balance_on_step, finish_step, set_loss_scale
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.routers import ROUTERS
 from worlds import on_ranks, refusal
 
 DIM, TOKENS, STEPS, MICRO = 8, 8, 3, 2
@@ -149,3 +150,48 @@ def test_routers_with_a_bias_adapt():
     routers = {name: make(DIM, 8) for name, make in ROUTERS.items()}
     assert [n for n, router in routers.items() if any("bias" in b for b, _ in router.named_buffers())] == ADAPTING
     assert {"sigmoid", "group_limited"} <= set(ADAPTING)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that holds another one and calls it, without torch's own set-up, as Accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_the_hook_reaches_an_optimizer_inside_others():
+    layer = MoE(DIM, 6, 8, 2, router="sigmoid", losses=())
+    optimizer = Wrapper(Wrapper(torch.optim.SGD(layer.parameters(), lr=0.0)))
+    handle = balance_on_step(optimizer, layer)
+    layer(torch.randn(9, DIM)).sum().backward()
+    optimizer.step()
+    assert layer.router.bias.any()
+    handle.remove()
+    before = layer.router.bias.clone()
+    layer(torch.randn(9, DIM)).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.router.bias, before)
+
+
+def by_accelerate() -> list[Tensor]:
+    accelerate = pytest.importorskip("accelerate")
+    layer, world, rank = make_layer("sigmoid"), dist.get_world_size(), dist.get_rank()
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(size) for name, size in sizes.items()})  # as a launcher says it
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+    assert isinstance(model, DistributedDataParallel)
+    balance_on_step(optimizer, model)
+    return train(layer, model, optimizer, slice(rank, rank + 1), world)
+
+
+def test_accelerates_model_and_optimizer_adapt_as_one_process():
+    pytest.importorskip("accelerate")
+    expected = alone("sigmoid", 2)
+    for of_rank in on_ranks(2, by_accelerate):
+        assert torch.equal(of_rank[0], expected[0])
+        for found, wanted in zip(of_rank[1:], expected[1:], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)

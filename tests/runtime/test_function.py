@@ -1,4 +1,5 @@
-"""The autograd Function of a layer's call: gradients of everything that goes in, what it keeps, and on which wires it runs."""
+"""The autograd Function of a layer's call: gradients of everything that goes in, what it keeps, and on which transports
+it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.runtime import function as function_module
 from moesaic.runtime import slices as slices_module
@@ -43,7 +44,7 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass(
                 kept.append(set(wanted)), then(run, program, inputs, wanted)
             )[1]
         )  # fmt: skip
-    layer = on_mesh(make_layer(), ONE, NoWire(), Plan(token_budget=budget))
+    layer = on_mesh(make_layer(), ONE, NoTransport(), Plan(token_budget=budget))
     layer(tokens_of(0))
     assert any(names > {"y"} for names in kept)
     kept.clear()
@@ -57,11 +58,11 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     experts = make_layer(num_experts=2).experts
     sharded, common = experts.weights()
     work = compile_plan(Plan(), ONE)
-    sizes = Sizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
-    call = Run(work, NoWire(), Call(0, sizes, experts), 0, {"index": torch.tensor([[1], [0], [1]])})
+    sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
+    call = Run(work, NoTransport(), Call(0, sizes, experts), 0, {"index": torch.tensor([[1], [0], [1]])})
     x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
     with torch.no_grad():
-        found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.wire)
+        found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.transport)
     moves = [task for task in work.forward.tasks if task.op is Op.MOVE]
     assert len(moves) >= 3
     assert all(found[task.writes[0]] is found[task.reads[0]] for task in moves)
@@ -73,13 +74,13 @@ def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) 
     experts = make_layer(kind, num_experts=2).experts
     sharded, common = (tuple(w.detach().requires_grad_() for w in weights) for weights in experts.weights())
     work = compile_plan(Plan(chunks=chunks), ONE, bias=bool(common))
-    sizes = Sizes(ONE, np.array([[2, 1]]), np.array([3]), chunks, units=experts.num_units(sharded))
+    sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), chunks, units=experts.num_units(sharded))
     index = torch.tensor([[1], [0], [1]])
     x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
     gates = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        call = Run(work, NoWire(), Call(0, sizes, experts), 0, {"index": index})
+        call = Run(work, NoTransport(), Call(0, sizes, experts), 0, {"index": index})
         return run_program(call, x, gates, weights[: len(sharded)], weights[len(sharded) :])
 
     assert torch.autograd.gradcheck(function, (x, gates, *sharded, *common))
@@ -93,12 +94,12 @@ def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
     """Checkpointing compares it between the first pass and the recomputation."""
     grid, whole = Grid(world=2, ep=2), make_layer("modules")
 
-    def rank(wire: AbstractWire) -> list[int]:
-        counts, layer = [], on_mesh(whole, grid, wire, Plan(chunks=2))
+    def rank(transport: AbstractTransport) -> list[int]:
+        counts, layer = [], on_mesh(whole, grid, transport, Plan(chunks=2))
         for count in (0, 1, 7):
             saved: list[Tensor] = []
             with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-                layer(tokens_of(wire.rank, count).requires_grad_()).sum()
+                layer(tokens_of(transport.rank, count).requires_grad_()).sum()
             counts.append(len(saved))
         return counts
 
@@ -112,9 +113,9 @@ def test_ranks_take_part_whatever_needs_no_gradient(frozen: str) -> None:
     if frozen != "input":
         getattr(whole, frozen).requires_grad_(False)
 
-    def rank(wire: AbstractWire) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        x = tokens_of(grid.coordinate(wire.rank, "dp")).requires_grad_(frozen != "input")
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
+    def rank(transport: AbstractTransport) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        x = tokens_of(grid.coordinate(transport.rank, "dp")).requires_grad_(frozen != "input")
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s1"))
         layer(x).sin().sum().backward()
         return x.grad, {name: p.grad for name, p in layer.named_parameters()}
 
@@ -131,9 +132,9 @@ def test_ranks_take_part_whatever_needs_no_gradient(frozen: str) -> None:
 def test_outputs_and_gradients_keep_their_dtypes(dtype: torch.dtype) -> None:
     grid, whole = Grid(world=2, ep=2), make_layer().to(dtype)
 
-    def rank(wire: AbstractWire) -> set[torch.dtype]:
-        x = tokens_of(wire.rank).to(dtype).requires_grad_()
-        layer = on_mesh(whole, grid, wire, Plan())
+    def rank(transport: AbstractTransport) -> set[torch.dtype]:
+        x = tokens_of(transport.rank).to(dtype).requires_grad_()
+        layer = on_mesh(whole, grid, transport, Plan())
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
             y = layer(x)
         y.sum().backward()
@@ -171,11 +172,11 @@ def test_any_plan_runs_without_tags_too(seed: int) -> None:
     whole, work = make_layer("biases"), compiled(plan, grid, "biases")
     x = [tokens_of(g, count=3 + g, seed=seed) for g in range(grid.dp)]
 
-    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor | None]:
-        layer = on_mesh(whole, grid, wire, work)
-        y = layer(x[grid.coordinate(wire.rank, "dp")])
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor | None]:
+        layer = on_mesh(whole, grid, transport, work)
+        y = layer(x[grid.coordinate(transport.rank, "dp")])
         y.sin().sum().backward()
-        average_gradients(layer, Mesh(grid, wire))
+        average_gradients(layer, Mesh(grid, transport))
         return y.detach(), layer.experts.w1.grad
 
     found = run_ranks(grid.world, rank, seed=seed, in_order=True)
@@ -190,9 +191,9 @@ def test_any_plan_runs_without_tags_too(seed: int) -> None:
 def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
     grid, whole = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4), make_layer().float()
 
-    def rank(wire: AbstractWire, x: Tensor) -> tuple[Tensor, Tensor]:
+    def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().float().requires_grad_()
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s2", all_to_all="hier2d", chunks=2, overlap_gather=True))
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s2", all_to_all="hier2d", chunks=2, overlap_gather=True))
         y = layer(x)
         y.sin().sum().backward()
         assert x.grad is not None

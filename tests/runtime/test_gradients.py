@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
 from moesaic.plan import Plan
@@ -45,14 +45,14 @@ class Holder(nn.Module):
     ids=str,
 )
 def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_divided_by_dp(grid: Grid) -> None:
-    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        module = Holder(grid, wire.rank)
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        module = Holder(grid, transport.rank)
         spread = {id(p) for p in expert_parameters(module)}
         assert spread == {id(p) for p in module.experts.parameters()}, "a shared expert is dense"
         for parameter in module.parameters():
             if parameter.requires_grad and parameter is not module.unused:
-                parameter.grad = torch.full_like(parameter, float(2**wire.rank))
-        average_gradients(module, Mesh(grid, wire))
+                parameter.grad = torch.full_like(parameter, float(2**transport.rank))
+        average_gradients(module, Mesh(grid, transport))
         assert module.shared.w1.grad is not None
         assert module.dense.grad is not None
         assert module.experts.w1.grad is not None
@@ -70,11 +70,11 @@ def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_
 
 
 def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
-    def rank(wire: AbstractWire) -> Tensor | None:
+    def rank(transport: AbstractTransport) -> Tensor | None:
         module = nn.Linear(2, 1, bias=False)
-        if wire.rank == 1:
+        if transport.rank == 1:
             module.weight.grad = torch.full_like(module.weight, 6.0)
-        average_gradients(module, Mesh(Grid(world=3), wire))
+        average_gradients(module, Mesh(Grid(world=3), transport))
         return module.weight.grad
 
     for found in run_ranks(3, rank):
@@ -96,12 +96,12 @@ def test_a_step_on_a_mesh_is_a_step_of_one_process_on_all_tokens(grid: Grid, sch
     alone = copy.deepcopy(whole)
     sum((alone(x[g]) * weight[g]).sum(-1).mean() for g in range(grid.dp)).div(grid.dp).backward()  # type: ignore[union-attr]
 
-    def rank(wire: AbstractWire) -> dict[str, Tensor | None]:
+    def rank(transport: AbstractTransport) -> dict[str, Tensor | None]:
         layer = copy.deepcopy(whole)
-        layer.parallelize(Mesh(grid, wire), Plan(schedule=schedule))  # type: ignore[arg-type]
-        group = grid.coordinate(wire.rank, "dp")
+        layer.parallelize(Mesh(grid, transport), Plan(schedule=schedule))  # type: ignore[arg-type]
+        group = grid.coordinate(transport.rank, "dp")
         (layer(x[group]) * weight[group]).sum(-1).mean().backward()
-        average_gradients(layer, Mesh(grid, wire))
+        average_gradients(layer, Mesh(grid, transport))
         return {name: parameter.grad for name, parameter in layer.named_parameters()}
 
     for at, grads in enumerate(run_ranks(grid.world, rank)):

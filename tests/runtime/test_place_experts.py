@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
@@ -25,7 +25,7 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.gradients import average_gradients
 from moesaic.runtime.place_experts import ExpertPlacement, Moved
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 STEPS, EVERY = 6, 2
@@ -73,14 +73,14 @@ def state_of(layer: MoE, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def trained(
     whole: MoE,
     grid: Grid,
-    wire: AbstractWire,
+    transport: AbstractTransport,
     plans: list[Plan],
     make: Optimizer,
     placer: AbstractExpertPlacer | None,
     capacity: AbstractCapacity | None = None,
 ) -> tuple[list[Tensor], list[Moved]]:
     """Train a layer, one plan per step in turn; returns all that a rank sees, and what moved."""
-    layer, mesh = on_mesh(whole, grid, wire, plans[0]), Mesh(grid, wire)
+    layer, mesh = on_mesh(whole, grid, transport, plans[0]), Mesh(grid, transport)
     optimizer = make(layer.parameters())
     placement = None if placer is None else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)
     found, moves = [], []
@@ -100,10 +100,10 @@ def trained(
 def assert_same_training(
     whole: MoE, grid: Grid, plans: list[Plan], make: Optimizer, capacity: AbstractCapacity | None = None
 ) -> list[list[Moved]]:
-    def rank(wire: AbstractWire) -> tuple[list[Tensor], list[Tensor], list[Moved]]:
+    def rank(transport: AbstractTransport) -> tuple[list[Tensor], list[Tensor], list[Moved]]:
         placer = GivenOrders([np.array(order) for order in ORDERS])
-        moving, moves = trained(whole, grid, wire, plans, make, placer, capacity)
-        return moving, trained(whole, grid, wire, plans, make, None, capacity)[0], moves
+        moving, moves = trained(whole, grid, transport, plans, make, placer, capacity)
+        return moving, trained(whole, grid, transport, plans, make, None, capacity)[0], moves
 
     results = run_ranks(grid.world, rank)
     for moving, still, moves in results:
@@ -129,8 +129,8 @@ PLANS = {
     "s3": (SHARDS, [Plan(schedule="s3", order="optsche", chunks=2)]),
     "r": (FOLDED, [Plan(schedule="s2", gather_weights=r) for r in (0, 1, 2)]),
     "multicast": (FOUR, [Plan(all_to_all="multicast", chunks=2)]),
-    "shadow": (FOUR, [Plan(lending="shadow")]),
-    "spill": (COPIES, [Plan(lending="least_loaded")]),
+    "shadow": (FOUR, [Plan(replication="shadow")]),
+    "spill": (COPIES, [Plan(replication="least_loaded")]),
     "peers": (FOUR, [Plan(peer_groups=2, all_to_all="linear")]),
     "switching": (FOLDED, [Plan(schedule="s1"), Plan(schedule="s2", chunks=2), Plan(schedule="baseline")]),
 }
@@ -155,8 +155,8 @@ def test_what_moves_is_counted_and_nothing_else_is_sent() -> None:
     whole = make_layer()
     expert = sum(p[0].numel() for p in whole.experts.parameters()) * 8
 
-    def rank(wire: AbstractWire) -> tuple[list[Moved], int]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> tuple[list[Moved], int]:
+        recorder = Recorder(transport)
         layer = on_mesh(whole, FOUR, recorder, Plan())
         optimizer = adamw(layer.parameters())
         step(layer, Mesh(FOUR, recorder), optimizer, 0)
@@ -179,17 +179,19 @@ def test_weights_lie_where_the_order_says_and_come_home() -> None:
     whole, order = make_layer(), np.array([2, 0, 3, 1])
     grid = FOLDED
 
-    def rank(wire: AbstractWire, _: Tensor) -> None:
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s2"))
-        placement = ExpertPlacement([layer], Mesh(grid, wire), adamw(layer.parameters()), every=1)
+    def rank(transport: AbstractTransport, _: Tensor) -> None:
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s2"))
+        placement = ExpertPlacement([layer], Mesh(grid, transport), adamw(layer.parameters()), every=1)
         placement.place([order])
         for name in ("w1", "w2", "w3"):
             source = whole.experts.get_parameter(name).detach()
-            assert torch.equal(layer.experts.get_parameter(name), part_of(whole, source[order], name, grid, wire.rank))
+            assert torch.equal(
+                layer.experts.get_parameter(name), part_of(whole, source[order], name, grid, transport.rank)
+            )
         with placement.at_home():
             assert placement.orders[0].tolist() == [0, 1, 2, 3]
             for name, value in layer.experts.state_dict().items():
-                mine = part_of(whole, whole.experts.get_parameter(name).detach(), name, grid, wire.rank)
+                mine = part_of(whole, whole.experts.get_parameter(name).detach(), name, grid, transport.rank)
                 assert torch.equal(value, mine)
         assert placement.orders[0].tolist() == order.tolist()
         for what in (layer.state_dict, lambda: layer.load_state_dict({})):
@@ -209,15 +211,15 @@ def test_decides_from_the_load_of_training_since_the_last_decision() -> None:
 
     whole = make_layer(num_experts=8)
 
-    def rank(wire: AbstractWire) -> list[Moved]:
-        layer = on_mesh(whole, FOUR, wire, Plan())
+    def rank(transport: AbstractTransport) -> list[Moved]:
+        layer = on_mesh(whole, FOUR, transport, Plan())
         optimizer = adamw(layer.parameters())
-        mesh = Mesh(FOUR, wire)
+        mesh = Mesh(FOUR, transport)
         placement = ExpertPlacement([layer], mesh, optimizer, every=2, placer=Watching())
         moves, counts = [], torch.zeros(8)
         for number in range(4):
             layer.train()
-            x = tokens_of(wire.rank, seed=number).requires_grad_()
+            x = tokens_of(transport.rank, seed=number).requires_grad_()
             y, routing = (checkpoint(layer, x, return_routing=True)) if number % 2 else layer(x, return_routing=True)
             counts += routing.requested
             y.sum().backward()  # a recomputation counts no token twice
@@ -254,8 +256,8 @@ def test_hot_experts_are_moved_apart_once_and_stay() -> None:
     whole.router.weight.requires_grad_(False)
     slow = ExpertRates(machine=Machine(tflops=1e-9))  # computes so slowly that any move pays
 
-    def rank(wire: AbstractWire) -> tuple[list[Moved], list[int]]:
-        layer, mesh = on_mesh(whole, FOUR, wire, Plan()), Mesh(FOUR, wire)
+    def rank(transport: AbstractTransport) -> tuple[list[Moved], list[int]]:
+        layer, mesh = on_mesh(whole, FOUR, transport, Plan()), Mesh(FOUR, transport)
         optimizer = adamw(layer.experts.parameters())
         placement = ExpertPlacement([layer], mesh, optimizer, every=1, placer=Balanced(slow))
         found = []

@@ -8,24 +8,22 @@ import numpy as np
 import pytest
 import torch
 from meshes import make_layer, on_mesh, tokens_of
-from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, imitation
+from test_by_deepep import DIM, EXPERTS, GRID, TOKENS, opened
 from torch import Tensor
 
-from moesaic.comm.deepep import DeepEP
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.plan.placement import Given, Homes
 from moesaic.program.grid import Grid
-from moesaic.runtime import on_mesh as on_mesh_module
 from moesaic.runtime.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case
 from moesaic.testing.placed import expert_placement_of
 
-__all__ = ["imitation"]
+__all__ = ["opened"]
 
 CASES = 60
 
@@ -42,20 +40,18 @@ def test_random_cases_in_random_orders() -> None:
     assert wrong == {}
 
 
-@pytest.mark.usefixtures("imitation")
-def test_deepep_finds_experts_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    wires: dict[int, AbstractWire] = {}
-    monkeypatch.setattr(on_mesh_module, "open_deepep", lambda grid, rank, count: DeepEP(wires[rank], count))
+@pytest.mark.usefixtures("opened")
+def test_deepep_finds_experts_where_they_are() -> None:
     x = torch.randn(4, TOKENS, DIM)
     whole = MoE(DIM, 8, EXPERTS, 2)
 
-    def rank(wire: AbstractWire) -> tuple[Tensor, Tensor]:
-        wires[wire.rank], found = wire, []
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
+        found = []
         for order in (np.arange(EXPERTS), np.random.default_rng(0).permutation(EXPERTS)):
-            layer = on_mesh(whole, GRID, wire, Plan(all_to_all="deepep"))
-            expert_placement_of(layer, Mesh(GRID, wire)).place([order])
+            layer = on_mesh(whole, GRID, transport, Plan(all_to_all="deepep"))
+            expert_placement_of(layer, Mesh(GRID, transport)).place([order])
             with torch.autocast("cpu", torch.bfloat16):
-                found.append(layer(x[wire.rank]).detach())
+                found.append(layer(x[transport.rank]).detach())
         return found[0], found[1]
 
     for still, moved in run_ranks(4, rank):
@@ -70,21 +66,21 @@ def test_samples_that_move_find_experts_that_moved() -> None:
     after = Homes(np.array([[7, 1], [0, 3], [4, 2], [6, 5]]))
     order = np.array([2, 3, 0, 1])
 
-    def run(wire: AbstractWire, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
+    def run(transport: AbstractTransport, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
         assert layer.on_mesh is not None
         following = Following(layer.router, 2, layer.on_mesh.order)
-        trip = Relocator(Mesh(grid, wire), Given([after]), ends_home=False).start([following] * 2, 2, 3)
+        trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start([following] * 2, 2, 3)
         move = trip.next()
-        y = trip.take_home(layer(tokens_of(wire.rank).view(2, 3, -1), move=move))
+        y = trip.take_home(layer(tokens_of(transport.rank).view(2, 3, -1), move=move))
         assert move.load is not None
         assert move.load.following is not None
         return y.detach(), move.load.copies, move.load.following
 
-    def rank(wire: AbstractWire) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s1"))
-        found = [run(wire, layer)]
-        expert_placement_of(layer, Mesh(grid, wire)).place([order])
-        return [*found, run(wire, layer)]
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, np.ndarray, np.ndarray]]:
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s1"))
+        found = [run(transport, layer)]
+        expert_placement_of(layer, Mesh(grid, transport)).place([order])
+        return [*found, run(transport, layer)]
 
     for (still, copies, following), (moved, by_slot, following_by_slot) in run_ranks(4, rank):
         torch.testing.assert_close(moved, still, rtol=1e-12, atol=1e-12)

@@ -19,11 +19,11 @@ from torch.multiprocessing.spawn import spawn
 from moesaic.comm.mesh import Mesh
 from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
+from moesaic.parallel import shard_dim
 from moesaic.plan import Plan
 from moesaic.plan.expert_placement import GivenOrders
 from moesaic.runtime.place_experts import ExpertPlacement
 from moesaic.testing.processes import leave
-from moesaic.train.parallel import shard_dim
 
 EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 4
 CUTS = ("trainer", "experts")

@@ -12,24 +12,24 @@ from test_place_experts import TWO, adamw, step
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import LinkLevel, SoftmaxTopK, TopologyGate
+from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.place_experts import ExpertPlacement
 
 
 def test_refusals_are_one_line_and_move_nothing() -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> list[str]:
-        layer, said = on_mesh(whole, TWO, wire, Plan()), []
+    def rank(transport: AbstractTransport) -> list[str]:
+        layer, said = on_mesh(whole, TWO, transport, Plan()), []
         optimizer = adamw(layer.parameters())
-        mesh = Mesh(TWO, wire)
+        mesh = Mesh(TWO, transport)
         placement = ExpertPlacement([layer], mesh, optimizer, every=1)
-        wrong = [[np.array([0, 0, 1, 2])], [], [np.array([1, 0, 2, 3] if wire.rank else [0, 1, 3, 2])]]
+        wrong = [[np.array([0, 0, 1, 2])], [], [np.array([1, 0, 2, 3] if transport.rank else [0, 1, 3, 2])]]
         for orders in wrong:
             said.append(refusal(lambda orders=orders: placement.place(orders)))
         step(layer, mesh, optimizer, 0)
@@ -38,7 +38,7 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
         for strange in (torch.zeros(7), [torch.zeros(2)]):
             optimizer.state[w1] = {**state, "odd": strange}
             said.append(refusal(lambda: placement.place([np.array([1, 0, 3, 2])])))
-        optimizer.state[w1] = {**state, "rank": torch.zeros(2 + wire.rank, 4)} if wire.rank else state
+        optimizer.state[w1] = {**state, "rank": torch.zeros(2 + transport.rank, 4)} if transport.rank else state
         said.append(refusal(lambda: placement.place([np.array([1, 0, 3, 2])])))
         assert torch.equal(w1, before)
         assert placement.orders[0].tolist() == [0, 1, 2, 3]
@@ -66,21 +66,26 @@ def test_layers_and_meshes_that_cannot_are_refused() -> None:
     optimizer = adamw(plain.parameters())
     alone = Grid(world=2, etp=2)
     level = LinkLevel(name="node", group=(0, 1), share=0.5)
-    gated = make_layer(router=lambda dim, count: TopologyGate(SoftmaxTopK(dim, count), grid=TWO, levels=[level]))
+    gated = make_layer(router=lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=TWO, levels=[level]))
 
-    def rank(wire: AbstractWire) -> None:
-        layer = on_mesh(plain, TWO, wire, Plan())
+    def rank(transport: AbstractTransport) -> None:
+        layer = on_mesh(plain, TWO, transport, Plan())
         for make, words in (
-            (lambda: ExpertPlacement([plain], Mesh(TWO, wire), optimizer, every=1), "a layer is on no mesh"),
+            (lambda: ExpertPlacement([plain], Mesh(TWO, transport), optimizer, every=1), "a layer is on no mesh"),
             (
-                lambda: ExpertPlacement([layer], Mesh(alone, wire), optimizer, every=1),
+                lambda: ExpertPlacement([layer], Mesh(alone, transport), optimizer, every=1),
                 "with mesh.ep=1 every rank has all",
             ),
             (
-                lambda: ExpertPlacement([on_mesh(gated, TWO, wire, Plan())], Mesh(TWO, wire), optimizer, every=1),
-                "TopologyGate",
+                lambda: ExpertPlacement(
+                    [on_mesh(gated, TWO, transport, Plan())], Mesh(TWO, transport), optimizer, every=1
+                ),
+                "TopologyRouter",
             ),
-            (lambda: ExpertPlacement([layer], Mesh(TWO, wire), optimizer, every=0), "every=0: must be at least 1 step"),
+            (
+                lambda: ExpertPlacement([layer], Mesh(TWO, transport), optimizer, every=0),
+                "every=0: must be at least 1 step",
+            ),
         ):
             assert words in refusal(make)
 
@@ -92,8 +97,8 @@ def test_gradients_master_copies_and_buffers_move_too(kind: str) -> None:
     whole = make_layer(kind)
     order = np.array([2, 1, 3, 0])
 
-    def rank(wire: AbstractWire) -> list[float]:
-        layer = on_mesh(whole, TWO, wire, Plan())
+    def rank(transport: AbstractTransport) -> list[float]:
+        layer = on_mesh(whole, TWO, transport, Plan())
         masters = {parameter: parameter.detach().clone().float() for parameter in layer.experts.parameters()}
         optimizer = adamw(masters.values())
         if isinstance(layer.experts, ModuleExperts):
@@ -103,7 +108,7 @@ def test_gradients_master_copies_and_buffers_move_too(kind: str) -> None:
             parameter.grad, master.grad = parameter.detach() * 3, master * 2
         optimizer.step()
         tied = [*zip(masters, masters.values())]
-        placement = ExpertPlacement([layer], Mesh(TWO, wire), optimizer, every=1, masters=masters)
+        placement = ExpertPlacement([layer], Mesh(TWO, transport), optimizer, every=1, masters=masters)
         placement.place([order])
         wrong = []
         for parameter, master in tied:

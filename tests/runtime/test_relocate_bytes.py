@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.comm.loopback import LoopbackWire, run_ranks
+from moesaic.comm.loopback import LoopbackTransport, run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.plan import Plan
@@ -52,19 +52,21 @@ def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> li
     """What each rank sends to the other node, and its trip."""
     whole, x = layers(), local_batch()
 
-    def rank(wire: LoopbackWire) -> tuple[int, SampleTrip]:
-        mine, mesh = copy.deepcopy(whole), Mesh(GRID, wire)
+    def rank(transport: LoopbackTransport) -> tuple[int, SampleTrip]:
+        mine, mesh = copy.deepcopy(whole), Mesh(GRID, transport)
         for layer in mine:
             layer.parallelize(mesh, Plan())
         trip = Relocator(mesh, placer).start([Following(layer.router, 2) for layer in mine], SLOTS, LENGTH)
-        h = x[SLOTS * wire.rank : SLOTS * wire.rank + SLOTS].clone().requires_grad_()
+        h = x[SLOTS * transport.rank : SLOTS * transport.rank + SLOTS].clone().requires_grad_()
         for layer in mine:
             move = trip.next()
             y = layer(h, move=move, residual=Residual(h) if rides else None)
             h = y if rides else move.carry(h) + y
         if backward:
             h.sum().backward()
-        crossed = sum(n for (a, b), n in wire.mailbox.bytes_sent.items() if a == wire.rank and a // 2 != b // 2)
+        crossed = sum(
+            n for (a, b), n in transport.mailbox.bytes_sent.items() if a == transport.rank and a // 2 != b // 2
+        )
         return crossed, trip
 
     return run_ranks(4, rank)  # type: ignore[arg-type]

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.placement import AbstractPlacer, Given, Homes, SampleLoad, TwoStage
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import SoftmaxTopK
 from moesaic.routing.losses import LoadBalance, ZLoss
+from moesaic.routing.routers import SoftmaxTopK
 from moesaic.runtime.gradients import average_gradients
 from moesaic.runtime.relocate import Following, Relocator, SampleMove
 from moesaic.runtime.relocate_dropout import sample_dropout
 from moesaic.runtime.relocate_residual import Residual
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 
 DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
@@ -151,12 +151,12 @@ def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
     whole, compiled = Model(case).double(), compile_plan(case.plan, case.grid, bias=case.bias)
     x, goal, mask = batch(case)
 
-    def rank(wire: AbstractWire) -> dict[str, Any]:
-        model, mesh = copy.deepcopy(whole), Mesh(case.grid, wire)
+    def rank(transport: AbstractTransport) -> dict[str, Any]:
+        model, mesh = copy.deepcopy(whole), Mesh(case.grid, transport)
         for block in model.blocks:
             block.moe.parallelize(mesh, compiled)
         relocator = Relocator(mesh, PLACERS[case.placer](), ends_home=case.ends_home)
-        mine = slice(wire.rank * SLOTS, (wire.rank + 1) * SLOTS)
+        mine = slice(transport.rank * SLOTS, (transport.rank + 1) * SLOTS)
         leaf = x[mine].clone().requires_grad_()
         loss = model(leaf, goal[mine], None if mask is None else mask[mine], relocator).mean()
         loss.backward()
@@ -273,8 +273,10 @@ def test_samples_did_move_and_saved_rows() -> None:
     random = np.random.default_rng(3)
     given = [Homes(random.permutation(12).reshape(4, 3)) for _ in range(2)]
 
-    def rank(wire: AbstractWire, placer: AbstractPlacer) -> tuple[list[Homes], list[tuple[Any, Any]], dict[Any, int]]:
-        model, mesh = copy.deepcopy(whole), Mesh(FOUR, wire)
+    def rank(
+        transport: AbstractTransport, placer: AbstractPlacer
+    ) -> tuple[list[Homes], list[tuple[Any, Any]], dict[Any, int]]:
+        model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
         for block in model.blocks:
             block.moe.parallelize(mesh, Plan())
         relocator = Relocator(mesh, placer)
@@ -287,15 +289,15 @@ def test_samples_did_move_and_saved_rows() -> None:
             return trip
 
         relocator.start = watched  # type: ignore[method-assign]
-        mine = slice(wire.rank * SLOTS, (wire.rank + 1) * SLOTS)
+        mine = slice(transport.rank * SLOTS, (transport.rank + 1) * SLOTS)
         model(x[mine], goal[mine], None, relocator)
         trip: Any = moves[0]
         return [move.after for move in trip.moves], [move.volumes() for move in trip.moves], {}
 
-    for homes, volumes, _ in run_ranks(4, lambda wire: rank(wire, Given(given))):
+    for homes, volumes, _ in run_ranks(4, lambda transport: rank(transport, Given(given))):
         assert all(a.same_as(b) for a, b in zip(homes, [*given, Homes.start(4, 3)], strict=True))
         assert len(volumes) == 3
-    for _, volumes, _ in run_ranks(4, lambda wire: rank(wire, TwoStage(least_gain=0.0))):
+    for _, volumes, _ in run_ranks(4, lambda transport: rank(transport, TwoStage(least_gain=0.0))):
         assert all(after.inter <= before.inter for before, after in volumes[:2])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.plan.placement import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Volume, Weighed
 from moesaic.program.grid import Grid
@@ -74,15 +74,15 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
             x = layer(x) + x if trip is None else layer(x, move=trip.next(), residual=Residual(x))
         return x
 
-    def rank(wire: AbstractWire) -> tuple[list[float], list[int], int]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> tuple[list[float], list[int], int]:
+        recorder = Recorder(transport)
         mesh, mine = Mesh(FOUR, recorder), copy.deepcopy(layers)
         for layer in mine:
             layer.parallelize(mesh, Plan())
         placer = Lazy(moves)
         relocator, errors, messages = Relocator(mesh, placer), [], []
         for number in range(7):
-            x = tokens_of(wire.rank, seed=number).view(2, 3, -1)
+            x = tokens_of(transport.rank, seed=number).view(2, 3, -1)
             expected = forward(mine, x, None)
             recorder.ranges.clear()
             found = forward(mine, x, relocator)
@@ -104,14 +104,14 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
 def test_gradients_in_a_pass_that_rests_are_those_of_the_plain_layer() -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> float:
-        mesh, gradients = Mesh(FOUR, wire), []
+    def rank(transport: AbstractTransport) -> float:
+        mesh, gradients = Mesh(FOUR, transport), []
         relocator = Relocator(mesh, Lazy(set()))
         for moving in (False, True):
             layer = copy.deepcopy(whole)
             layer.parallelize(mesh, Plan())
             for number in range(3):
-                x = tokens_of(wire.rank, seed=number).view(2, 3, -1).requires_grad_()
+                x = tokens_of(transport.rank, seed=number).view(2, 3, -1).requires_grad_()
                 following = [Following(layer.router, 2)] * 2
                 move = relocator.start(following, 2, 3).next() if moving else None
                 layer(x, move=move).square().sum().backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
@@ -23,7 +23,7 @@ from moesaic.plan import Plan
 from moesaic.plan.placement import Given, Homes, Stay, TwoStage
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity
-from moesaic.routing.gates import LinkLevel, SoftmaxTopK, TopologyGate
+from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.gradients import average_gradients
 from moesaic.runtime.relocate import Following, Relocator
 from moesaic.runtime.relocate_rows import carry
@@ -37,8 +37,8 @@ AFTER = Homes(np.array([[0, 1], [4, 2], [3, 7], [5, 6]]))
 def test_samples_arrive_with_the_same_bits_where_they_go(dtype: torch.dtype) -> None:
     whole = torch.randn(8, 3, 2).mul(100).to(dtype)
 
-    def rank(wire: AbstractWire) -> Tensor:
-        return carry(wire, whole[BEFORE.samples[wire.rank]], BEFORE, AFTER)
+    def rank(transport: AbstractTransport) -> Tensor:
+        return carry(transport, whole[BEFORE.samples[transport.rank]], BEFORE, AFTER)
 
     for at, found in enumerate(run_ranks(4, rank, in_order=True)):
         assert torch.equal(found, whole[AFTER.samples[at]])
@@ -48,9 +48,9 @@ def test_samples_arrive_with_the_same_bits_where_they_go(dtype: torch.dtype) -> 
 def test_gradients_go_back_the_way_samples_came(times: int) -> None:
     upstream = torch.randn(8, 3)
 
-    def rank(wire: AbstractWire) -> Tensor:
+    def rank(transport: AbstractTransport) -> Tensor:
         x = torch.zeros(2, 3, requires_grad=True)
-        y = (carry(wire, x, BEFORE, AFTER) * upstream[AFTER.samples[wire.rank]]).sum()
+        y = (carry(transport, x, BEFORE, AFTER) * upstream[AFTER.samples[transport.rank]]).sum()
         for _ in range(times):
             y.backward(retain_graph=True)
         assert x.grad is not None
@@ -64,8 +64,8 @@ def test_gradients_go_back_the_way_samples_came(times: int) -> None:
 def test_only_samples_that_leave_cross_links() -> None:
     one_pair = Homes(np.array([[5, 0], [2, 7], [4, 3], [6, 1]]))
 
-    def rank(wire: AbstractWire) -> dict[int, int]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> dict[int, int]:
+        recorder = Recorder(transport)
         x = torch.zeros(2, 5, dtype=torch.float32)
         assert carry(recorder, x, BEFORE, BEFORE) is x  # type: ignore[arg-type]
         carry(recorder, x, BEFORE, one_pair)  # type: ignore[arg-type]
@@ -104,15 +104,15 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
     random = np.random.default_rng(0)
     homes = [Homes(random.permutation(8).reshape(4, 2)) for _ in range(4)]
 
-    def rank(wire: AbstractWire) -> list[tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
         found = []
         for moves in (False, True):
-            model, mesh = copy.deepcopy(whole), Mesh(FOUR, wire)
+            model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
             for block in model.blocks:
                 if not options.get("moe", {}).get("every") or hasattr(block.ffn, "router"):
                     block.ffn.parallelize(mesh, Plan(chunks=2))  # type: ignore[operator, union-attr]
             model.relocator = Relocator(mesh, Given(homes), ends_home=ends_home) if moves else None
-            mine = slice(2 * wire.rank, 2 * wire.rank + 2)
+            mine = slice(2 * transport.rank, 2 * transport.rank + 2)
             loss, counts = gpt_step(model, tokens[mine], targets[mine], None if mask is None else mask[mine])
             average_gradients(model, mesh)
             found.append((loss, counts, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
@@ -135,13 +135,13 @@ def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None
     torch.manual_seed(0)
     whole, tokens = GPT(gpt_config(), 11).double().eval(), torch.randint(0, 11, (8, 6))
 
-    def rank(wire: AbstractWire) -> Tensor:
-        model, mesh = copy.deepcopy(whole), Mesh(FOUR, wire)
+    def rank(transport: AbstractTransport) -> Tensor:
+        model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
         for block in model.blocks:
             block.ffn.parallelize(mesh, Plan())  # type: ignore[operator, union-attr]
         model.relocator = Relocator(mesh, Given([AFTER, BEFORE]))
         with torch.inference_mode():
-            return model(tokens[2 * wire.rank : 2 * wire.rank + 2]).logits.clone()
+            return model(tokens[2 * transport.rank : 2 * transport.rank + 2]).logits.clone()
 
     torch.testing.assert_close(torch.cat(run_ranks(4, rank)), whole(tokens).logits.detach())
 
@@ -150,8 +150,8 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
     first, second = make_layer(seed=1), make_layer(seed=2)
     expected = [second(tokens_of(rank, 6).view(2, 3, DIM), return_routing=True)[1] for rank in range(4)]
 
-    def rank(wire: AbstractWire) -> tuple[np.ndarray, np.ndarray | None, int]:
-        mesh = Mesh(FOUR, wire)
+    def rank(transport: AbstractTransport) -> tuple[np.ndarray, np.ndarray | None, int]:
+        mesh = Mesh(FOUR, transport)
         one, two = copy.deepcopy(first), copy.deepcopy(second)
         for layer in (one, two):
             layer.parallelize(mesh, Plan())
@@ -159,7 +159,7 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
             [Following(layer.router, 2) for layer in (one, two)], 2, 3
         )
         move = trip.next()
-        one(tokens_of(wire.rank, 6).view(2, 3, DIM), move=move)
+        one(tokens_of(transport.rank, 6).view(2, 3, DIM), move=move)
         assert move.load is not None
         return move.load.copies, move.load.following, move.load.carried
 
@@ -173,20 +173,20 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
                 assert following[2 * at + sample].tolist() == torch.bincount(here, minlength=4).tolist()
 
 
-def limited(dim: int, num_experts: int) -> TopologyGate:
+def limited(dim: int, num_experts: int) -> TopologyRouter:
     level = LinkLevel(name="node", group=(0, 0, 1, 1), share=0.5)
-    return TopologyGate(SoftmaxTopK(dim, num_experts), grid=FOUR, levels=[level])
+    return TopologyRouter(SoftmaxTopK(dim, num_experts), grid=FOUR, levels=[level])
 
 
 def run_trip(
-    wire: AbstractWire, *, plan: Plan | None = None, samples: int = 2, length: int = 3, **options: Any
+    transport: AbstractTransport, *, plan: Plan | None = None, samples: int = 2, length: int = 3, **options: Any
 ) -> Tensor:
     """One layer's call in a trip of two layers."""
-    layer, mesh = make_layer(**options.pop("layer", {})), Mesh(FOUR, wire)
+    layer, mesh = make_layer(**options.pop("layer", {})), Mesh(FOUR, transport)
     layer.parallelize(mesh, plan or Plan())
     relocator = Relocator(mesh, Stay())
     trip = relocator.start([Following(layer.router, 2)] * 2, samples, length)
-    x = tokens_of(wire.rank, samples * length).view(samples, length, DIM)
+    x = tokens_of(transport.rank, samples * length).view(samples, length, DIM)
     y: Tensor = layer(options.pop("x", x), move=trip.next(), **options)
     return y
 
@@ -194,56 +194,56 @@ def run_trip(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plan": Plan(lending="shadow")}, r"clashes with plan\.lending"),
+        ({"plan": Plan(replication="shadow")}, r"clashes with plan\.replication"),
         ({"plan": Plan(all_to_all="multicast")}, r"clashes with plan\.all_to_all=multicast"),
         ({"plan": Plan(schedule="s3")}, r"needs plan\.schedule=s1"),
         ({"capacity": Capacity.fixed(2.0)}, r"clashes with a capacity.*choose dropless"),
         ({"layer": {"router": "noisy"}}, r"router NoisyTopK, which draws random numbers"),
         ({"layer": {"router": "expert_choice"}}, r"router ExpertChoice, whose choice.*choose one"),
-        ({"layer": {"router": limited}}, r"router TopologyGate, whose choice for a token depends on its rank"),
+        ({"layer": {"router": limited}}, r"router TopologyRouter, whose choice for a token depends on its rank"),
         ({"x": torch.zeros(3, 3, DIM, dtype=torch.float64)}, r"got 9 tokens, the trip was started for 2 samples of 3"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_forbids_moving_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words) as refusal:
-        run_ranks(4, lambda wire: run_trip(wire, **copy.deepcopy(options)))
+        run_ranks(4, lambda transport: run_trip(transport, **copy.deepcopy(options)))
     assert "\n" not in str(refusal.value)
 
 
 def test_samples_that_do_not_split_evenly_are_refused_on_every_rank() -> None:
-    def rank(wire: AbstractWire, samples: int, length: int) -> str:
+    def rank(transport: AbstractTransport, samples: int, length: int) -> str:
         with pytest.raises(InputError) as refusal:
-            run_trip(wire, samples=samples, length=length)
+            run_trip(transport, samples=samples, length=length)
         return str(refusal.value)
 
-    texts = set(run_ranks(4, lambda wire: rank(wire, 3 if wire.rank == 2 else 2, 3)))
+    texts = set(run_ranks(4, lambda transport: rank(transport, 3 if transport.rank == 2 else 2, 3)))
     assert len(texts) == 1
     assert "rank 0 has 2 of 3 tokens, rank 2 has 3 of 3: give every rank equally many" in texts.pop()
-    texts = set(run_ranks(4, lambda wire: rank(wire, 2, 4 if wire.rank == 3 else 3)))
+    texts = set(run_ranks(4, lambda transport: rank(transport, 2, 4 if transport.rank == 3 else 3)))
     assert "rank 3 has 2 of 4" in texts.pop()
 
 
 def test_a_sample_must_be_whole_on_its_rank() -> None:
     with pytest.raises(InputError, match=r"needs mesh\.tp=1, got 2: tensor parallelism splits"):
-        run_ranks(4, lambda wire: Relocator(Mesh(Grid(world=4, tp=2, ep=2), wire)))
+        run_ranks(4, lambda transport: Relocator(Mesh(Grid(world=4, tp=2, ep=2), transport)))
 
 
 def test_a_layer_on_no_mesh_cannot_move_samples() -> None:
     layer = make_layer()
-    trip = Relocator(Mesh(Grid(world=1), NoWire())).start([Following(layer.router, 2)], 2, 3)
+    trip = Relocator(Mesh(Grid(world=1), NoTransport())).start([Following(layer.router, 2)], 2, 3)
     with pytest.raises(InputError, match="the layer is on no mesh: call parallelize"):
         layer(tokens_of(0, 6).view(2, 3, DIM), move=trip.next())
 
 
 def test_a_residual_cannot_go_before_it_is_decided_where() -> None:
-    trip = Relocator(Mesh(Grid(world=1), NoWire())).start([Following(make_layer().router, 2)] * 2, 2, 3)
+    trip = Relocator(Mesh(Grid(world=1), NoTransport())).start([Following(make_layer().router, 2)] * 2, 2, 3)
     with pytest.raises(InputError, match="call the layer with this move first"):
         trip.next().carry(torch.zeros(2, 3, DIM))
 
 
 def test_caches_forbid_moving() -> None:
     model = GPT(gpt_config(), 11)
-    model.relocator = Relocator(Mesh(Grid(world=1), NoWire()))
+    model.relocator = Relocator(Mesh(Grid(world=1), NoTransport()))
     with pytest.raises(InputError, match=r"clashes with key-value caches.*set model\.relocator = None"):
         model(torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks])

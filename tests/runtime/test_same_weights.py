@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from moesaic import Capacity, Dropless, LoadBalance, Mesh, ModuleExperts, MoE, Plan, ZLoss
-from moesaic.routing.gates import SigmoidTopK
+from moesaic.routing.routers import SigmoidTopK
 from moesaic.runtime.same_weights import described, fingerprint
 from worlds import on_ranks, refusal
 
@@ -91,7 +91,7 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
 
 
 def refusals() -> dict[str, str]:
-    """Return what each rank is told; all wires are anew, since some errors close them."""
+    """Return what each rank is told; all transports are anew, since some errors close them."""
     odd = last(dist.get_rank(), dist.get_world_size())
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):

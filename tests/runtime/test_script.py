@@ -12,11 +12,11 @@ from meshes import make_layer, tokens_of
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.runtime.script import Script, script_of
 
@@ -76,12 +76,12 @@ def test_movements_over_groups_of_one_rank_stay(grid: Grid, staying: set[str]) -
         assert found == staying
 
 
-def test_lots_are_whole_only_if_they_are_all_rows_in_order() -> None:
+def test_splits_are_whole_only_if_they_are_all_rows_in_order() -> None:
     compiled = compile_plan(Plan(), FOUR)
     move = next(s.moves[0] for s in script_of(compiled.forward, None).steps if s.tasks[0].name in ("g", "h"))
     copies = np.arange(32).reshape(4, 8)
 
-    sizes = Sizes(FOUR, copies, np.full(4, 9), shapes=compiled.shapes(8))
+    sizes = CallSizes(FOUR, copies, np.full(4, 9), shapes=compiled.shapes(8))
     for rank in range(4):
         out, back = sizes.outgoing(move, rank), sizes.incoming(move, rank)
         assert out.is_whole
@@ -95,14 +95,14 @@ def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
     """Rows travel with their weights, results go back; nothing else, biases among it."""
     layer = make_layer("biases")
 
-    def sent(wire: AbstractWire) -> list[int]:
-        recorder = Recorder(wire)
+    def sent(transport: AbstractTransport) -> list[int]:
+        recorder = Recorder(transport)
         here = make_layer("biases")
         here.load_state_dict(layer.state_dict())
         here.parallelize(Mesh(FOUR, recorder), Plan())
         recorder.ranges.clear()
         with torch.no_grad():
-            here(tokens_of(wire.rank, 40))
+            here(tokens_of(transport.rank, 40))
         return [len(held.messages) for held in recorder.ranges]
 
     assert run_ranks(4, sent) == [[3, 6]] * 4

@@ -13,14 +13,14 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 
 GRID = Grid(world=4, tp=2, ep=1, etp=4, ranks_per_node=2)
 FLAT = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
@@ -37,15 +37,20 @@ PADDED = Capacity.fixed(2.0, scope="rank", padded=True)
 
 
 def steps(
-    whole: MoE, grid: Grid, wire: AbstractWire, plans: Sequence[Plan], switch: bool, capacity: AbstractCapacity
+    whole: MoE,
+    grid: Grid,
+    transport: AbstractTransport,
+    plans: Sequence[Plan],
+    switch: bool,
+    capacity: AbstractCapacity,
 ) -> list[Tensor]:
     """Outputs and all gradients of one step per plan, with weights that each step changes."""
-    layer = on_mesh(whole, grid, wire, plans[0] if switch else Plan(schedule="s2"))
+    layer = on_mesh(whole, grid, transport, plans[0] if switch else Plan(schedule="s2"))
     found = []
     for number, plan in enumerate(plans):
         if switch:
             layer.use_plan(plan)
-        x = tokens_of(grid.coordinate(wire.rank, "dp"), seed=number).requires_grad_()
+        x = tokens_of(grid.coordinate(transport.rank, "dp"), seed=number).requires_grad_()
         y = layer(x, capacity=capacity)
         y.sin().sum().backward()
         assert x.grad is not None
@@ -72,9 +77,9 @@ def test_a_layer_that_switches_equals_one_that_does_not(
         plans = [plan for plan in plans if plan.all_to_all != "multicast"]
     whole = make_layer(losses=(LoadBalance(0.1),))
 
-    def rank(wire: AbstractWire) -> list[tuple[Tensor, Tensor]]:
-        switched = steps(whole, grid, wire, plans, True, capacity)
-        return list(zip(switched, steps(whole, grid, wire, plans, False, capacity), strict=True))
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, Tensor]]:
+        switched = steps(whole, grid, transport, plans, True, capacity)
+        return list(zip(switched, steps(whole, grid, transport, plans, False, capacity), strict=True))
 
     for pairs in run_ranks(grid.world, rank):
         assert len(pairs) == len(plans) * 6
@@ -85,10 +90,10 @@ def test_a_layer_that_switches_equals_one_that_does_not(
 def test_a_backward_pass_keeps_the_plan_of_its_forward_pass() -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire, x: Tensor) -> tuple[Tensor, Tensor]:
+    def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor]:
         gradients = []
         for later in (None, Plan(schedule="s3", chunks=2)):
-            layer = on_mesh(whole, GRID, wire, SHARDS[1])
+            layer = on_mesh(whole, GRID, transport, SHARDS[1])
             y = layer(x)
             if later is not None:
                 layer.use_plan(later)
@@ -103,8 +108,8 @@ def test_a_backward_pass_keeps_the_plan_of_its_forward_pass() -> None:
 def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> tuple[int, bool, list[bool], int]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> tuple[int, bool, list[bool], int]:
+        recorder = Recorder(transport)
         layer = on_mesh(whole, GRID, recorder, SHARDS[0])  # type: ignore[arg-type]
         on = layer.on_mesh
         assert on is not None
@@ -124,14 +129,14 @@ def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
     """Under S2 the ranks of a tensor group exchange no counts; once after a switch they do, and then no more."""
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> list[int]:
-        recorder = Recorder(wire)
+    def rank(transport: AbstractTransport) -> list[int]:
+        recorder = Recorder(transport)
         layer = on_mesh(whole, GRID, recorder, Plan(schedule="s2"))  # type: ignore[arg-type]
         told = []
         for plan in (Plan(schedule="s2"), SHARDS[1], SHARDS[1], SHARDS[1]):
             layer.use_plan(plan)
             first = len(recorder.ranges)
-            layer(tokens_of(GRID.coordinate(wire.rank, "dp")))
+            layer(tokens_of(GRID.coordinate(transport.rank, "dp")))
             told.append(len(recorder.ranges[first].messages))
         return told
 
@@ -141,8 +146,8 @@ def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
 def test_a_compiled_plan_shares_its_caches_between_layers() -> None:
     shared = compile_plan(Plan(schedule="s3"), GRID)
 
-    def rank(wire: AbstractWire) -> bool:
-        layers = [on_mesh(make_layer(seed=seed), GRID, wire, Plan()) for seed in (0, 1)]
+    def rank(transport: AbstractTransport) -> bool:
+        layers = [on_mesh(make_layer(seed=seed), GRID, transport, Plan()) for seed in (0, 1)]
         for layer in layers:
             layer.use_plan(shared)
         one, two = (layer.on_mesh for layer in layers)
@@ -173,25 +178,25 @@ def test_ranks_that_switch_to_different_plans_all_say_so(
 ) -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> str:
-        layer = on_mesh(whole, grid, wire, Plan(schedule="s2", chunks=4))
+    def rank(transport: AbstractTransport) -> str:
+        layer = on_mesh(whole, grid, transport, Plan(schedule="s2", chunks=4))
         layer(tokens_of(0), capacity=capacity)
-        layer.use_plan(plans[wire.rank])
+        layer.use_plan(plans[transport.rank])
         with pytest.raises(InputError) as caught:
             layer(tokens_of(0), capacity=capacity)
         return str(caught.value)
 
     words = f"ranks {wrong} run another plan or mesh than rank 0: give every rank the same plan, "
-    words += "and the same settings to what lends"
+    words += "and the same settings to what replicates"
     assert run_ranks(grid.world, rank) == [words] * grid.world
 
 
 def test_a_switch_before_a_recomputation_is_refused() -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire) -> None:
-        layer = on_mesh(whole, FLAT, wire, Plan())
-        y = checkpoint(layer, tokens_of(wire.rank).requires_grad_())
+    def rank(transport: AbstractTransport) -> None:
+        layer = on_mesh(whole, FLAT, transport, Plan())
+        y = checkpoint(layer, tokens_of(transport.rank).requires_grad_())
         layer.use_plan(Plan(chunks=2))
         with pytest.raises(
             InputError, match=r"between a forward pass and its recomputation: call MoE\.use_plan between"
@@ -219,8 +224,8 @@ def test_a_switch_before_a_recomputation_is_refused() -> None:
 def test_plans_that_do_not_fit_are_refused_and_the_layer_goes_on(plan: Any, words: str) -> None:
     whole = make_layer()
 
-    def rank(wire: AbstractWire, x: Tensor) -> str:
-        layer = on_mesh(whole, GRID, wire, Plan(schedule="s2"))
+    def rank(transport: AbstractTransport, x: Tensor) -> str:
+        layer = on_mesh(whole, GRID, transport, Plan(schedule="s2"))
         y = layer(x)
         with pytest.raises(InputError) as caught:
             layer.use_plan(plan)
@@ -243,6 +248,6 @@ def test_a_layer_on_no_mesh_has_no_plan() -> None:
 def test_one_rank_switches_too() -> None:
     layer = make_layer()
     expected = layer(tokens_of(0))
-    layer.parallelize(Mesh(Grid(world=1), NoWire()), Plan())
+    layer.parallelize(Mesh(Grid(world=1), NoTransport()), Plan())
     layer.use_plan(Plan(schedule="s3", chunks=2))
     torch.testing.assert_close(layer(tokens_of(0)), expected, rtol=1e-9, atol=1e-10)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.experts.stacked import GatedExperts
 from moesaic.layer import MoE
 from moesaic.plan import Plan
-from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity
 from moesaic.runtime.budget import BudgetUse, TokenBudget
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, run_case
 
@@ -53,17 +53,17 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def with_budget(seed: int) -> Case:
     rng = random.Random(seed)
     case = draw_case(seed)
-    may_lend = case.plan.all_to_all != "multicast" and case.plan.gather_weights is None
-    lending = rng.choice(["none", "spill", "least_loaded", "shadow"]) if may_lend else "none"
+    may_replicate = case.plan.all_to_all != "multicast" and case.plan.gather_weights is None
+    replication = rng.choice(["none", "spill", "least_loaded", "shadow"]) if may_replicate else "none"
     budget = rng.choice([1, 2, 3, 5, 8, 12])
-    return replace(case, plan=replace(case.plan, token_budget=budget, lending=lending))  # type: ignore[arg-type]
+    return replace(case, plan=replace(case.plan, token_budget=budget, replication=replication))  # type: ignore[arg-type]
 
 
 def test_random_plans_compute_the_same_under_any_budget(held: Counter[str]) -> None:
     wrong = {}
     for seed in range(1000, 1070):
         case = with_budget(seed)
-        with suppress(InputError):  # what clashes with a budget, or with lending
+        with suppress(InputError):  # what clashes with a budget, or with replication
             wrong[seed] = failures(case, run_case(case))
     assert len(wrong) > 50
     assert {seed: errors for seed, errors in wrong.items() if errors} == {}
@@ -101,8 +101,8 @@ PLANS = {
     "multicast": Plan(all_to_all="multicast"),
     "hier2d": Plan(all_to_all="hier2d", order="early"),
     "peers": Plan(peer_groups=2),
-    "spill": Plan(lending="spill"),
-    "shadow": Plan(schedule="s2", lending="shadow", chunks=2),
+    "spill": Plan(replication="spill"),
+    "shadow": Plan(schedule="s2", replication="shadow", chunks=2),
 }
 EIGHT = Grid(world=8, ep=8, ranks_per_node=4)
 TOKENS, WIDTH = 256, 32
@@ -117,9 +117,9 @@ def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, 
     torch.manual_seed(0)
     whole = MoE(WIDTH, 2 * WIDTH, 8, 1, router="hash", losses=())
 
-    def rank(wire: AbstractWire) -> tuple[int, BudgetUse]:
+    def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
         layer = copy.deepcopy(whole)
-        layer.parallelize(Mesh(grid, Unwatched(wire)), plan)
+        layer.parallelize(Mesh(grid, Unwatched(transport)), plan)
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
         with AliveBytes() as alive:
             layer(x, token_ids=ids(shares)).sin().sum().backward()
@@ -157,10 +157,10 @@ def test_no_run_of_the_experts_sees_more_rows_than_the_budget(grid: Grid, plan: 
     torch.manual_seed(0)
     whole = MoE(DIM, 8, 8, 2, experts=Watching, losses=()).double()  # type: ignore[arg-type]
 
-    def rank(wire: AbstractWire, x: Tensor) -> list[int]:
+    def rank(transport: AbstractTransport, x: Tensor) -> list[int]:
         layer = copy.deepcopy(whole)
         try:
-            layer.parallelize(Mesh(grid, wire), replace(PLANS[plan], token_budget=5))
+            layer.parallelize(Mesh(grid, transport), replace(PLANS[plan], token_budget=5))
         except InputError:
             return []
         layer(x).sin().sum().backward()
@@ -177,8 +177,8 @@ def test_what_was_done_is_counted() -> None:
     grid = Grid(world=4, ep=4)
     whole = MoE(DIM, 8, 8, 1, router="hash", losses=()).double()
 
-    def rank(wire: AbstractWire, x: Tensor) -> list[BudgetUse]:
-        layer = on_mesh(whole, grid, wire, Plan(token_budget=6))
+    def rank(transport: AbstractTransport, x: Tensor) -> list[BudgetUse]:
+        layer = on_mesh(whole, grid, transport, Plan(token_budget=6))
         layer(x, token_ids=ids([6]))
         assert layer.on_mesh is not None
         found = [layer.on_mesh.budget.take()]
@@ -190,17 +190,17 @@ def test_what_was_done_is_counted() -> None:
     assert every_rank(grid, rank) == [[skewed, twice, BudgetUse()]] * 4
 
 
-class Everything(AbstractLender):
+class Everything(AbstractReplicationPolicy):
     """Lends all copies that it can, or none."""
 
     def __init__(self, much: bool) -> None:
         self.much = much
 
     def decide(self, load: Load) -> np.ndarray:
-        lent = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+        replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
         if self.much:
-            lent[:, :, 0] = load.copies * (load.home != 0)
-        return lent
+            replicated[:, :, 0] = load.copies * (load.home != 0)
+        return replicated
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
@@ -211,11 +211,11 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
     whole = MoE(DIM, 8, 4, 1, router="hash", losses=()).double()
     first = whole.router.table[:, 0].tolist().index(0)  # type: ignore[index, union-attr]
 
-    def rank(wire: AbstractWire) -> tuple[BudgetUse, Tensor, Tensor]:
-        x = tokens_of(wire.rank, 60).requires_grad_()
+    def rank(transport: AbstractTransport) -> tuple[BudgetUse, Tensor, Tensor]:
+        x = tokens_of(transport.rank, 60).requires_grad_()
         layer = copy.deepcopy(whole)
-        plan = Plan(schedule=schedule, lending="spill", token_budget=150)  # type: ignore[arg-type]
-        layer.parallelize(Mesh(grid, wire), plan, Everything(much=False))
+        plan = Plan(schedule=schedule, replication="spill", token_budget=150)  # type: ignore[arg-type]
+        layer.parallelize(Mesh(grid, transport), plan, Everything(much=False))
         y = layer(x, token_ids=torch.full((60,), first))
         y.sin().sum().backward()
         assert layer.on_mesh is not None
@@ -233,38 +233,38 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
 
 
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
-def test_where_nothing_is_lent_a_call_is_that_of_the_plan_without_lending(schedule: str) -> None:
+def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replication(schedule: str) -> None:
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
     whole = make_layer("biases")
 
-    def sent(wire: AbstractWire, x: Tensor, lending: str, much: bool) -> tuple[list[Any], Tensor]:
-        recorder = Recorder(wire)
-        layer, lender = copy.deepcopy(whole), None if lending == "none" else Everything(much)
-        plan = Plan(schedule=schedule, lending=lending, chunks=2)  # type: ignore[arg-type]
-        layer.parallelize(Mesh(grid, recorder), plan, lender)
+    def sent(transport: AbstractTransport, x: Tensor, replication: str, much: bool) -> tuple[list[Any], Tensor]:
+        recorder = Recorder(transport)
+        layer, policy = copy.deepcopy(whole), None if replication == "none" else Everything(much)
+        plan = Plan(schedule=schedule, replication=replication, chunks=2)  # type: ignore[arg-type]
+        layer.parallelize(Mesh(grid, recorder), plan, policy)
         before = len(recorder.ranges)
         y = layer(x)
         y.sin().sum().backward()
         return [(each.length, each.messages) for each in recorder.ranges[before:]], y.detach()
 
-    def rank(wire: AbstractWire, x: Tensor) -> list[Any]:
-        return [sent(wire, x, *how) for how in (("none", False), ("shadow", False), ("shadow", True))]
+    def rank(transport: AbstractTransport, x: Tensor) -> list[Any]:
+        return [sent(transport, x, *how) for how in (("none", False), ("shadow", False), ("shadow", True))]
 
-    for (plain, y), (empty, y_empty), (lent, y_lent) in every_rank(grid, rank):  # type: ignore[misc]
+    for (plain, y), (empty, y_empty), (replicated, y_replicated) in every_rank(grid, rank):  # type: ignore[misc]
         assert empty == plain, "the same tasks, and the same messages of as many bytes between the same ranks"
         assert torch.equal(y_empty, y)
-        assert lent != plain
-        torch.testing.assert_close(y_lent, y)
+        assert replicated != plain
+        torch.testing.assert_close(y_replicated, y)
 
 
 def test_backward_again_accumulation_and_checkpointing() -> None:
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
     whole = make_layer()
 
-    def rank(wire: AbstractWire, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def rank(transport: AbstractTransport, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         found = []
         for plan in (Plan(schedule="s2"), Plan(schedule="s2", token_budget=3)):
-            layer = on_mesh(whole, grid, wire, plan)
+            layer = on_mesh(whole, grid, transport, plan)
             x.grad = None
             y = layer(x).sin().sum()
             y.backward(retain_graph=True)
@@ -288,7 +288,7 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
     torch.manual_seed(0)
     whole = MoE(DIM, 4, 8, 2, router="hash", experts=dropping, losses=()).double()
     x = tokens_of(0, 30).requires_grad_()
-    y = on_mesh(whole, Grid(world=1), NoWire(), Plan(token_budget=7))(x, token_ids=torch.arange(30))
+    y = on_mesh(whole, Grid(world=1), NoTransport(), Plan(token_budget=7))(x, token_ids=torch.arange(30))
     y.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close((x * x.grad).sum(), y.sum())
@@ -299,7 +299,7 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
 def test_one_process_runs_in_slices_too(kind: str) -> None:
     whole = make_layer(kind)
     x, again = tokens_of(0, 20).requires_grad_(), tokens_of(0, 20).requires_grad_()
-    sliced = on_mesh(whole, Grid(world=1), NoWire(), Plan(token_budget=7))
+    sliced = on_mesh(whole, Grid(world=1), NoTransport(), Plan(token_budget=7))
     y = sliced(x)
     y.sin().sum().backward()
     expected = whole(again)
@@ -319,14 +319,14 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
     x = torch.ones(400, DIM).bfloat16()
     found = []
     for plan in (Plan(), Plan(token_budget=1)):
-        layer = on_mesh(whole, Grid(world=1), NoWire(), plan)
+        layer = on_mesh(whole, Grid(world=1), NoTransport(), plan)
         layer(x, token_ids=torch.zeros(400, dtype=torch.int64)).sum().backward()
         found.append(layer.experts.w2.grad.float())  # type: ignore[union-attr, operator]
     assert (found[0] - found[1]).abs().max() <= 0.02 * found[0].abs().max()
 
 
 def test_a_padded_capacity_clashes_with_a_budget() -> None:
-    layer = on_mesh(make_layer(), Grid(world=1), NoWire(), Plan(token_budget=4))
+    layer = on_mesh(make_layer(), Grid(world=1), NoTransport(), Plan(token_budget=4))
     with pytest.raises(
         InputError, match=r"padded capacity clashes with plan\.token_budget=4.*leave token_budget unset"
     ):

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from moesaic.plan import Plan
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
-from moesaic.program.links import LINKS
 from moesaic.program.order import ORDERS
-from moesaic.routing.gates import ROUTERS
-from moesaic.runtime.arbiter import Chooser
+from moesaic.routing.routers import ROUTERS
+from moesaic.runtime.arbiter import ProgramSelector
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
 from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
@@ -45,7 +45,7 @@ def test_the_worst_error_in_float64_is_rounding(summary):
 
 def test_cases_have_every_feature(summary):
     wanted = [f"schedule={name}" for name in SCHEDULES]
-    wanted += [f"all_to_all={name}" for name in (*LINKS, "multicast")]
+    wanted += [f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")]
     wanted += [f"order={name}" for name in ORDERS]
     wanted += [f"router={name}" for name in ROUTERS]
     wanted += [f"codec={name}" for name in ("bf16", "fp16", "int8", "fp8", "zfp")]
@@ -98,31 +98,31 @@ def test_what_a_case_raises_is_reported_with_the_case(monkeypatch):
 def test_what_answers_skewed_routing_is_named():
     plain = dataclasses.replace(draw_case(0), plan=Plan(), placement="none", experts_move=False, by_policy=False)
     assert answers(plain) == []
-    plan = Plan(lending="shadow", token_budget=4, peer_groups=2)
+    plan = Plan(replication="shadow", token_budget=4, peer_groups=2)
     loaded = dataclasses.replace(plain, plan=plan, experts_move=True)
-    found = ["lending at random", "experts in random orders", "token budget", "steps (peer groups)"]
+    found = ["replication at random", "experts in random orders", "token budget", "steps (peer groups)"]
     assert answers(loaded) == found
     assert answers(dataclasses.replace(loaded, by_policy=True)) == ["shadow", *found[1:]]
-    assert answers(dataclasses.replace(plain, plan=Plan(lending="spill"))) == ["spill"]
-    assert answers(dataclasses.replace(plain, plan=Plan(lending="arbiter"), placement="solved")) == [
+    assert answers(dataclasses.replace(plain, plan=Plan(replication="spill"))) == ["spill"]
+    assert answers(dataclasses.replace(plain, plan=Plan(replication="arbiter"), placement="solved")) == [
         "arbiter at random", "samples by policy",
     ]  # fmt: skip
     assert set(BALANCE) >= {*answers(loaded), "arbiter", "weights to tokens (r)"}
     assert {f"balance={answer}" for answer in found} <= set(features(loaded))
 
 
-@pytest.mark.parametrize("lending", ["shadow", "published", "spill", "least_loaded", "arbiter"])
-def test_policies_lend_where_they_decide(lending, drawn, monkeypatch):
+@pytest.mark.parametrize("replication", ["shadow", "published", "spill", "least_loaded", "arbiter"])
+def test_policies_replicate_where_they_decide(replication, drawn, monkeypatch):
     """Cases in which a policy would leave all copies at home check nothing."""
-    lent = []
-    plain = Chooser.choose
+    replicated = []
+    plain = ProgramSelector.choose
 
     def choose(self, record, copies, units):
         compiled, table = plain(self, record, copies, units)
-        lent.append(0 if table is None else int(table.sum()))
+        replicated.append(0 if table is None else int(table.sum()))
         return compiled, table
 
-    monkeypatch.setattr(Chooser, "choose", choose)
-    for case in [case for case in drawn if lending in answers(case) and case.grid.ep > 1][:20]:
+    monkeypatch.setattr(ProgramSelector, "choose", choose)
+    for case in [case for case in drawn if replication in answers(case) and case.grid.ep > 1][:20]:
         assert failures(case, run_case(case)) == {}
-    assert sum(copies > 0 for copies in lent) >= (1 if lending == "published" else 3)
+    assert sum(copies > 0 for copies in replicated) >= (1 if replication == "published" else 3)

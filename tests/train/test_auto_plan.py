@@ -12,8 +12,9 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.table import PlanTable
-from moesaic.train.auto_plan import FILE, with_planned
+from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import TrainConfig
+from moesaic.train.run_folder import PLAN_TABLE
 from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
@@ -108,7 +109,7 @@ def test_the_first_rank_names_the_candidates(world) -> None:
 def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
     folder, outcomes = world
     assert [outcome.refusal for name in ("part 1", "part 2") for outcome in outcomes[name]] == [""] * 4
-    saved = json.loads((folder / "parts" / FILE).read_text())
+    saved = json.loads((folder / "parts" / PLAN_TABLE).read_text())
     assert saved["counts"][0] == 16
     counts = sum(entry["count"] for entries in saved["entries"].values() for entry in entries)
     # Each change of plan leaves out one step; being taken up again is one.
@@ -122,14 +123,14 @@ def test_a_table_with_other_buckets_is_refused_on_both_ranks(world) -> None:
     texts = [outcome.refusal for outcome in world[1]["other"]]
     assert texts[0] == texts[1]
     assert re.search(
-        rf"InputError: .*{FILE}: has version 1 and buckets of 16.0 rows, .* set rows_per_bucket back", texts[0]
+        rf"InputError: .*{PLAN_TABLE}: has version 1 and buckets of 16.0 rows, .* set rows_per_bucket back", texts[0]
     )
 
 
 def test_no_codec_runs_that_the_user_did_not_name(world) -> None:
     folder, outcomes = world
     assert outcomes["lossy"][0].refusal == ""
-    saved = json.loads((folder / "lossy" / FILE).read_text())
+    saved = json.loads((folder / "lossy" / PLAN_TABLE).read_text())
     assert {plan["codec"] for plan in saved["plans"]} <= {"int8", "none"}
     assert {plan["backward_codec"] for plan in saved["plans"]} == {"none"}
     table = PlanTable([Plan(**plan) for plan in saved["plans"]], lambda _: [1.0] * len(saved["plans"]))

@@ -25,15 +25,15 @@ links = [
 """
 """Computing and links so slow that where toy sizes are computed matters."""
 RUNS: dict[str, dict[str, dict]] = {
-    "arbiter": {"mesh": NODES, "plan": {"lending": "arbiter"}},
+    "arbiter": {"mesh": NODES, "plan": {"replication": "arbiter"}},
     "arbiter-tp": {
         "mesh": {"tp": 2, "ep": 2, "etp": 2, "ranks_per_node": 2},
-        "plan": {"schedule": "s2", "lending": "arbiter"},
+        "plan": {"schedule": "s2", "replication": "arbiter"},
     },
     "two-stage": {"mesh": NODES, "balance": {"placement": "two_stage"}},
     "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"placement": "weighed"}},
     "stay": {"mesh": {"ep": 2, "ranks_per_node": 2}, "balance": {"placement": "stay"}},
-    "both": {"mesh": NODES, "plan": {"lending": "arbiter"}, "balance": {"placement": "two_stage"}},
+    "both": {"mesh": NODES, "plan": {"replication": "arbiter"}, "balance": {"placement": "two_stage"}},
 }
 
 
@@ -79,7 +79,7 @@ def test_the_metrics_tell_what_was_decided(world: tuple[Path, dict[str, list[Out
         assert "alone" in layer["predicted_seconds"]
     assert any(max(layer["rows"]) < max(layer["rows_alone"]) for layer in layers)
     assert any(layer["weight_bytes"] > 0 for layer in layers)
-    assert any(layer["copies_lent"] > 0 for layer in layers)
+    assert any(layer["copies_replicated"] > 0 for layer in layers)
     assert all(0 < line["balance"]["decision_share"] < 1 for line in lines(folder / "arbiter", "train"))
 
 
@@ -104,7 +104,7 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
             r"balance\.placement=two_stage clashes with mesh\.tp=2, which splits a sample over ranks",
         ),
         ({"model": {"moe": {"capacity": "fixed"}}}, r"clashes with model\.moe\.capacity=fixed, which drops copies"),
-        ({"plan": {"lending": "spill"}}, r"clashes with plan\.lending=spill, .*: choose none or arbiter"),
+        ({"plan": {"replication": "spill"}}, r"clashes with plan\.replication=spill, .*: choose none or arbiter"),
         ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
         ({"planner": {"auto": True, "cluster": "bed-2x2"}}, r"clashes with planner\.auto, whose plans are predicted"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
@@ -31,6 +32,11 @@ BAD = [
     (lambda: DataConfig(val_share=float("nan")), "data.val_share=nan"),
     (lambda: DataConfig(tokenizer="bpe", vocab_size=299), "data.vocab_size=299: a byte-level BPE needs at least 300"),
     (lambda: OptimizerConfig(lr=0.0), "optimizer.lr=0.0: must be above 0"),
+    (lambda: OptimizerConfig(lr=math.inf), "optimizer.lr=inf: must be above 0 and finite"),
+    (lambda: OptimizerConfig(lr=math.nan), "optimizer.lr=nan: must be above 0 and finite"),
+    (lambda: OptimizerConfig(clip_norm=math.nan), "optimizer.clip_norm=nan: must be 0 or more and finite"),
+    (lambda: OptimizerConfig(weight_decay=math.nan), "optimizer.weight_decay=nan: must be 0 or more and finite"),
+    (lambda: OptimizerConfig(weight_decay=math.inf), "optimizer.weight_decay=inf: must be 0 or more and finite"),
     (lambda: OptimizerConfig(lr=float("nan")), "optimizer.lr=nan"),
     (lambda: OptimizerConfig(warmup_steps=-1), "warmup_steps"),
     (lambda: OptimizerConfig(weight_decay=-0.1), "weight_decay"),

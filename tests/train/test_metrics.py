@@ -139,3 +139,14 @@ def test_metrics_know_what_stands_there(tmp_path):
         False,
     ]
     again.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b"[1]", b"null", b'{"kind": "train", "step": "1"}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
+    good = b'{"kind": "train", "step": 1}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + line + b"\n" + good)
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is damaged .*: remove it") as caught:
+        read_metrics(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -31,8 +31,8 @@ CASES = {
         {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"every": 2, "policy": "smartmoe"},
         {"accumulation": 2, "model": {"checkpoint_activations": True}},
     ),
-    "random, sliced tokens, lending": (
-        {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1", "lending": "least_loaded"},
+    "random, sliced tokens, replication": (
+        {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1", "replication": "least_loaded"},
         {"every": 1, "policy": "smartmoe"}, {},
     ),
 }  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.norm import clip, gradient_norm, num_copies
 from moesaic.train.ranks import Ranks
 
 
@@ -68,20 +67,3 @@ def test_meshes_that_do_not_fit_the_model_are_refused(message):
 def test_a_dense_model_asks_nothing_of_its_experts():
     table = {"mesh": {"ep": 3, "etp": 5}, "model": {"ffn": "dense"}}
     assert override(TrainConfig(), table, source="test").mesh == MeshConfig(ep=3, etp=5)
-
-
-def test_the_norm_of_one_process_is_torchs():
-    parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)
-    ]
-    for scale, parameter in enumerate(parameters, start=1):
-        parameter.grad = scale * parameter.detach()
-    parameters.append(torch.nn.Parameter(torch.zeros(2)))
-    before = [parameter.grad.clone() for parameter in parameters[:2]]
-    norm = gradient_norm(parameters, Ranks())
-    assert torch.equal(norm, torch.nn.utils.get_total_norm(before))
-    clip(parameters, norm, 0.0)
-    assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before))
-    clip(parameters, norm, 0.5)
-    assert float(gradient_norm(parameters, Ranks())) == pytest.approx(0.5, rel=1e-4)
-    assert num_copies(before[0], 4) == 4

@@ -12,8 +12,8 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.routing.gates import GShardTop2
 from moesaic.routing.replay import decoded, encoded
+from moesaic.routing.routers import GShardTop2
 from moesaic.traces.trace import Trace, samples_of, segment_name
 from moesaic.train import loop, record
 from moesaic.train.config import TrainConfig
@@ -44,7 +44,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 
     def route(self: MoE, *args: Any) -> Any:
         routed = plain(self, *args)
-        if self.training and (self.tape is None or not self.tape.is_replaying):
+        if self.training and (self.routing_cache is None or not self.routing_cache.is_replaying):
             seen.append(routed.routing.requested.clone())
         return routed
 

@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 NODES = {"ep": 4, "ranks_per_node": 2}
 MOVED = {"two_stage": {"balance": {"placement": "two_stage"}}}
 EXPERTS = {"place_experts": {"every": 1, "policy": "smartmoe"}}
-ARBITER = {"plan": {"lending": "arbiter"}}
+ARBITER = {"plan": {"replication": "arbiter"}}
 TOLD: dict[str, dict[str, Any]] = {
     "samples": MOVED["two_stage"],
     "samples, recomputed": MOVED["two_stage"] | {"model": {"checkpoint_activations": True}},

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from helpers import TOP_K
-from moesaic.routing.gates import ROUTERS
 from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers import ROUTERS
 from moesaic.train.config import TrainConfig
 from runs import lines, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on

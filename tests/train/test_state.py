@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -120,7 +121,8 @@ def test_resuming_where_nothing_is_starts_a_run(tmp_path):
     result, _ = run_quietly(tiny(tmp_path, steps=1, existing="resume"))
     assert result.step == 1
     (tmp_path / "run2").mkdir()
-    (tmp_path / "run2" / "config.json").write_text("{}")
+    assert run_quietly(tiny(tmp_path, steps=1, existing="resume", out=str(tmp_path / "run2")))[0].step == 1
+    shutil.rmtree(tmp_path / "run2" / "checkpoints")
     assert run_quietly(tiny(tmp_path, steps=1, existing="resume", out=str(tmp_path / "run2")))[0].step == 1
 
 
@@ -190,6 +192,30 @@ def test_a_checkpoint_without_a_hash_of_its_data_is_taken(tmp_path):
     assert open_run(tiny(tmp_path, existing="resume"), pytest.fail).step == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "float8"},
+        {"precision": None},
+        {"seconds": "many"},
+        {"seconds": float("nan")},
+        {"rng": {}},
+        {"rng": {"cpu": "xyz"}},
+        {"rng": {"cpu": "00"}},
+    ],
+)
+def test_a_description_that_no_run_left_is_refused_in_one_line(tmp_path, change):
+    run_quietly(tiny(tmp_path, steps=1))
+    path = tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    state["extra"] |= change
+    path.write_text(json.dumps(state))
+    seal(path.parent)
+    with pytest.raises(InputError, match=r"state.json does not hold what a run left there .*: delete this") as caught:
+        open_run(tiny(tmp_path, existing="resume"), pytest.fail)
+    assert "\n" not in str(caught.value)
+
+
 def test_other_settings_are_said_in_one_line(tmp_path):
     run_quietly(tiny(tmp_path, steps=1))
     said: list[str] = []
@@ -210,7 +236,8 @@ def test_other_settings_are_said_in_one_line(tmp_path):
 
 def test_settings_that_cannot_be_read_any_more_are_said_so(tmp_path):
     run_quietly(tiny(tmp_path, steps=1))
-    (tmp_path / "run" / "config.json").write_text("{")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"field_of_the_future": 1}))
     said: list[str] = []
     assert open_run(tiny(tmp_path, existing="resume"), said.append).step == 1
     assert len(said) == 1

@@ -12,7 +12,7 @@ from moesaic.cost.cluster import Tflops
 from moesaic.cost.emulated import CPU, emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.program.grid import Grid
 from moesaic.testbed.bed import Bed
 from moesaic.traces.trace import Trace
@@ -92,7 +92,7 @@ class BalancePlace:
         return self.samples_per_rank * self.sample_tokens
 
     @property
-    def costs(self) -> LendingCosts:
+    def costs(self) -> ReplicationCosts:
         """What policies are told: the links that the bed was asked for, and what a message costs."""
         latency = {"inter_latency_us": self.message_us, "intra_latency_us": self.message_us}
         cluster = emulated(
@@ -102,7 +102,7 @@ class BalancePlace:
             intra=self.intra,
             device=replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3)),
         )
-        return LendingCosts(
+        return ReplicationCosts(
             machine=Machine(**latency),
             cluster=cluster,
             element_bytes=ELEMENT_BYTES,

@@ -41,9 +41,9 @@ class Decided:
     """What every decision of the timed calls kept the rank from going on; of policies that are no arbiter processor time."""
     options: tuple[str, ...]
     """What runs, by call of the case: of the arbiter what it chose, else the policy's name."""
-    lent_experts: tuple[int, ...]
+    replicated_experts: tuple[int, ...]
     """Experts that some other rank computed, by call of the case."""
-    lent_copies: tuple[int, ...]
+    replicated_copies: tuple[int, ...]
     """Copies that it computed."""
     weighing_seconds: tuple[float, ...] = ()
     """Processor time of a thread that decided beside each of the timed calls, of an arbiter."""
@@ -62,6 +62,6 @@ class BalanceFound:
     counted: dict[str, CountedCall]
     """By method, of the case's first call."""
     decided: dict[str, Decided]
-    """By method that lends."""
+    """By method that replicates."""
     charged: dict[str, float]
     """By method: seconds of virtual compute per step, mean over the calls."""

@@ -8,13 +8,10 @@ import numpy as np
 
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.expert_placement import ExpertLoad, SmartMoE
-from moesaic.plan.lending import LENDERS
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import AbstractLender
-from moesaic.plan.lending.published import Published
-from moesaic.plan.lending.shadow import Shadow
-from moesaic.plan.lending.spill import Spill
 from moesaic.plan.plan import Plan
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
 from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
@@ -48,35 +45,35 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
     """
     bounded = (
-        {BOUNDED: BalanceMethod(plan=Plan(lending="arbiter", token_budget=budget), is_single=False)} if budget else {}
+        {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", token_budget=budget), is_single=False)}
+        if budget
+        else {}
     )
     nodes = grid.world // (grid.ranks_per_node or grid.world)
     return {
         PLAIN: BalanceMethod(plan=Plan()),
         "ZeRO-3 (r = 0)": BalanceMethod(plan=Plan(gather_weights=0)),
-        "shadow, published": BalanceMethod(plan=Plan(lending="published")),
-        "shadow": BalanceMethod(plan=Plan(lending="shadow")),
-        "spill": BalanceMethod(plan=Plan(lending="spill")),
-        "least loaded": BalanceMethod(plan=Plan(lending="least_loaded")),
+        "shadow, published": BalanceMethod(plan=Plan(replication="published")),
+        "shadow": BalanceMethod(plan=Plan(replication="shadow")),
+        "spill": BalanceMethod(plan=Plan(replication="spill")),
+        "least loaded": BalanceMethod(plan=Plan(replication="least_loaded")),
         SMART: BalanceMethod(plan=Plan(peer_groups=nodes)),
-        "smart + shadow": BalanceMethod(plan=Plan(lending="shadow", peer_groups=nodes), is_single=False),
+        "smart + shadow": BalanceMethod(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
         NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
         PLACED: BalanceMethod(plan=Plan(), places_experts=True),
-        OURS: BalanceMethod(plan=Plan(lending="arbiter"), is_single=False, learns=True),
+        OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, learns=True),
         **bounded,
     }
 
 
-def lender_of(name: str, method: BalanceMethod, costs: LendingCosts) -> AbstractLender | None:
-    """Return the policy of a method, which knows the rates; None for a method that lends nothing."""
-    if method.plan.lending == "arbiter":
+def policy_of(name: str, method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
+    """Return the policy of a method, which knows the rates; None for a method that replicates nothing."""
+    if method.plan.replication == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)
         return Arbiter(costs=costs, part_us=parts, learn=method.learns)
-    if method.plan.lending == "none":
+    if method.plan.replication == "none":
         return None
-    with_costs = {"shadow": Shadow, "published": Published, "spill": Spill}
-    kind = with_costs.get(method.plan.lending)
-    return kind(costs) if kind else LENDERS[method.plan.lending]()
+    return REPLICATION_POLICIES[method.plan.replication](costs)
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The balance benchmark as small multiples: speed-up over MaxVio, lent experts, what a schedule gains, memory."""
+"""The balance benchmark as small multiples: speed-up over MaxVio, replicated experts, what a schedule gains, memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[
     if recorded:
         made.append(_bars("recorded routing", recorded))
     if skewed:
-        made += [_lent(skewed), _gain(skewed)]
+        made += [_replicated(skewed), _gain(skewed)]
     for ranks in dict.fromkeys(each.ranks for each in forecasts):
         made.append(_simulated(ranks, [each for each in forecasts if each.ranks == ranks]))
     return made
@@ -76,19 +76,19 @@ def _bars(title: str, cells: Sequence[BalanceCell]) -> Panel:
     return Panel(title=title, x_title="", y_title=f"plain ep / method, {VIRTUAL}", series=series, categories=categories)
 
 
-def _lent(cells: Sequence[BalanceCell]) -> Panel:
-    """Draw how many experts each policy lends per call, on the bed with most ranks."""
+def _replicated(cells: Sequence[BalanceCell]) -> Panel:
+    """Draw how many experts each policy replicates per call, on the bed with most ranks."""
     place = max((cell.job.case.place for cell in cells), key=lambda place: place.bed.world)
     of_bed = [cell for cell in cells if cell.job.case.place == place]
     series = tuple(
         PlottedSeries(
             name=name,
             x=tuple(_load(cell) for cell in of_bed),
-            y=tuple(statistics.mean(cell.decided[name].lent_experts) for cell in of_bed),
+            y=tuple(statistics.mean(cell.decided[name].replicated_experts) for cell in of_bed),
         )
         for name in of_bed[0].decided
     )
-    title = f"{place.name}, lent experts per call"
+    title = f"{place.name}, replicated experts per call"
     return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
 
 

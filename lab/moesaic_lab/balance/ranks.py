@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.lending.lender import AbstractLender, Load
 from moesaic.plan.placement import TwoStage
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.memory import peak_bytes
-from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, lender_of, placed_by
+from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
 from moesaic_lab.balance.router import ToldRouter
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import in_turn, paired
@@ -39,7 +39,7 @@ PROBES = 3
 """Directions along which gradients of weights are compared."""
 
 
-class Watched(AbstractLender):
+class Watched(AbstractReplicationPolicy):
     """A policy whose decisions are timed and counted.
 
     Args:
@@ -47,20 +47,20 @@ class Watched(AbstractLender):
         name: of it.
     """
 
-    def __init__(self, policy: AbstractLender, name: str) -> None:
+    def __init__(self, policy: AbstractReplicationPolicy, name: str) -> None:
         self._policy, self.name = policy, name
         self.seconds: list[float] = []
         """Processor time of each decision."""
-        self.lent: list[tuple[int, int]] = []
-        """Experts and copies that each decision lent."""
+        self.replicated: list[tuple[int, int]] = []
+        """Experts and copies that each decision replicated."""
 
     def decide(self, load: Load) -> np.ndarray:
         """Return what the policy decides."""
         start = time.thread_time()
-        lent = self._policy.decide(load)
+        replicated = self._policy.decide(load)
         self.seconds.append(time.thread_time() - start)
-        self.lent.append(_lent(lent))
-        return lent
+        self.replicated.append(_replicated(replicated))
+        return replicated
 
 
 class Subject:
@@ -70,12 +70,12 @@ class Subject:
         job: the case.
         name: of the method.
         compiled: its plan.
-        wire: between the ranks.
+        transport: between the ranks.
         experts: makes the layer's.
     """
 
     def __init__(
-        self, job: BalanceJob, name: str, compiled: Compiled, wire: AbstractWire, experts: ExpertsFactory
+        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
     ) -> None:
         place, method = job.case.place, job.methods[name]
         grid, routes = place.grid, job.case.routes
@@ -88,17 +88,19 @@ class Subject:
         )
         for weights in self.layer.experts.parameters():
             weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
-        policy = lender_of(name, method, place.costs)
-        self.watched = None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.lending)
-        mesh = Mesh(grid, wire)
+        policy = policy_of(name, method, place.costs)
+        self.watched = (
+            None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.replication)
+        )
+        mesh = Mesh(grid, transport)
         self.layer.parallelize(mesh, compiled, self.watched or policy)
         self.relocator = (
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
-        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, wire.rank]
+        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, transport.rank]
         self._told = [torch.from_numpy(self.experts_at[call]) for call in mine]
         self._samples, self._length = place.samples_per_rank, place.sample_tokens
-        generator = torch.Generator().manual_seed(job.seed + 1 + wire.rank)
+        generator = torch.Generator().manual_seed(job.seed + 1 + transport.rank)
         self.x = torch.randn(place.tokens_per_rank, place.dim, generator=generator).requires_grad_()
         self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
         self.steps = 0
@@ -129,7 +131,7 @@ class Subject:
         self._trials += sum(each.is_trial for each in self.layer.on_mesh.chooser.take())
         if self.watched is not None:
             self.watched.seconds.clear()
-            self.watched.lent.clear()
+            self.watched.replicated.clear()
 
     def decisions(self, calls: int) -> Decided:
         """Return what was decided since `start_over`: how long each took, and what came of the first of each call.
@@ -139,18 +141,21 @@ class Subject:
         """
         assert self.layer.on_mesh is not None
         if self.watched is not None:
-            experts, copies = zip(*self.watched.lent[:calls])
+            experts, copies = zip(*self.watched.replicated[:calls])
             options = (self.watched.name,) * calls
             return Decided(
-                seconds=tuple(self.watched.seconds), options=options, lent_experts=experts, lent_copies=copies
+                seconds=tuple(self.watched.seconds),
+                options=options,
+                replicated_experts=experts,
+                replicated_copies=copies,
             )
         verdicts = self.layer.on_mesh.chooser.take()
-        experts, copies = zip(*(_lent(each.lent) for each in verdicts[:calls]))
+        experts, copies = zip(*(_replicated(each.replicated) for each in verdicts[:calls]))
         return Decided(
             seconds=tuple(each.decision_seconds for each in verdicts),
             options=tuple(each.option for each in verdicts[:calls]),
-            lent_experts=experts,
-            lent_copies=copies,
+            replicated_experts=experts,
+            replicated_copies=copies,
             weighing_seconds=tuple(each.weighing_seconds for each in verdicts),
             trials=(self._trials, sum(each.is_trial for each in verdicts)),
         )
@@ -168,23 +173,23 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
     """
     hold_still(dist.get_rank())
-    wire, grid = open_wire(), jobs[0].case.place.grid
+    transport, grid = open_transport(), jobs[0].case.place.grid
     plans = {name: compile_plan(each.plan, grid, host_runs_compute=True) for name, each in jobs[0].methods.items()}
-    return [measure_case(job, plans, wire) for job in jobs]
+    return [measure_case(job, plans, transport) for job in jobs]
 
 
-def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], wire: AbstractWire) -> BalanceFound:
+def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> BalanceFound:
     """Measure one case.
 
     Args:
         job: the case.
         plans: of its methods.
-        wire: between the ranks.
+        transport: between the ranks.
     """
-    place, counted = job.case.place, counts(job, plans, wire)
+    place, counted = job.case.place, counts(job, plans, transport)
     accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops) for name in job.methods}
     subjects = {
-        name: Subject(job, name, plans[name], wire, virtual_experts(accelerators[name])) for name in job.methods
+        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name])) for name in job.methods
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
@@ -202,7 +207,7 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], wire: AbstractW
     pairs = in_turn({name: steps[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
     gc.unfreeze()
     decided = {
-        name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.lending != "none"
+        name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.replication != "none"
     }
     charged = {name: (each.charged - before[name]) / subjects[name].steps for name, each in accelerators.items()}
     return BalanceFound(spans=spans, pairs=pairs, counted=counted, decided=decided, charged=charged)
@@ -221,7 +226,7 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def counts(job: BalanceJob, plans: Mapping[str, Compiled], wire: AbstractWire) -> dict[str, CountedCall]:
+def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedCall]:
     """Run the case's first call with real experts under every method; return what it sent and held.
 
     Raises:
@@ -229,7 +234,7 @@ def counts(job: BalanceJob, plans: Mapping[str, Compiled], wire: AbstractWire) -
     """
     found, plain = {}, None
     for name in job.methods:
-        recorder = Recorder(wire)
+        recorder = Recorder(transport)
         subject = Subject(job, name, plans[name], recorder, PlainExperts)
         values = outcome(subject)
         subject.clear()
@@ -267,7 +272,7 @@ def outcome(subject: Subject) -> list[Tensor]:
     return [y.detach(), subject.x.grad.clone(), by_place[torch.from_numpy(subject.experts_at)]]
 
 
-def _lent(table: np.ndarray | None) -> tuple[int, int]:
+def _replicated(table: np.ndarray | None) -> tuple[int, int]:
     """Return how many experts some other rank computes copies of, and how many copies."""
     return (0, 0) if table is None else (int((table.sum(axis=(0, 2)) > 0).sum()), int(table.sum()))
 

@@ -69,8 +69,8 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
         "across_bytes": cell.across_bytes[name],
         "peak_bytes": cell.peak_bytes[name],
         "error": cell.error[name],
-        "lent_experts": statistics.mean(decided.lent_experts) if decided else 0.0,
-        "lent_copies": statistics.mean(decided.lent_copies) if decided else 0.0,
+        "replicated_experts": statistics.mean(decided.replicated_experts) if decided else 0.0,
+        "replicated_copies": statistics.mean(decided.replicated_copies) if decided else 0.0,
         "options": ", ".join(sorted(set(decided.options))) if decided else "",
         "decision_seconds": statistics.median(decided.seconds) if decided else 0.0,
         "weighing_seconds": statistics.median(decided.weighing_seconds)
@@ -93,7 +93,7 @@ def forecast_rows(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
             "plain_over_this": plain[each.ranks, each.max_vio] / each.seconds,
             "communication_seconds": each.communication_seconds,
             "computing_seconds": each.compute_seconds,
-            "lent_experts": each.lent_experts,
+            "replicated_experts": each.replicated_experts,
             "option": each.option,
             "decision_seconds": each.decision_seconds,
         }
@@ -114,7 +114,7 @@ COLUMNS = (
     Column(key="computing_seconds", title="computing ms", show=milliseconds),
     Column(key="across_bytes", title="across", show=byte_size),
     Column(key="peak_bytes", title="peak", show=byte_size),
-    Column(key="lent_experts", title="lent experts", show=lambda value: f"{value:.1f}" if value else ""),
+    Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
     Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
     Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
 )
@@ -127,7 +127,7 @@ FORECAST_COLUMNS = (
     Column(key="plain_over_this", title="plain / this", show=share),
     Column(key="communication_seconds", title="links ms", show=milliseconds),
     Column(key="computing_seconds", title="computing ms", show=milliseconds),
-    Column(key="lent_experts", title="lent experts", show=lambda value: f"{value:.1f}" if value else ""),
+    Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
     Column(key="option", title="chosen", is_text=True),
 )
 

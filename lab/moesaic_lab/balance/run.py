@@ -43,7 +43,7 @@ class BalanceCell:
     charged: Mapping[str, float]
     """By method: seconds of virtual compute in a step, of the rank that has most."""
     decided: Mapping[str, Decided]
-    """By method that lends: what rank 0 decided; seconds are those of the slowest rank."""
+    """By method that replicates: what rank 0 decided; seconds are those of the slowest rank."""
 
     def ratio(self, name: str, other: str) -> Ratio:
         """Return how long one method takes over another: from all rounds that both were in."""

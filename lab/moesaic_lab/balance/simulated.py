@@ -18,16 +18,16 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.compile import for_call
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import AbstractLender, Load
 from moesaic.plan.placement import Homes, SampleLoad, TwoStage
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
-from moesaic_lab.balance.methods import BalanceMethod, lender_of, methods, placed_by
+from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of
 
 Progress = Callable[[str], object]
 """Told what is simulated now."""
@@ -46,7 +46,7 @@ class Forecast:
     """Of the rank that computes most."""
     communication_seconds: float
     """Below which the movements alone cannot go."""
-    lent_experts: float
+    replicated_experts: float
     """Experts that some other rank computed, mean over the calls."""
     option: str
     """What the arbiter chose in the first call; "" for other methods."""
@@ -97,7 +97,7 @@ class Larger:
         self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
-        self._costs = LendingCosts(
+        self._costs = ReplicationCosts(
             machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
             matrices=self.layer.matrices,
         )  # fmt: skip
@@ -107,16 +107,16 @@ class Larger:
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
         for name, method in self.methods.items():
-            policy = lender_of(name, method, self._costs)
+            policy = policy_of(name, method, self._costs)
             deciding = _Deciding(policy, self._plans[name])
-            spans, lent, decided = [], [], []
+            spans, replicated, decided = [], [], []
             for call in range(len(routes.experts)):
                 started = time.perf_counter()
                 copies = self._copies(routes, call, method)
                 load = Load(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
                 compiled, table = deciding(load)
                 decided.append(time.perf_counter() - started)
-                lent.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
+                replicated.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
                 spans.append(self._run(compiled, method, copies, table, routes, call))
             yield Forecast(
                 ranks=self.grid.world,
@@ -127,7 +127,7 @@ class Larger:
                 communication_seconds=float(
                     np.mean([there.communication_seconds + back.communication_seconds for there, back in spans])
                 ),
-                lent_experts=float(np.mean(lent)),
+                replicated_experts=float(np.mean(replicated)),
                 option=deciding.option,
                 decision_seconds=float(np.mean(decided)) if policy else 0.0,
             )
@@ -144,7 +144,7 @@ class Larger:
         compiled: Compiled,
         method: BalanceMethod,
         copies: np.ndarray,
-        lent: np.ndarray | None,
+        replicated: np.ndarray | None,
         routes: Routes,
         call: int,
     ) -> tuple[Span, Span]:
@@ -154,10 +154,12 @@ class Larger:
         programs = (compiled.forward, compiled.backward)
         if method.moves_samples:
             programs = (relocate(compiled.forward), relocate(compiled.backward))
-            sizes: Sizes = self._placed(routes, call)
+            sizes: CallSizes = self._placed(routes, call)
         else:
             shapes = compiled.shapes(experts)
-            sizes = Sizes(compiled.grid, copies, tokens, compiled.plan.chunks, units=units, lent=lent, shapes=shapes)
+            sizes = CallSizes(
+                compiled.grid, copies, tokens, compiled.plan.chunks, units=units, replicated=replicated, shapes=shapes
+            )
         there, back = (self._simulator.run(each, self.layer, compiled.grid, sizes=sizes) for each in programs)
         return there, back
 
@@ -182,7 +184,7 @@ class _Deciding:
         compiled: its plan.
     """
 
-    def __init__(self, policy: AbstractLender | None, compiled: Compiled) -> None:
+    def __init__(self, policy: AbstractReplicationPolicy | None, compiled: Compiled) -> None:
         self._policy, self._compiled = policy, compiled
         self._arbitration: Arbitration | None = None
         if isinstance(policy, Arbiter):
@@ -191,16 +193,16 @@ class _Deciding:
         """What the arbiter chose first."""
 
     def __call__(self, load: Load) -> tuple[Compiled, np.ndarray | None]:
-        """Return the programs of a call, and its lent copies."""
+        """Return the programs of a call, and its replicated copies."""
         if self._arbitration is not None:
             verdict = self._arbitration.choose(load)
             self.option = self.option or verdict.option
-            return self._compiled.options[verdict.program], verdict.lent
+            return self._compiled.options[verdict.program], verdict.replicated
         if self._policy is None:
             return self._compiled, None
-        lent = self._policy.decide(load)
-        compiled = for_call(self._compiled, lent)
-        return compiled, lent if compiled.lends else None
+        replicated = self._policy.decide(load)
+        compiled = for_call(self._compiled, replicated)
+        return compiled, replicated if compiled.replicates else None
 
 
 def machine_of(spec: ClusterSpec, dtype: str) -> Machine:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
-from moesaic.program.links import LINKS
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.testbed.bed import Bed
 
 Kind = Literal["exchange", "limit", "lanes", "dispatch"]
@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("exchange", "limit", "lanes", "dispatch")
 TORCH = "torch"
 """The method that is torch's own `all_to_all_single`."""
 MULTICAST = "multicast"
-METHODS = (*LINKS, TORCH)
+METHODS = (*ALL_TO_ALLS, TORCH)
 COMMITTED = Path(__file__).parent.parent / "configs" / "comm.toml"
 
 

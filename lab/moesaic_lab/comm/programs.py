@@ -11,9 +11,9 @@ from moesaic.program.build.builder import Builder
 from moesaic.program.grid import Grid
 from moesaic.program.order.optsche import optsche
 from moesaic.program.passes.multicast import multicast
-from moesaic.program.passes.route_links import route_links
+from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
 from moesaic.program.validate import validate
 from moesaic_lab.bounds import Message, program_messages
@@ -28,7 +28,7 @@ class Work:
     """A program with its sizes."""
 
     program: Program
-    sizes: Sizes
+    sizes: CallSizes
     copies: np.ndarray
     """(world, num_experts) that each rank sends to each expert."""
 
@@ -49,48 +49,48 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
     Args:
         grid: from `all_ep`.
         rows: that each rank holds, those for itself among them.
-        algorithm: a name in `LINKS`.
+        algorithm: a name in `ALL_TO_ALLS`.
         which: "all"; "inside" or "across" to move only rows that stay in their node, or only those that leave it.
     """
     build = Builder("exchange")
     build.move(build.input("rows", Kind.ROWS, Layout(), {}), "h", AT_EXPERTS, ("ep", "etp"), {}, Stage.DISPATCH)
-    program = route_links(build.build("h"), algorithm, grid)
+    program = route_all_to_all(build.build("h"), algorithm, grid)
     validate(program)
     node = np.array([grid.node_of(rank) for rank in range(grid.world)])
     same = node[:, None] == node[None, :]
     chosen = {"all": np.ones_like(same), "inside": same, "across": ~same}[which]
     copies = np.where(chosen, rows // grid.world, 0)
-    return Work(program=program, sizes=Sizes(grid, copies, copies.sum(axis=1)), copies=copies)
+    return Work(program=program, sizes=CallSizes(grid, copies, copies.sum(axis=1)), copies=copies)
 
 
-def dispatch(grid: Grid, copies: np.ndarray, tokens: int, visits: np.ndarray | None, chunks: int = 1) -> Work:
+def dispatch(grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarray | None, chunks: int = 1) -> Work:
     """Return the dispatch of a layer under S1: tokens to their experts, with their routing weights.
 
     Args:
         grid: from `all_ep`.
         copies: (world, num_experts) that each rank sends to each expert.
         tokens: per rank.
-        visits: for multicast, as for `Sizes`; None for linear.
+        visits: for multicast, as for `CallSizes`; None for linear.
         chunks: parts that each run of copies is cut into; one fans out inside the nodes while the next one crosses.
     """
     whole = SCHEDULES["s1"](False)
-    whole = whole if visits is None else multicast(whole, grid)
+    whole = whole if node_tokens is None else multicast(whole, grid)
     program = optsche(until_experts(split_capacity(whole, chunks)))
     validate(program)
-    sizes = Sizes(grid, copies, np.full(grid.world, tokens), chunks, visits=visits)
+    sizes = CallSizes(grid, copies, np.full(grid.world, tokens), chunks, node_tokens=node_tokens)
     return Work(program=program, sizes=sizes, copies=copies)
 
 
 def until_experts(program: Program) -> Program:
     """Return what a layer's forward program does before its experts run; what they would read comes out."""
-    late: set[str] = set()
+    deferred_wgrad: set[str] = set()
     tasks: list[Task] = []
     outputs: list[str] = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
             outputs += task.reads[:2]
-        if task.op is Op.EXPERT or late.intersection(task.reads):
-            late.update(task.writes)
+        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
+            deferred_wgrad.update(task.writes)
         else:
             tasks.append(task)
     held = {name for task in tasks for name in (*task.reads, *task.writes)}

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.mesh import open_wire
+from moesaic.comm.mesh import open_transport
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import PlainExperts
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.call import Call, Environment, Value
 from moesaic.runtime.drive import drive
 from moesaic.runtime.interpret import interpret
-from moesaic.runtime.visits import find_visits
+from moesaic.runtime.node_tokens import find_node_tokens
 from moesaic_lab.bounds import Message
 from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
@@ -96,14 +96,14 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFoun
     values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
     methods = {}
     for name, chunks in sweep.dispatches:
-        visits, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
+        node_tokens, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
         if name == MULTICAST:
-            visits = [
-                find_visits(token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid)
+            node_tokens = [
+                find_node_tokens(token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid)
                 for origin in range(grid.world)
             ]
-            table = torch.stack([of_rank.counts for of_rank in visits]).numpy()
-            indices = dict(visits[rank].indices)
+            table = torch.stack([of_rank.counts for of_rank in node_tokens]).numpy()
+            indices = dict(node_tokens[rank].indices)
         expected: dict[str, Tensor] = {}
         for chunk in range(chunks):
             come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""
@@ -162,33 +162,33 @@ def _measure(
     methods: Mapping[str, CommMethod], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
 ) -> CommFound:
     """Check every method, then time all in turn."""
-    wire = open_wire()
+    transport = open_transport()
     messages = {name: method.work.messages(dim) for name, method in methods.items()}
-    sent = {name: _check(name, method, wire, messages[name]) for name, method in methods.items()}
-    timed = {name: _runner(method, wire) for name, method in methods.items()}
+    sent = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
+    timed = {name: _runner(method, transport) for name, method in methods.items()}
     spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
     return CommFound(spans=spans, sent=sent, messages=messages)
 
 
-def _runner(method: CommMethod, wire: AbstractWire) -> Callable[[], Environment]:
+def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
-    work, call = method.work, Call(wire.rank, method.work.sizes, PlainExperts(1, 1, 1))
+    work, call = method.work, Call(transport.rank, method.work.sizes, PlainExperts(1, 1, 1))
 
     def run() -> Environment:
-        call.first_tag = wire.take_tags(len(work.program.tasks))
-        return drive(interpret(work.program, method.values, call), wire)
+        call.first_tag = transport.take_tags(len(work.program.tasks))
+        return drive(interpret(work.program, method.values, call), transport)
 
     return run
 
 
-def _check(name: str, method: CommMethod, wire: AbstractWire, messages: Sequence[Message]) -> list[Message]:
+def _check(name: str, method: CommMethod, transport: AbstractTransport, messages: Sequence[Message]) -> list[Message]:
     """Run a method once; return what this rank sent."""
-    recorder = Recorder(wire)
+    recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
     sent = [(m.source, m.target, float(m.num_bytes)) for found in recorder.ranges for m in found.messages]
-    said = [(source, target, float(size)) for source, target, size in messages if source == wire.rank]
+    said = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
     if sorted(sent) != sorted(said):
-        raise RuntimeError(f"{name}: rank {wire.rank} sent {sorted(sent)}, its program says {sorted(said)}")
+        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(sent)}, its program says {sorted(said)}")
     return sent
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.layer import MoE
-from moesaic.routing.gates import SoftmaxTopK
+from moesaic.routing.routers import SoftmaxTopK
 
 Routed = Literal["balanced", "zipf"]
 ZIPF_EXPONENT = 0.7

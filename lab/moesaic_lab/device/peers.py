@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.layer import MoE
-from moesaic.routing.gates import SoftmaxTopK
+from moesaic.routing.routers import SoftmaxTopK
 
 HF_WAYS = ("grouped_mm", "batched_mm", "eager")
 """Names of transformers' implementations of the experts."""

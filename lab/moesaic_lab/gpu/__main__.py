@@ -17,7 +17,7 @@ from moesaic_lab.gpu.run import STAGES, GpuOptions, measure
 
 
 def main() -> int:
-    """Run it; returns the exit code. (No tyro: machines lent for their GPU often have no package beyond torch.)"""
+    """Run it; returns the exit code. (No tyro: machines replicated for their GPU often have no package beyond torch.)"""
     parser = argparse.ArgumentParser(description="One MoE layer on one GPU.")
     default = GpuOptions()
     parser.add_argument("--layers", nargs="*", default=[], help="names of layers, or parts of names; all by default")

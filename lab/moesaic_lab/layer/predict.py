@@ -16,11 +16,11 @@ from moesaic.plan import Compiled, Plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Shapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.timeline import lay_out
-from moesaic.program.volume import even_sizes, even_visits, messages_of
+from moesaic.program.volume import even_node_tokens, even_sizes, messages_of
 from moesaic_lab.bounds import link_seconds
 from moesaic_lab.layer.config import LayerPlace
 
@@ -47,8 +47,8 @@ class LayerPredictor:
         self._with_host = with_host
         self._shape = LayerShape(dim=place.dim, hidden=place.hidden, element_bytes=4, matrices=2)
         self._slow = max(place.bed.world / (os.cpu_count() or 1), 1.0)
-        self._shapes: dict[tuple[Grid, int], Shapes] = {}
-        self._sizes: dict[tuple[Grid, int, bool, bool], Sizes] = {}
+        self._shapes: dict[tuple[Grid, int], LayoutIndex] = {}
+        self._sizes: dict[tuple[Grid, int, bool, bool], CallSizes] = {}
 
     def task_seconds(self, program: Program, grid: Grid, plan: Plan) -> dict[str, float]:
         """Return the seconds of every task by name, as the busiest rank or link needs them.
@@ -86,7 +86,7 @@ class LayerPredictor:
         promising = [(length, plan) for length, plan in seconds.values() if length <= at_most]
         return [plan for _, plan in sorted(promising, key=lambda each: each[0])[:count]]
 
-    def _moving(self, task: Task, slots: dict[str, Slot], codec: str, sizes: Sizes) -> tuple[float, float]:
+    def _moving(self, task: Task, slots: dict[str, Slot], codec: str, sizes: CallSizes) -> tuple[float, float]:
         """Return the seconds of the busiest link, and the messages per rank."""
         source = slots[task.of[0] if task.of else task.reads[0]]
         messages = [
@@ -95,7 +95,7 @@ class LayerPredictor:
         ]
         return max(link_seconds(messages, self._place.bed).values(), default=0.0), len(messages) / sizes.grid.world
 
-    def _computing(self, task: Task, slots: dict[str, Slot], sizes: Sizes) -> float:
+    def _computing(self, task: Task, slots: dict[str, Slot], sizes: CallSizes) -> float:
         source = next((slots[name] for name in task.reads if slots[name].kind in (Kind.ROWS, Kind.TOKENS)), None)
         if task.op in (Op.PACK, Op.UNPACK) and task.of:
             source = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
@@ -108,7 +108,7 @@ class LayerPredictor:
         coding = num_bytes / (1e6 * self._place.coded_mb_per_second) if task.codec else 0.0
         return coding + num_bytes / COPIED_BYTES_PER_SECOND
 
-    def _sizes_of(self, plan: Plan, grid: Grid) -> Sizes:
+    def _sizes_of(self, plan: Plan, grid: Grid) -> CallSizes:
         """Return the sizes of a call, visits being the expected ones."""
         is_multicast = plan.crossing is Crossing.MULTICAST
         redundant = plan.program.is_redundant
@@ -116,15 +116,17 @@ class LayerPredictor:
         if key not in self._sizes:
             place, size = self._place, (grid, plan.chunks)
             if size not in self._shapes:
-                self._shapes[size] = Shapes(grid, place.num_experts, plan.chunks)
+                self._shapes[size] = LayoutIndex(grid, place.num_experts, plan.chunks)
             layer: dict[str, Any] = {
                 "tokens": place.tokens_per_rank * grid.tp,
                 "num_experts": place.num_experts,
                 "top_k": place.top_k,
                 "num_chunks": plan.chunks,
             }
-            visits = even_visits(grid, **layer) if is_multicast else None
-            made = even_sizes(grid, redundant=redundant, **layer, visits=visits, units=place.hidden // grid.etp)
+            node_tokens = even_node_tokens(grid, **layer) if is_multicast else None
+            made = even_sizes(
+                grid, redundant=redundant, **layer, node_tokens=node_tokens, units=place.hidden // grid.etp
+            )
             made.shapes = self._shapes[size]
             self._sizes[key] = made
         return self._sizes[key]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
 from moesaic.profiling.balanced import BalancedRouter
@@ -37,10 +37,10 @@ class LayerRunner:
 
     Args:
         job: what to run.
-        wire: between the ranks.
+        transport: between the ranks.
     """
 
-    def __init__(self, job: LayerJob, wire: AbstractWire) -> None:
+    def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
         self.accelerator = Accelerator(
             flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
@@ -55,10 +55,10 @@ class LayerRunner:
             capacity=Dropless() if job.factor is None else Capacity.fixed(job.factor, scope="rank", padded=True),
             losses=(),
         )
-        self.layer.parallelize(Mesh(job.grid, wire), next(iter(job.methods.values())))
+        self.layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
         assert self.layer.on_mesh is not None
         self.layer.on_mesh.codecs = virtual_codecs(self.accelerator)
-        generator = torch.Generator().manual_seed(job.seed + job.grid.coordinate(wire.rank, "dp"))
+        generator = torch.Generator().manual_seed(job.seed + job.grid.coordinate(transport.rank, "dp"))
         self.x = torch.randn(job.tokens, place.dim, generator=generator).requires_grad_()
         self._dy = torch.ones(job.tokens, place.dim)
 
@@ -74,13 +74,13 @@ class LayerRunner:
 
 def measure(job: LayerJob) -> LayerFound:
     """Count, search, time, on this rank; all ranks call it together."""
-    wire = open_wire()
-    runner = LayerRunner(job, wire)
+    transport = open_transport()
+    runner = LayerRunner(job, transport)
     everything = {**job.methods, **job.candidates}
-    recorder = Recorder(wire)
+    recorder = Recorder(transport)
     recorded = LayerRunner(job, recorder)
     steps = {name: count(recorded, recorder, compiled) for name, compiled in everything.items()}
-    switches = switch_costs(job, wire) if job.counts_switches else {}
+    switches = switch_costs(job, transport) if job.counts_switches else {}
     del recorded
     gc.collect()
     gc.freeze()
@@ -125,9 +125,9 @@ class _Counting(TorchDispatchMode):
         return result
 
 
-def switch_costs(job: LayerJob, wire: AbstractWire) -> dict[str, Switch]:
+def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switch]:
     """Return what it costs to take up each plan, coming from another one, on a layer that does not know it yet."""
-    recorder = Recorder(wire)
+    recorder = Recorder(transport)
     runner = LayerRunner(job, recorder)
     layer, found = runner.layer, {}
     plans = list(job.methods.values())

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from moesaic.comm.mesh import Mesh, open_wire
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.mesh import Mesh, open_transport
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
@@ -59,11 +59,13 @@ class ModelRunner:
         case: what it is.
         grid: the mesh.
         first: the plan to begin with.
-        wire: between the ranks.
+        transport: between the ranks.
         seed: of the routing's pattern.
     """
 
-    def __init__(self, case: ModelCase, grid: Grid, first: Compiled, wire: AbstractWire, seed: int = 0) -> None:
+    def __init__(
+        self, case: ModelCase, grid: Grid, first: Compiled, transport: AbstractTransport, seed: int = 0
+    ) -> None:
         experts: str | ExpertsFactory = "swiglu"
         if case.compute == "virtual":
             experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
@@ -76,9 +78,9 @@ class ModelRunner:
             experts=experts,
             losses=(),
         )
-        self.layer.parallelize(Mesh(grid, wire), first)
+        self.layer.parallelize(Mesh(grid, transport), first)
         tokens = case.tokens_per_rank * grid.tp
-        generator = torch.Generator().manual_seed(seed + grid.coordinate(wire.rank, "dp"))
+        generator = torch.Generator().manual_seed(seed + grid.coordinate(transport.rank, "dp"))
         self.x = torch.randn(tokens, case.dim, generator=generator).requires_grad_()
         self._dy = torch.ones(tokens, case.dim)
 
@@ -95,7 +97,7 @@ def measure(job: ModelJob) -> PlanTimes:
     """Time all plans of a case, on this rank; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
     torch.manual_seed(job.seed)
-    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_wire(), job.seed)
+    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_transport(), job.seed)
     steps = {name: partial(runner.step, compiled) for name, compiled in job.plans.items()}
     barrier = start_together(latest)
     for step in steps.values():  # what rows go where is worked out in a plan's first step

@@ -55,7 +55,7 @@ METHODS: dict[str, Method] = {
 }
 DECIDED = (64, 128, 256, 512, 1024)
 """Samples of all 16 devices."""
-LINKS = {
+ALL_TO_ALLS = {
     "NetMoE's cluster": (1 / (200 * 4), 1 / 17.8),
     "the emulated ones": (1 / (UNSHAPED_GBPS / 8), 1 / (INTER_GBPS / 8)),
     "alike": (1.0, 1.0),
@@ -170,7 +170,7 @@ def gaps() -> Rows:
             homes = Homes.start(setting.grid.world, slots)
             loads.append(SampleLoad(setting.grid, homes, trace.samples(0, 0), trace.samples(1, 0)))
     rows = Rows()
-    for links, (intra, inter) in LINKS.items():
+    for links, (intra, inter) in ALL_TO_ALLS.items():
         machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
         policies = {"nobody moves": Stay(), "two_stage": TwoStage(**ALWAYS), "weighed": Weighed(machine, **ALWAYS)}
         for name, placer in policies.items():

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesaic.comm.mesh import Mesh, open_wire
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
 from moesaic.plan.placement import AbstractPlacer
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
-from moesaic.routing.gates import SoftmaxTopK
+from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.relocate_residual import Residual
@@ -95,11 +95,11 @@ class Stack:
 
     Args:
         job: what is timed.
-        wire: between the ranks.
+        transport: between the ranks.
     """
 
-    def __init__(self, job: TravelJob, wire: AbstractWire) -> None:
-        self._job, mesh = job, Mesh(job.grid, wire)
+    def __init__(self, job: TravelJob, transport: AbstractTransport) -> None:
+        self._job, mesh = job, Mesh(job.grid, transport)
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * job.gflops))
         top_k = job.experts.shape[2]
         self.factor = top_k + 1
@@ -123,7 +123,7 @@ class Stack:
         self.trips: dict[str, SampleTrip] = {}
         """The last one of each policy."""
         samples = job.experts.shape[1] // job.length // job.grid.world
-        self.x = numbered(samples, job.length, job.dim, first=wire.rank * samples * job.length).requires_grad_()
+        self.x = numbered(samples, job.length, job.dim, first=transport.rank * samples * job.length).requires_grad_()
 
     def step(self, name: str) -> Tensor:
         """Run forward and backward by one method; returns what came out, (samples, length, dim).
@@ -172,9 +172,9 @@ def check(stack: Stack, name: str) -> None:
 def measure(job: TravelJob) -> dict[str, TravelFound]:
     """Time the methods of a job in turn; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
-    wire = open_wire()
-    recorder = Recorder(wire)
-    watched, stack = Stack(job, recorder), Stack(job, wire)
+    transport = open_transport()
+    recorder = Recorder(transport)
+    watched, stack = Stack(job, recorder), Stack(job, transport)
     carried = {}
     for name in job.methods:
         recorder.ranges.clear()

@@ -23,7 +23,7 @@ from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, Volume
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
 from moesaic.program.volume import traffic
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
@@ -150,19 +150,19 @@ class Costs:
 
     def plain(self, counts: Sequence[np.ndarray]) -> tuple[float, int, int]:
         """Return what the layers take where samples stay on their ranks: as `placed` does."""
-        calls: list[tuple[Program, Sizes]] = []
+        calls: list[tuple[Program, CallSizes]] = []
         for each in counts:
             table = each.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
             tokens = np.full(self.setting.grid.world, self._layer.tokens)
             shapes = self._plain.shapes(self._layer.num_experts)
-            sizes = Sizes(self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes)
+            sizes = CallSizes(self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes)
             calls += [(self._plain.forward, sizes), (self._plain.backward, sizes)]
         return self._summed(calls)
 
     def placed(self, journey: Journey) -> tuple[float, int, int]:
         """Return what the layers of a journey take, forward and backward, one after the other: seconds, bytes inside nodes,
         bytes between nodes; the residual rides with the results, and the host's decisions are hidden."""
-        calls: list[tuple[Program, Sizes]] = []
+        calls: list[tuple[Program, CallSizes]] = []
         for counts, before, after in zip(journey.counts, journey.homes, journey.homes[1:]):
             targets = before.targets(after)
             of_call = PlacedShapes(self._shapes, lambda targets=targets: targets)  # type: ignore[misc]
@@ -177,7 +177,7 @@ class Costs:
         spans = self._simulator.run(self._plain.forward, self._layer, self.setting.grid).timeline.spans
         return max(span.end for span in spans if span.stage is Stage.EXPERT)
 
-    def _summed(self, calls: Sequence[tuple[Program, Sizes]]) -> tuple[float, int, int]:
+    def _summed(self, calls: Sequence[tuple[Program, CallSizes]]) -> tuple[float, int, int]:
         seconds, inside, across = 0.0, 0, 0
         for program, sizes in calls:
             seconds += self._simulator.run(program, self._layer, self.setting.grid, sizes=sizes).seconds

@@ -63,8 +63,8 @@ class StepFound:
     seconds: tuple[float, ...]
     """Per step, over all ranks."""
     inter_bytes: int
-    """That the MoE layers sent between nodes in the first of them, forward and backward, all ranks; weights that are lent too,
-    experts that change their place not."""
+    """That the MoE layers sent between nodes in the first of them, forward and backward, all ranks; weights that are
+    replicated too, experts that change their place not."""
     decided_saved: float
     """Share of the rows between nodes that moves of samples saved, as predicted when they were decided."""
     moved_nodes: float
@@ -97,7 +97,7 @@ class Training:
         self.mesh, self.model = mesh, GPT(config.model, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
-        parallelize(self.model, mesh, config.plan, lender_of=partial(make_arbiter, config))
+        parallelize(self.model, mesh, config.plan, policy_of=partial(make_arbiter, config))
         place_samples(self.model, mesh, config)
         if method.placer is not None and self.model.relocator is not None:
             self.model.relocator.placer = method.placer
@@ -138,8 +138,8 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
     """Time steps by all methods in turn, each on the same batches and weights; all ranks return the same."""
     hold_still(dist.get_rank())
     plain = mesh_of(next(iter(job.methods.values())).config)
-    recorder = Recorder(plain.wire)
-    mesh = replace(plain, wire=recorder)
+    recorder = Recorder(plain.transport)
+    mesh = replace(plain, transport=recorder)
     trainings = {name: Training(job, name, mesh) for name in job.methods}
     taken = dict.fromkeys(job.methods, 0)
     carried: dict[str, int] = {}

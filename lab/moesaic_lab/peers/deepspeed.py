@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
-from moesaic.routing.gates import SoftmaxTopK
+from moesaic.routing.routers import SoftmaxTopK
 from moesaic_lab.peers.exchange import AbstractExchange, TorchExchange
 
 

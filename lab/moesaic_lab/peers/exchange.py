@@ -1,4 +1,4 @@
-"""All-to-alls of rows for the layers of others: torch's own, and the same over our wire, receives posted before sends.
+"""All-to-alls of rows for the layers of others: torch's own, and the same over our transport, receives posted before sends.
 
 Gloo's own all-to-all runs a pair of ranks half-duplex at random, so a layer that is measured with it loses for a reason
 that is none of its own. A layer here takes its exchange as an argument and is measured with both.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 
 
 class AbstractExchange(ABC):
@@ -81,21 +81,21 @@ class TorchExchange(AbstractExchange):
 
 
 class ReceiveFirst(AbstractExchange):
-    """Tagged messages over a wire, all receives posted before any send.
+    """Tagged messages over a transport, all receives posted before any send.
 
     Args:
-        wire: between the ranks of the counts.
+        transport: between the ranks of the counts.
     """
 
-    def __init__(self, wire: AbstractWire) -> None:
-        super().__init__(wire.rank, wire.world)
-        self._wire = wire
+    def __init__(self, transport: AbstractTransport) -> None:
+        super().__init__(transport.rank, transport.world)
+        self._transport = transport
 
     def _run(self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]) -> None:
         leaving = dict(enumerate(rows.split(list(sends))))
         buffers = dict(enumerate(arrived.split(list(receives))))
         buffers.pop(self.rank).copy_(leaving.pop(self.rank))
-        self._wire.wait(self._wire.issue(Transfer(self.rank, self._wire.take_tags(1), leaving, buffers)))
+        self._transport.wait(self._transport.issue(Transfer(self.rank, self._transport.take_tags(1), leaving, buffers)))
 
 
 class _Exchange(torch.autograd.Function):

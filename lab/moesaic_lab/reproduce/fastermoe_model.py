@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from moesaic.plan.replication.published import Rates, shadows_of
+
 Rule = Literal["printed", "corrected"]
 
 
@@ -27,6 +29,11 @@ class FasterMoEMachine:
     alpha: float = 2.0
     """F / D."""
     element_bytes: int = 4
+
+    @property
+    def rates(self) -> Rates:
+        """Of equations 7 and 8: three passes of products, four all-to-alls, weights there and gradients back."""
+        return Rates(copy=3 * self.compute_seconds(1), trip=4 * self.move_seconds(1), weights=2 * self.weight_seconds())
 
     def compute_seconds(self, rows: float) -> float:
         """Eq. 1: one pass of the busiest worker's experts, two products of 2 B D alpha D operations."""
@@ -80,15 +87,14 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
     """
     received = counts.sum(0)
     if rule == "printed":
-        each = 3 * machine.compute_seconds(1) * received + 4 * machine.move_seconds(1) * received
-        return float(each.max())
+        return machine.rates.unshadowed(received)
     return 3 * machine.compute_seconds(float(received.max())) + 4 * machine.move_seconds(_remote(counts))
 
 
 def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: list[int], rule: Rule) -> float:
     """Return the time of a layer with shadows (eq. 8): twice their weights; corrected, and the tokens that still travel."""
     kept = stay_home(counts, experts)
-    seconds = 3 * machine.compute_seconds(float(kept.sum(0).max())) + 2 * len(experts) * machine.weight_seconds()
+    seconds = machine.rates.shadowed(kept.sum(0), len(experts))
     return seconds + (4 * machine.move_seconds(_remote(kept)) if rule == "corrected" else 0.0)
 
 
@@ -127,14 +133,14 @@ def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[i
     Printed: Algorithm 1 with equation 8, while it falls, and only if it ends below equation 7. Corrected: the best of all
     prefixes by the corrected equations, none among them.
     """
+    if rule == "printed":
+        return shadows_of(counts, np.arange(len(counts)), machine.rates)
     order = np.argsort(-counts.sum(0), kind="stable").tolist()
     best, found = unshadowed_seconds(machine, counts, rule), []
     for number in range(1, len(order) + 1):
         seconds = shadowed_seconds(machine, counts, order[:number], rule)
         if seconds < best:
             best, found = seconds, order[:number]
-        elif rule == "printed":
-            break
     return found
 
 

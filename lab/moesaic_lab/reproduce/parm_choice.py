@@ -44,11 +44,11 @@ class Operations:
 def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
     """Return "s1" or "s2" by Algorithm 1 as printed.
 
-    Line 2's T already holds the width M, line 3 multiplies by it again; N_ESP is missing; line 5 takes the overlapped operation
-    of y, not of y / m (errata P1 to P3).
+    Line 2's T already holds the width M, and line 3, y = E T M N_ESP, multiplies by it again; line 5 takes the overlapped
+    operation of y, not of y / m (errata P1 and P3).
     """
     per_expert = layer.copies / layer.num_experts * layer.dim
-    y = layer.num_experts * per_expert * layer.dim
+    y = layer.num_experts * per_expert * layer.dim * s
     first = 2 * operations.all_to_all(y / m) + operations.gather(layer.tokens * layer.dim)
     second = operations.all_to_all(y / m) + operations.overlapped(y)
     return "s1" if first <= second else "s2"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesaic.comm.mesh import open_wire
+from moesaic.comm.mesh import open_transport
 from moesaic.experts import AbstractExperts
 from moesaic.layer import MoE
 from moesaic.profiling.together import latest, start_together
@@ -64,7 +64,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     Raises:
         RuntimeError: if a lossless system differs from the model in one process by more than the tolerance.
     """
-    systems = list(make_systems(config, case, open_wire()))
+    systems = list(make_systems(config, case, open_transport()))
     errors = _agreement(config, case, systems)
     runs: dict[str, Callable[[], object]] = {
         s.name: s.step.train if case.mode == "training" else s.step.infer for s in systems

@@ -218,7 +218,7 @@ NOTES = (
     "systems in one run, in turn, from the same weights and tokens (bytes drawn evenly), float32 on the wire, auxiliary "
     "losses off; the same loop, optimizer and reduction of dense gradients. Before timing, loss and gradients of each "
     "lossless system are compared with the model in one process. plain: expert parallelism as in torchtitan; "
-    "receive-first: over the same wire as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan "
+    "receive-first: over the same transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan "
     "that a separate trial chose. bound: bytes of a step over rate on the slowest link. Communication share: seconds in "
     "exchanges and the dense reduction, waiting for slower ranks included. Coded plans change results "
     "and carry no claim. Layouts: one process, one thread, no links."

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, share_of
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import Message
 from moesaic_lab.peers.exchange import AbstractExchange
@@ -41,7 +41,7 @@ class TimedStep:
         model: called with inputs and targets; its output has a `loss`.
         experts: parameters that no other rank has; the rest is dense, the same on all ranks.
         batch: of this rank.
-        wire: of the dense reduction, and of ours.
+        transport: of the dense reduction, and of ours.
         grid: the nodes.
         exchange: of a layer of others, which counts its messages and seconds itself.
     """
@@ -51,11 +51,11 @@ class TimedStep:
         model: nn.Module,
         experts: Sequence[nn.Parameter],
         batch: GivenBatch,
-        wire: Recorder,
+        transport: Recorder,
         grid: Grid,
         exchange: AbstractExchange | None = None,
     ) -> None:
-        self.model, self.batch, self._wire, self._grid, self._exchange = model, batch, wire, grid, exchange
+        self.model, self.batch, self._transport, self._grid, self._exchange = model, batch, transport, grid, exchange
         spread = {id(parameter) for parameter in experts}
         self.experts = list(experts)
         self.dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
@@ -100,14 +100,14 @@ class TimedStep:
         """Make gradients those of the mean over all ranks' batches."""
         gradients = [_gradient(parameter) for parameter in self.dense]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = sum_node_first(self._wire, self._grid, flat) / self._grid.world
+        flat = sum_node_first(self._transport, self._grid, flat) / self._grid.world
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
         torch._foreach_mul_([_gradient(parameter) for parameter in self.experts], 1 / self._grid.world)
 
     def messages(self) -> list[Message]:
         """Return what this rank sent to others in the step before."""
-        sent = [(m.source, m.target, float(m.num_bytes)) for held in self._wire.ranges for m in held.messages]
+        sent = [(m.source, m.target, float(m.num_bytes)) for held in self._transport.ranges for m in held.messages]
         return sent + ([] if self._exchange is None else [(a, b, float(size)) for a, b, size in self._exchange.sent])
 
     def forget(self) -> None:
@@ -116,25 +116,25 @@ class TimedStep:
         self.exchanging = []
 
     def _clear(self) -> None:
-        self._wire.ranges.clear()
+        self._transport.ranges.clear()
         if self._exchange is not None:
             self._exchange.sent.clear()
             self._exchange.seconds = 0.0
 
 
-def sum_node_first(wire: AbstractWire, grid: Grid, flat: Tensor) -> Tensor:
+def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Tensor:
     """Return the sum over all ranks: summed in each node, each rank its share between nodes, gathered in each node.
 
     Args:
-        wire: between all ranks.
+        transport: between all ranks.
         grid: tells the nodes.
         flat: (numbers,), of one length on all ranks.
     """
-    node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(wire.rank))
-    rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(wire.rank))
-    local = all_reduce_sum(wire, node, flat)
-    mine = local[share_of(len(flat), node.index(wire.rank), len(node))]
-    return all_gather_rows(wire, node, all_reduce_sum(wire, rail, mine), len(flat))
+    node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(transport.rank))
+    rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(transport.rank))
+    local = all_reduce_sum(transport, node, flat)
+    mine = local[share_of(len(flat), node.index(transport.rank), len(node))]
+    return all_gather_rows(transport, node, all_reduce_sum(transport, rail, mine), len(flat))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.swin import SwinMoE
@@ -109,17 +109,17 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
     return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
 
-def make_systems(config: TrainBenchConfig, case: TrainCase, wire: AbstractWire) -> Iterator[System]:
+def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
     """Yield the systems of a case on this rank; all ranks build them together.
 
     Args:
         config: names our candidates.
         case: names the peers.
-        wire: between all ranks.
+        transport: between all ranks.
     """
-    recorder, whole = Recorder(wire), make_model(case, config.seed)
+    recorder, whole = Recorder(transport), make_model(case, config.seed)
     nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
-    batch = make_batch(case, config.seed, wire.rank, config.world)
+    batch = make_batch(case, config.seed, transport.rank, config.world)
     for candidate in config.candidates:
         if not (case.coded or candidate.plan.is_lossless):
             continue
@@ -137,7 +137,10 @@ def make_systems(config: TrainBenchConfig, case: TrainCase, wire: AbstractWire) 
             continue
         group = dist.group.WORLD
         assert group is not None
-        exchanges: dict[str, AbstractExchange] = {"receive-first": ReceiveFirst(wire), "torch's": TorchExchange(group)}
+        exchanges: dict[str, AbstractExchange] = {
+            "receive-first": ReceiveFirst(transport),
+            "torch's": TorchExchange(group),
+        }
         for how, exchange in exchanges.items():
             model = copy.deepcopy(whole)
             replace_layers(model, lambda layer: makers[peer](layer, exchange))  # noqa: B023
@@ -163,11 +166,13 @@ def peer_experts(model: nn.Module) -> list[nn.Parameter]:
     return marked or list(expert_parameters(model))
 
 
-def _parallelize(model: nn.Module, candidate: Candidate, config: TrainBenchConfig, wire: AbstractWire) -> None:
+def _parallelize(
+    model: nn.Module, candidate: Candidate, config: TrainBenchConfig, transport: AbstractTransport
+) -> None:
     """Spread the MoE layers of a model; experts stay plain tensors, so that all systems have the same optimizer."""
     world, etp = config.world, candidate.etp
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)
     for module in list(model.modules()):
         if isinstance(module, MoE):
             compiled = compile_plan(candidate.plan, grid, bias=bool(module.experts.names[1]), host_runs_compute=True)
-            module.parallelize(Mesh(grid, wire), compiled)
+            module.parallelize(Mesh(grid, transport), compiled)

@@ -24,6 +24,8 @@ DESCRIPTION = (
     "Run random meshes, plans and workloads against a dense float64 reference, planted bugs that must be noticed, and "
     "cases over real processes. Exit code 1 if a case fails or a bug escapes."
 )
+EXPLAINED = 3
+"""Failures whose numbers are explained: each takes as long as some ten cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run_one(seed: int, world: int | None) -> int:
     """Run one case and print it, its errors, and what is wrong."""
     from moesaic.testing.cases import draw_case
-    from moesaic.testing.suite import check_case
+    from moesaic.testing.suite import check_case, looks_like
 
     case = draw_case(seed, world=world)
     errors, reason = check_case(case)
@@ -83,6 +85,8 @@ def _run_one(seed: int, world: int | None) -> int:
         table.add_row(quantity, f"{error:.1e}")
     console.print(table)
     console.print(f"failed: {reason}" if reason else "passed", markup=False)
+    for line in looks_like(case) if reason else ():
+        console.print(f"  {line}", markup=False)
     return 1 if reason else 0
 
 
@@ -107,6 +111,7 @@ def gather(options: CheckOptions) -> Evidence:
 
 def as_dict(evidence: Evidence) -> dict[str, Any]:
     """Return what was found as plain data, with the machine and the versions that it was found on."""
+    from moesaic.testing.cases import missing_codecs
     from moesaic.testing.suite import BALANCE
 
     summary = evidence.summary
@@ -115,24 +120,34 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
         "versions": asdict(Versions.here()),
         "passed": evidence.passed,
         "cases": summary.cases,
+        "codecs_not_installed": missing_codecs(),
         "cases_by_balance": {answer: summary.features[f"balance={answer}"] for answer in BALANCE},
         "cases_by_processes": evidence.worlds,
         "failures": [{"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures],
         "worst_errors": dict(sorted(summary.worst.items())),
         "mutants": [
-            {"mutant": v.mutant.name, "source": v.mutant.source, "caught_by": v.caught_by} for v in evidence.verdicts
+            {
+                "mutant": v.mutant.name,
+                "source": v.mutant.source,
+                "caught_by": v.caught_by,
+                "looks_like": "; ".join(str(finding) for finding in v.findings if finding.factor),
+            }
+            for v in evidence.verdicts
         ],
     }
 
 
 def _print(evidence: Evidence) -> None:
-    from moesaic.testing.suite import BALANCE
+    from moesaic.testing.cases import missing_codecs
+    from moesaic.testing.suite import BALANCE, looks_like
 
     summary = evidence.summary
     console = Console()
     table = Table("what", "found", title="moesaic check")
     table.add_row("cases on loopback", f"{summary.cases:,}, {len(summary.failures)} failed")
     table.add_row("plans refused while drawing", f"{summary.refused:,}")
+    if missing := missing_codecs():
+        table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
     table.add_row("planted bugs", f"{len(evidence.verdicts)}, {len(evidence.verdicts) - len(evidence.escaped)} caught")
@@ -143,9 +158,15 @@ def _print(evidence: Evidence) -> None:
     for quantity, error in sorted(summary.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
+    planted = Table("planted bug", "seen in", "caught by", "looks like", title="planted bugs")
+    for verdict in evidence.verdicts:
+        lines = [str(finding) for finding in verdict.findings if finding.factor]
+        planted.add_row(verdict.mutant.name, verdict.mutant.source, verdict.caught_by, "\n".join(lines))
+    console.print(planted)
     for verdict in evidence.escaped:
         console.print(f"escaped: {verdict.mutant.name} ({verdict.mutant.source})", markup=False)
-    for failure in evidence.failures:
+    for number, failure in enumerate(evidence.failures):
         again = f"--only {failure.case.seed}"
         again += f" --world {failure.case.grid.world}" if failure in evidence.gloo_failures else ""
-        console.print(f"failed: {failure}\n  again: moesaic check {again}", markup=False, soft_wrap=True)
+        said = "".join(f"\n  {line}" for line in (looks_like(failure.case) if number < EXPLAINED else ()))
+        console.print(f"failed: {failure}{said}\n  again: moesaic check {again}", markup=False, soft_wrap=True)

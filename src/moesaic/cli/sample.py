@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class SampleOptions:
     """auto, cpu or cuda."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.temperature < 0 or (self.top_k is not None and self.top_k < 1):
-            raise InputError("tokens and top-k must be at least 1, temperature at least 0")
+        if self.tokens < 1 or not 0 <= self.temperature < math.inf or (self.top_k is not None and self.top_k < 1):
+            raise InputError("tokens and top-k must be at least 1, temperature a finite number of at least 0")
         if not self.prompt:
             raise InputError("prompt: give at least one character")
 

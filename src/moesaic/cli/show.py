@@ -18,11 +18,11 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, lay_out, to_trace
-from moesaic.program.volume import even_sizes, even_visits, traffic
+from moesaic.program.volume import even_node_tokens, even_sizes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +124,15 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for name, program in programs.items():
         print(to_text(program))
-        Console().print(_table(name, rows[name], timelines[name], options.mesh))
+        Console().print(_table(name, rows[name], timelines[name], options.mesh, replicates=compiled.replicates))
     return 0
 
 
-def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
-    """Return sizes under even routing."""
-    visits = None
+def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> CallSizes:
+    """Return sizes under even routing, which leaves nothing to replicate."""
+    node_tokens = None
     if plan.crossing is Crossing.MULTICAST:
-        visits = even_visits(
+        node_tokens = even_node_tokens(
             grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
         )
     return even_sizes(
@@ -142,12 +142,13 @@ def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> Sizes:
         num_experts=layer.num_experts,
         top_k=layer.top_k,
         num_chunks=plan.chunks,
-        visits=visits,
+        node_tokens=node_tokens,
         units=layer.hidden // grid.etp,
+        replicates=plan.replication != "none",
     )
 
 
-def _moved(program: Program, sizes: Sizes, shape: LayerShape) -> list[dict[str, Any]]:
+def _moved(program: Program, sizes: CallSizes, shape: LayerShape) -> list[dict[str, Any]]:
     rows = []
     for moved in traffic(program, sizes, sizes.grid.node_of):
         inside, across = moved.num_bytes(shape.dim, shape.element_bytes, unit_columns=shape.matrices * shape.dim)
@@ -200,9 +201,10 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
             ) from error
 
 
-def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions) -> Table:
+def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions, *, replicates: bool) -> Table:
+    routing = "even routing, so that nothing is replicated" if replicates else "even routing"
     title = (
-        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, even routing, before "
+        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, {routing}, before "
         f"any codec; {timeline.makespan * 1e3:.2f} ms by --machine, {timeline.overlap:.0%} of the moving behind computing"
     )
     table = Table(title=title)

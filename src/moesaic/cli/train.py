@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
+    from moesaic.train.launch import Launch
 
-DESCRIPTION = """Train a GPT with MoE layers, in one process or on the ranks that torchrun starts:
+DESCRIPTION = """Train a GPT with MoE layers, in one process or on the ranks that torchrun (or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
@@ -32,13 +34,24 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = train(_configured(arguments))
     except Exception as error:
-        if place.fails_first():
+        if _should_say(place, error):
             raise
         return 2 if isinstance(error, InputError) else 1
     if place.is_first and not result.was_stopped:
         print(f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}")
     place.leave()
     return 0
+
+
+def _should_say(place: Launch, error: Exception) -> bool:
+    """Whether this process is the one that says why a run ends; where that is not known, it says at least that."""
+    try:
+        return place.fails_first(error)
+    except ConnectionError as lost:
+        if isinstance(error, InputError | TrainingError):
+            return True
+        print(f"moesaic train: {lost}", file=sys.stderr)
+        return False
 
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:

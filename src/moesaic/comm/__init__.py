@@ -1,1 +1,1 @@
-"""Wires: what moves the bytes of a movement between ranks. They know no program and no schedule."""
+"""Transports: what moves the bytes of a movement between ranks. They know no program and no schedule."""

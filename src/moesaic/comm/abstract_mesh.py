@@ -1,4 +1,5 @@
-"""What a layer needs of a mesh: coordinates, this rank, a wire. `Mesh` is one; on a loopback rank `Mesh(grid, wire)`."""
+"""What a layer needs of a mesh: coordinates, this rank, a transport. `Mesh` is one; on a loopback rank `Mesh(grid,
+transport)`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm.deepep import DeepEP
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 
 
@@ -23,7 +24,7 @@ class AbstractMesh(Protocol):
         """This rank."""
 
     @property
-    def wire(self) -> AbstractWire:
+    def transport(self) -> AbstractTransport:
         """Between this rank and the others."""
 
     @property

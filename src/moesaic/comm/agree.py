@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 
 MISSING = "nothing"
@@ -20,20 +20,20 @@ ADVICE = "start every rank with the same settings"
 
 
 def check_same(
-    wire: AbstractWire,
+    transport: AbstractTransport,
     fields: Mapping[str, object],
     *,
     peers: tuple[int, ...] | None = None,
     advice: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare settings over the ranks of a wire.
+    """Compare settings over the ranks of a transport.
 
     Every rank sends a message of one fixed size first: how many fields, a digest of their names and values, and how long they
     are as text. If those differ, the texts follow, so that all ranks raise the same error. Nothing hangs, whatever the
     fields of each rank.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         fields: dotted names to values; two values are the same if their `as_text` is. The order does not count.
         peers: ascending ranks that compare, this one among them; None for all.
         advice: from names of fields to what to do where they differ, if not `ADVICE`.
@@ -43,14 +43,14 @@ def check_same(
     """
     found = {name: as_text(value) for name, value in fields.items()}
     text = json.dumps(found).encode()
-    everyone = tuple(range(wire.world)) if peers is None else peers
-    heads = [tuple(head.tolist()) for head in all_gather(wire, everyone, _head(found, text).to(wire.device))]
+    everyone = tuple(range(transport.world)) if peers is None else peers
+    heads = [tuple(head.tolist()) for head in all_gather(transport, everyone, _head(found, text).to(transport.device))]
     if len({(count, *digest) for count, _, *digest in heads}) == 1:
         return
     longest = max(length for _, length, *_ in heads)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = all_gather(wire, everyone, padded.to(wire.device))
+    texts = all_gather(transport, everyone, padded.to(transport.device))
     of_ranks = [json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)]
     raise InputError(_difference(dict(zip(everyone, of_ranks)), advice or {}))
 

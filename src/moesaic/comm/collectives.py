@@ -1,11 +1,11 @@
-"""Small collectives over any wire, by point-to-point messages between an explicit tuple of ranks.
+"""Small collectives over any transport, by point-to-point messages between an explicit tuple of ranks.
 
 They run alike on loopback, sockets and NCCL, take any dtype and empty tensors, and add in the order of the ranks, so that
 the result has the same bits on every rank and on every run. For activations there are programs; these are for counts,
 losses, gradients of small parameters.
 
-All ranks of the wire call the same collectives in the same order, each with the group it is in, also where that is itself
-alone: tags are counted per wire. How many tags a collective takes does not depend on sizes, so groups may differ in those.
+All ranks of the transport call the same collectives in the same order, each with the group it is in, also where that is itself
+alone: tags are counted per transport. How many tags a collective takes does not depend on sizes, so groups may differ in those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 
 DIRECT_BYTES = 16 * 1024
 """Up to this size a reduction sends whole tensors, one message in turn instead of two; above, segments."""
@@ -26,25 +26,25 @@ DIRECT_BYTES = 16 * 1024
 Peers = tuple[int, ...]
 
 
-def all_gather(wire: AbstractWire, peers: Peers, tensor: Tensor) -> list[Tensor]:
+def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
     """Return every rank's tensor, in the order of `peers`.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         peers: ascending ranks, this one among them.
         tensor: of one shape and dtype on all of them.
 
     Returns:
         one tensor per peer; this rank's is `tensor` itself (detached, contiguous).
     """
-    return _all_gather(wire, wire.take_tags(1), peers, _plain(wire, peers, tensor))
+    return _all_gather(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
 
 
-def all_gather_rows(wire: AbstractWire, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
+def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
     """Join the contiguous shares that ranks have of the first dim; see `share_of`.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         peers: ascending ranks, this one among them.
         part: this rank's share (its rows, ...).
         num_rows: of the whole.
@@ -52,36 +52,36 @@ def all_gather_rows(wire: AbstractWire, peers: Peers, part: Tensor, num_rows: in
     Returns:
         a new tensor (num_rows, ...), the same on all peers.
     """
-    return _all_gather_rows(wire, wire.take_tags(1), peers, _plain(wire, peers, part), num_rows)
+    return _all_gather_rows(transport, transport.take_tags(1), peers, _plain(transport, peers, part), num_rows)
 
 
-def all_reduce_sum(wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
+def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return the sum over ranks, added in the order of `peers`; types narrower than float32 are added in float32.
 
     Large tensors travel by segments: each rank sends 2 (n - 1) / n times the tensor. Small ones go whole to each peer.
     Both give the same bits.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         peers: ascending ranks, this one among them.
         tensor: numbers, of one shape and dtype on all of them.
 
     Returns:
         a new tensor like `tensor`.
     """
-    return _all_reduce(wire, peers, tensor, _sum)
+    return _all_reduce(transport, peers, tensor, _sum)
 
 
-def all_reduce_max(wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
+def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return the elementwise maximum over ranks, as `all_reduce_sum`; NaN wins; of booleans, whether any is true."""
-    return _all_reduce(wire, peers, tensor, lambda parts: reduce(torch.maximum, parts).clone())
+    return _all_reduce(transport, peers, tensor, lambda parts: reduce(torch.maximum, parts).clone())
 
 
-def broadcast(wire: AbstractWire, peers: Peers, tensor: Tensor, source: int) -> Tensor:
+def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source: int) -> Tensor:
     """Return the tensor of one rank on all.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         peers: ascending ranks, this one among them.
         tensor: on the source, what is sent; elsewhere it gives shape and dtype.
         source: the rank whose tensor is sent, one of `peers`.
@@ -90,13 +90,13 @@ def broadcast(wire: AbstractWire, peers: Peers, tensor: Tensor, source: int) -> 
         a new tensor.
     """
     assert source in peers, f"source {source} is none of {peers}"
-    whole = _plain(wire, peers, tensor).clone()
+    whole = _plain(transport, peers, tensor).clone()
     others = [peer for peer in peers if peer != source]
-    tag = wire.take_tags(1)
-    if wire.rank == source:
-        _exchange(wire, tag, dict.fromkeys(others, whole), {})
+    tag = transport.take_tags(1)
+    if transport.rank == source:
+        _exchange(transport, tag, dict.fromkeys(others, whole), {})
     else:
-        _exchange(wire, tag, {}, {source: whole})
+        _exchange(transport, tag, {}, {source: whole})
     return whole
 
 
@@ -105,83 +105,85 @@ def share_of(num_rows: int, index: int, count: int) -> slice:
     return slice(num_rows * index // count, num_rows * (index + 1) // count)
 
 
-def share(wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
+def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Mark a tensor that all peers have, and that each of them uses on different data.
 
     Forward it is the identity; backward it sums the gradients of all peers. Every peer's loss must depend on it, if
     only through empty tensors: a rank whose backward pass leaves it out lets the others wait.
     """
-    out: Tensor = _Share.apply(wire, peers, tensor)
+    out: Tensor = _Share.apply(transport, peers, tensor)
     return out
 
 
-def slice_rows(wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
+def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Keep this rank's contiguous share of a tensor that all peers have and use alike.
 
     Forward no bytes move; backward the shares of the gradient are gathered, so that every peer has the whole one. As
     with `share`, every peer takes part in the backward pass.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         peers: ascending ranks, this one among them.
         tensor: (rows, ...).
 
     Returns:
         (its rows, ...): rows n_rows * i // n to n_rows * (i + 1) // n for the i-th of n peers.
     """
-    out: Tensor = _SliceRows.apply(wire, peers, tensor)
+    out: Tensor = _SliceRows.apply(transport, peers, tensor)
     return out
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
-        ctx.wire, ctx.peers = wire, peers
+    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+        ctx.transport, ctx.peers = transport, peers
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_reduce_sum(ctx.wire, ctx.peers, gradient)
+        return None, None, all_reduce_sum(ctx.transport, ctx.peers, gradient)
 
 
 class _SliceRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
-        ctx.wire, ctx.peers, ctx.num_rows = wire, peers, len(tensor)
-        return tensor[share_of(len(tensor), peers.index(wire.rank), len(peers))].clone()
+    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+        ctx.transport, ctx.peers, ctx.num_rows = transport, peers, len(tensor)
+        return tensor[share_of(len(tensor), peers.index(transport.rank), len(peers))].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_gather_rows(ctx.wire, ctx.peers, gradient, ctx.num_rows)
+        return None, None, all_gather_rows(ctx.transport, ctx.peers, gradient, ctx.num_rows)
 
 
-def _all_reduce(wire: AbstractWire, peers: Peers, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    tag = wire.take_tags(2)
-    mine = _plain(wire, peers, tensor)
+def _all_reduce(
+    transport: AbstractTransport, peers: Peers, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]
+) -> Tensor:
+    tag = transport.take_tags(2)
+    mine = _plain(transport, peers, tensor)
     if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
-        return combine(_all_gather(wire, tag, peers, mine))
-    flat, place = mine.view(-1), peers.index(wire.rank)
+        return combine(_all_gather(transport, tag, peers, mine))
+    flat, place = mine.view(-1), peers.index(transport.rank)
     segments = _shares(flat, len(peers))
-    parts = [segments[place] if peer == wire.rank else torch.empty_like(segments[place]) for peer in peers]
-    _exchange(wire, tag, _others(wire, peers, segments), _others(wire, peers, parts))
-    return _all_gather_rows(wire, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
+    parts = [segments[place] if peer == transport.rank else torch.empty_like(segments[place]) for peer in peers]
+    _exchange(transport, tag, _others(transport, peers, segments), _others(transport, peers, parts))
+    return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
 
 
-def _all_gather(wire: AbstractWire, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
-    parts = [mine if peer == wire.rank else torch.empty_like(mine) for peer in peers]
-    others = _others(wire, peers, parts)
-    _exchange(wire, tag, dict.fromkeys(others, mine), others)
+def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
+    parts = [mine if peer == transport.rank else torch.empty_like(mine) for peer in peers]
+    others = _others(transport, peers, parts)
+    _exchange(transport, tag, dict.fromkeys(others, mine), others)
     return parts
 
 
-def _all_gather_rows(wire: AbstractWire, tag: int, peers: Peers, mine: Tensor, num_rows: int) -> Tensor:
+def _all_gather_rows(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int) -> Tensor:
     whole = mine.new_empty(num_rows, *mine.shape[1:])
     pieces = _shares(whole, len(peers))
-    pieces[peers.index(wire.rank)].copy_(mine)
-    others = _others(wire, peers, pieces)
-    _exchange(wire, tag, dict.fromkeys(others, mine), others)
+    pieces[peers.index(transport.rank)].copy_(mine)
+    others = _others(transport, peers, pieces)
+    _exchange(transport, tag, dict.fromkeys(others, mine), others)
     return whole
 
 
@@ -194,8 +196,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _plain(wire: AbstractWire, peers: Peers, tensor: Tensor) -> Tensor:
-    assert wire.rank in peers, f"rank {wire.rank} is none of {peers}"
+def _plain(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+    assert transport.rank in peers, f"rank {transport.rank} is none of {peers}"
     assert list(peers) == sorted(set(peers)), f"{peers} do not ascend"
     return tensor.detach().contiguous()
 
@@ -204,9 +206,9 @@ def _shares(tensor: Tensor, count: int) -> list[Tensor]:
     return [tensor[share_of(len(tensor), index, count)] for index in range(count)]
 
 
-def _others(wire: AbstractWire, peers: Peers, tensors: list[Tensor]) -> dict[int, Tensor]:
-    return {peer: tensor for peer, tensor in zip(peers, tensors) if peer != wire.rank}
+def _others(transport: AbstractTransport, peers: Peers, tensors: list[Tensor]) -> dict[int, Tensor]:
+    return {peer: tensor for peer, tensor in zip(peers, tensors) if peer != transport.rank}
 
 
-def _exchange(wire: AbstractWire, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-    wire.wait(wire.issue(Transfer(wire.rank, tag, sends, receives)))
+def _exchange(transport: AbstractTransport, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+    transport.wait(transport.issue(Transfer(transport.rank, tag, sends, receives)))

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer, as_bytes
 
 _TAKEN = (torch.uint8, torch.int64, torch.float32, torch.float64)
 """Types that Gloo sends as they are; a view as bytes costs two operations more for each message."""
 
 
-class Gloo(AbstractWire):
+class Gloo(AbstractTransport):
     """Sends between the processes of a Gloo group. Lanes make no difference: messages of both overlap.
 
     Args:
@@ -27,22 +27,22 @@ class Gloo(AbstractWire):
         super().__init__(group.rank(), group.size())
         self._group = group
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Post all receives, then all sends. Messages without bytes are not sent; both sides know that."""
-        ticket = Ticket(transfer)
+        handle = Handle(transfer)
         for peer, buffer in transfer.receives.items():
             if buffer.numel():
-                ticket.works.append(dist.irecv(_plain(buffer), group=self._group, group_src=peer, tag=transfer.tag))
+                handle.works.append(dist.irecv(_plain(buffer), group=self._group, group_src=peer, tag=transfer.tag))
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
-                ticket.works.append(dist.isend(_plain(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
-        return ticket
+                handle.works.append(dist.isend(_plain(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
+        return handle
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Wait for all messages of a transfer."""
-        for work in ticket.works:
+        for work in handle.works:
             work.wait()
-        ticket.works.clear()
+        handle.works.clear()
 
 
 def _plain(tensor: Tensor) -> Tensor:

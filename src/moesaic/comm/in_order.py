@@ -1,4 +1,4 @@
-"""What a wire without tags does, NCCL's way: batches of a lane run one after another and messages match in that order.
+"""What a transport without tags does, NCCL's way: batches of a lane run one after another and messages match in that order.
 
 The loopback can run under this rule (`run_ranks(..., in_order=True)`), so that tests without a GPU find the programs that
 would hang or swap data on NCCL.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from moesaic.comm.wire import Lane, Ticket, Transfer
+from moesaic.comm.transport import Handle, Lane, Transfer
 
 
 @dataclass
@@ -27,27 +27,27 @@ class InOrder:
         self._queues: dict[tuple[int, Lane], deque[_Batch]] = {}
         self._batches: dict[int, _Batch] = {}
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, handle: Handle) -> None:
         """Enqueue a transfer and run what can run; messages without bytes are not sent.
 
         Raises:
             AssertionError: if a message would be delivered to a buffer of another tag.
         """
-        transfer = ticket.transfer
+        transfer = handle.transfer
         sends = {peer for peer, tensor in transfer.sends.items() if tensor.numel()}
         receives = {peer for peer, buffer in transfer.receives.items() if buffer.numel()}
-        batch = self._batches[id(ticket)] = _Batch(transfer.tag, sends, receives)
+        batch = self._batches[id(handle)] = _Batch(transfer.tag, sends, receives)
         self._queues.setdefault((transfer.rank, transfer.lane), deque()).append(batch)
         self._run(transfer)
 
-    def blocked_by(self, ticket: Ticket) -> list[int]:
+    def blocked_by(self, handle: Handle) -> list[int]:
         """Return the peers whose side of a transfer has not run, ascending."""
-        batch = self._batches.get(id(ticket))
+        batch = self._batches.get(id(handle))
         return [] if batch is None else sorted(batch.sends | batch.receives)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, handle: Handle) -> None:
         """Forget a transfer that was waited for."""
-        self._batches.pop(id(ticket), None)
+        self._batches.pop(id(handle), None)
 
     def _run(self, transfer: Transfer) -> None:
         lane, changed = transfer.lane, deque([transfer.rank])

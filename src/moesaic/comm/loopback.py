@@ -1,7 +1,7 @@
 """n ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks in lock step.
 
 Tests need no spawning, and a case is the same on every run: one rank runs at any moment, and who runs next is drawn from
-a seed. The mailbox is strict where real wires may be: receive buffers hold NaN until they are waited for, a send is
+a seed. The mailbox is strict where real transports may be: receive buffers hold NaN until they are waited for, a send is
 complete only when its receiver has posted the buffer, and a send buffer must not change before that.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.in_order import InOrder
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer, as_bytes
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer, as_bytes
 
 T = TypeVar("T")
 
@@ -37,18 +37,18 @@ class Loopback:
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._posted: set[tuple[int, int, int]] = set()
         self.bytes_sent: dict[tuple[int, int], int] = {}
-        """(source, target) to bytes, over the wire's life."""
+        """(source, target) to bytes, over the transport's life."""
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Post the sends; fill the receive buffers with NaN (the largest value for integers)."""
-        ticket = Ticket(transfer)
+        handle = Handle(transfer)
         for peer, tensor in transfer.sends.items():
             key = (transfer.tag, transfer.rank, peer)
             assert key not in self._mail, f"two messages with tag {transfer.tag} from {transfer.rank} to {peer}"
             assert peer != transfer.rank, f"rank {peer} sends to itself"
             assert tensor.is_contiguous(), f"rank {transfer.rank} sends a tensor that is not contiguous"
             self._mail[key] = tensor.detach().clone()
-            ticket.works.append((peer, tensor, self._mail[key]))
+            handle.works.append((peer, tensor, self._mail[key]))
             pair = (transfer.rank, peer)
             self.bytes_sent[pair] = self.bytes_sent.get(pair, 0) + tensor.numel() * tensor.element_size()
         for peer, buffer in transfer.receives.items():
@@ -56,31 +56,31 @@ class Loopback:
             self._posted.add((transfer.tag, peer, transfer.rank))
             _poison(buffer)
         if self._queues is not None:
-            self._queues.add(ticket)
-        return ticket
+            self._queues.add(handle)
+        return handle
 
-    def is_ready(self, ticket: Ticket) -> bool:
+    def is_ready(self, handle: Handle) -> bool:
         """Whether every message that a transfer waits for was posted, and its own messages have a receiver."""
-        return not self.missing(ticket)
+        return not self.missing(handle)
 
-    def missing(self, ticket: Ticket) -> list[int]:
+    def missing(self, handle: Handle) -> list[int]:
         """Return the peers that have not posted their side of a transfer, ascending."""
-        transfer = ticket.transfer
+        transfer = handle.transfer
         silent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
         deaf = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
-        queued = set() if self._queues is None else set(self._queues.blocked_by(ticket))
+        queued = set() if self._queues is None else set(self._queues.blocked_by(handle))
         return sorted(silent | deaf | queued)
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Deliver the messages; they must be there (`is_ready`)."""
-        transfer = ticket.transfer
-        for peer, tensor, sent in ticket.works:
+        transfer = handle.transfer
+        for peer, tensor, sent in handle.works:
             self._posted.discard((transfer.tag, transfer.rank, peer))
             same = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
             assert same, f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag {transfer.tag})"
-        ticket.works.clear()
+        handle.works.clear()
         if self._queues is not None:
-            self._queues.end(ticket)
+            self._queues.end(handle)
         for peer, buffer in transfer.receives.items():
             message = self._mail.pop((transfer.tag, peer, transfer.rank))
             assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype), (
@@ -98,38 +98,38 @@ class Loopback:
         return ", ".join(f"tag {tag} from rank {source} to rank {target}" for tag, source, target in sorted(self._mail))
 
 
-class LoopbackWire(AbstractWire):
+class LoopbackTransport(AbstractTransport):
     """One rank's end of a mailbox, for code that blocks. `run_ranks` makes them."""
 
     def __init__(self, rank: int, world: int, steps: _LockStep) -> None:
         super().__init__(rank, world)
         self._steps = steps
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, Handle] = {}
 
     @property
     def mailbox(self) -> Loopback:
         """The mailbox of all ranks: its counters."""
         return self._steps.mail
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Post a transfer; no other rank runs meanwhile."""
         assert transfer.rank == self.rank, f"a transfer of rank {transfer.rank} on the wire of rank {self.rank}"
-        ticket = self._steps.mail.issue(transfer)
-        self._open[id(ticket)] = ticket
-        return ticket
+        handle = self._steps.mail.issue(transfer)
+        self._open[id(handle)] = handle
+        return handle
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Let other ranks run until the messages are there.
 
         Raises:
             RuntimeError: if no rank can go on.
         """
-        if self._open.pop(id(ticket), None) is not None:
-            self._steps.wait(self.rank, ticket)
+        if self._open.pop(id(handle), None) is not None:
+            self._steps.wait(self.rank, handle)
 
     def left(self) -> str:
         """Say which transfers were never waited for."""
-        return ", ".join(f"tag {ticket.transfer.tag} on rank {self.rank}" for ticket in self._open.values())
+        return ", ".join(f"tag {handle.transfer.tag} on rank {self.rank}" for handle in self._open.values())
 
 
 class _Stopped(BaseException):
@@ -147,7 +147,7 @@ class _LockStep:
         self.running = -1
         self._random = random.Random(seed)
         self._live = set(range(world))
-        self._waiting: dict[int, Ticket] = {}
+        self._waiting: dict[int, Handle] = {}
         self._errors: dict[int, BaseException] = {}
         self._gates = [threading.Lock() for _ in range(world)]
         for gate in self._gates:
@@ -161,13 +161,13 @@ class _LockStep:
         """Block a rank until it has the baton."""
         self._gates[rank].acquire()
 
-    def wait(self, rank: int, ticket: Ticket) -> None:
-        """Let others run until a ticket of this rank is ready, then deliver it.
+    def wait(self, rank: int, handle: Handle) -> None:
+        """Let others run until a handle of this rank is ready, then deliver it.
 
         PyTorch's default generator belongs to the process; here each rank has its own stream, as processes do.
         """
         if not self.stopped:
-            self._waiting[rank] = ticket
+            self._waiting[rank] = handle
             state = torch.get_rng_state()
             if self._pass_on(rank):
                 self._gates[rank].acquire()
@@ -177,7 +177,7 @@ class _LockStep:
             raise _Stopped
         if rank in self._errors:
             raise self._errors.pop(rank)
-        self.mail.wait(ticket)
+        self.mail.wait(handle)
 
     def end(self, rank: int) -> None:
         """Take a rank out."""
@@ -222,7 +222,7 @@ class _LockStep:
 
 def run_ranks(
     world: int,
-    function: Callable[[AbstractWire], T],
+    function: Callable[[AbstractTransport], T],
     *,
     seed: int = 0,
     in_order: bool = False,
@@ -230,7 +230,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ordinary blocking code of n ranks in one process, in lock step.
 
-    A thread per rank, of which exactly one runs at any moment; another one goes on where it waits for a ticket, and at
+    A thread per rank, of which exactly one runs at any moment; another one goes on where it waits for a handle, and at
     its end. Autograd works: on a CPU the backward pass of a thread runs in that thread. What belongs to a thread in
     PyTorch (grad mode, inference mode, autocast) starts as the caller has it and is then each rank's own. The default
     generator belongs to the process; it is exchanged with the baton, so that each rank has its own, starting at the
@@ -239,7 +239,7 @@ def run_ranks(
 
     Args:
         world: number of ranks.
-        function: what a rank runs; gets its wire.
+        function: what a rank runs; gets its transport.
         seed: of the order in which ranks run; the same seed gives the same order.
         in_order: match messages in the order of issue per lane, not by tag, as NCCL does; what would swap data there is an
             AssertionError, what would hang a RuntimeError.
@@ -255,8 +255,8 @@ def run_ranks(
             that of the lowest rank.
     """
     steps = _LockStep(world, seed, in_order)
-    wires = [LoopbackWire(rank, world, steps) for rank in range(world)]
-    runs = [_Run(wire, function, steps) for wire in wires]
+    transports = [LoopbackTransport(rank, world, steps) for rank in range(world)]
+    runs = [_Run(transport, function, steps) for transport in transports]
     generator = torch.get_rng_state()
     for run in runs:
         run.thread.start()
@@ -271,7 +271,7 @@ def run_ranks(
         run.thread.join()
     if steps.failures:
         raise steps.failures[min(steps.failures)]
-    forgotten = ", ".join(filter(None, (wire.left() for wire in wires)))
+    forgotten = ", ".join(filter(None, (transport.left() for transport in transports)))
     if forgotten or not steps.mail.is_empty:
         raise RuntimeError(f"transfers never waited for: {forgotten or 'none'}; never received: {steps.mail.left()}")
     return [result for run in runs for result in run.results]
@@ -280,22 +280,26 @@ def run_ranks(
 class _Run(Generic[T]):
     """A rank's thread."""
 
-    def __init__(self, wire: LoopbackWire, function: Callable[[AbstractWire], T], steps: _LockStep) -> None:
+    def __init__(
+        self, transport: LoopbackTransport, function: Callable[[AbstractTransport], T], steps: _LockStep
+    ) -> None:
         self.results: list[T] = []
-        self._wire, self._function, self._steps = wire, function, steps
+        self._transport, self._function, self._steps = transport, function, steps
         self._modes = _Modes()
         self._generator = torch.get_rng_state()
         context = contextvars.copy_context()
-        self.thread = threading.Thread(target=context.run, args=(self._run,), name=f"rank {wire.rank}", daemon=True)
+        self.thread = threading.Thread(
+            target=context.run, args=(self._run,), name=f"rank {transport.rank}", daemon=True
+        )
 
     def _run(self) -> None:
-        rank, steps = self._wire.rank, self._steps
+        rank, steps = self._transport.rank, self._steps
         steps.await_turn(rank)
         try:
             if not steps.stopped:
                 torch.set_rng_state(self._generator)
                 with self._modes.entered():
-                    self.results.append(self._function(self._wire))
+                    self.results.append(self._function(self._transport))
         except _Stopped:
             pass
         except BaseException as error:

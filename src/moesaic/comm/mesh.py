@@ -1,6 +1,6 @@
-"""One world of ranks, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a wire between the ranks.
+"""One world of ranks, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a transport between the ranks.
 
-PyTorch's `DeviceMesh` carries DTensors, FSDP2 and checkpoints; the layers' own movements go over the wire, point to
+PyTorch's `DeviceMesh` carries DTensors, FSDP2 and checkpoints; the layers' own movements go over the transport, point to
 point, and need no process groups beyond the world: their groups are tuples of ranks, from the grid.
 """
 
@@ -21,11 +21,11 @@ from moesaic.comm.deepep import DeepEP
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.nccl import Nccl
 from moesaic.comm.sockets import Sockets
-from moesaic.comm.wire import AbstractWire, NoWire
+from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 
-__all__ = ["Mesh", "check_same", "open_wire"]
+__all__ = ["Mesh", "check_same", "open_transport"]
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -42,7 +42,7 @@ class Mesh:
 
     grid: Grid
     """Sizes of the axes and everyone's coordinates."""
-    wire: AbstractWire
+    transport: AbstractTransport
     """To the other ranks."""
     _dense: DeviceMesh | None = None
     _sparse: DeviceMesh | None = None
@@ -77,29 +77,29 @@ class Mesh:
         Raises:
             InputError: on every rank: sizes that do not fit the world, or ranks that ask for different meshes.
         """
-        wire = open_wire(device_type, group)
+        transport = open_transport(device_type, group)
         per_node = ranks_per_node if ranks_per_node is not None else _ranks_of_launcher()
         asked = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
-        check_same(wire, {f"mesh.{name}": value for name, value in asked.items()})
+        check_same(transport, {f"mesh.{name}": value for name, value in asked.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: it is reserved for later: set it to 1")
         grid = Grid(
-            world=wire.world,
+            world=transport.world,
             tp=tp,
             ep=ep,
             etp=etp,
             innermost=innermost,
-            ranks_per_node=_fitting(per_node, wire.world, ranks_per_node is None),
+            ranks_per_node=_fitting(per_node, transport.world, ranks_per_node is None),
         )
-        if isinstance(wire, NoWire):
-            return cls(grid, wire)
-        return cls(grid, wire, _dense(grid, device_type), _sparse(grid, device_type))
+        if isinstance(transport, NoTransport):
+            return cls(grid, transport)
+        return cls(grid, transport, _dense(grid, device_type), _sparse(grid, device_type))
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.wire.rank
+        return self.transport.rank
 
     @property
     def is_distributed(self) -> bool:
@@ -151,16 +151,16 @@ class Mesh:
         return self.grid.group(self.rank, axes)
 
 
-def open_wire(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None = None) -> AbstractWire:
-    """Open a wire between all processes; all of them call this together.
+def open_transport(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None = None) -> AbstractTransport:
+    """Open a transport between all processes; all of them call this together.
 
     Args:
         device_type: "cpu" for sockets, "cuda" for NCCL between the current devices.
         group: a process group of the whole world; None is the default group. NCCL makes its own groups; sockets need one for
-            the ranks' addresses, and where two ranks cannot be connected, the wire is Gloo (a warning says so).
+            the ranks' addresses, and where two ranks cannot be connected, the transport is Gloo (a warning says so).
 
     Returns:
-        the wire; without `torch.distributed`, that of a world of one rank.
+        the transport; without `torch.distributed`, that of a world of one rank.
 
     Raises:
         InputError: for a device type that is missing here or that the process group cannot serve.
@@ -171,7 +171,7 @@ def open_wire(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None =
         raise InputError("device_type='cuda': there is no CUDA device here: write 'cpu'")
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     if not dist.is_initialized():
-        return NoWire(device)
+        return NoTransport(device)
     world_group = group or dist.group.WORLD
     assert world_group is not None
     if world_group.size() != dist.get_world_size():

@@ -17,10 +17,10 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from moesaic.comm.wire import AbstractWire, Lane, Ticket, Transfer, as_bytes
+from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
 
 
-class Nccl(AbstractWire):
+class Nccl(AbstractTransport):
     """Sends between the devices of NCCL groups.
 
     Args:
@@ -50,17 +50,17 @@ class Nccl(AbstractWire):
             groups[lane] = group
         return cls(groups, device)
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Enqueue all messages as one batch on the lane's stream, behind what the caller's stream holds so far.
 
         Messages without bytes are not sent; both sides know that. The buffers may be freed at any time after `wait`:
         the allocator learns that the lane's stream uses them.
         """
-        ticket = Ticket(transfer)
+        handle = Handle(transfer)
         receives = {peer: buffer for peer, buffer in transfer.receives.items() if buffer.numel()}
         sends = {peer: tensor for peer, tensor in transfer.sends.items() if tensor.numel()}
         if not receives and not sends:
-            return ticket
+            return handle
         group, stream = self._groups[transfer.lane], self._streams[transfer.lane]
         batch = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives.items()]
         batch += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends.items()]
@@ -68,13 +68,13 @@ class Nccl(AbstractWire):
         with torch.cuda.stream(stream):
             for work in dist.batch_isend_irecv(batch):
                 work.wait()  # the lane's stream waits for NCCL's own; the host does not
-            ticket.works.append(stream.record_event())
+            handle.works.append(stream.record_event())
         for tensor in (*receives.values(), *sends.values()):
             tensor.record_stream(stream)
-        return ticket
+        return handle
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Make the caller's current stream wait for the batch; the host goes on."""
-        for event in ticket.works:
+        for event in handle.works:
             torch.cuda.current_stream(self.device).wait_event(event)
-        ticket.works.clear()
+        handle.works.clear()

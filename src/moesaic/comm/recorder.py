@@ -1,10 +1,10 @@
-"""A wire that writes down what crosses another one: for tests of volumes, for benchmarks, for whoever wants to look."""
+"""A transport that writes down what crosses another one: for tests of volumes, for benchmarks, for whoever wants to look."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,33 @@ class Range:
     """Messages with a tag of the range, with the tag counted from its first."""
 
 
-class Recorder(AbstractWire):
-    """Passes everything on to a wire and keeps a list of this rank's messages.
+class Recorder(AbstractTransport):
+    """Passes everything on to a transport and keeps a list of this rank's messages.
 
     Args:
-        wire: the one that moves the bytes.
+        transport: the one that moves the bytes.
     """
 
-    def __init__(self, wire: AbstractWire) -> None:
-        super().__init__(wire.rank, wire.world, wire.device)
-        self._wire = wire
+    def __init__(self, transport: AbstractTransport) -> None:
+        super().__init__(transport.rank, transport.world, transport.device)
+        self._transport = transport
         self.ranges: list[Range] = []
         """In the order in which tags were taken."""
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Write down the messages of a transfer, and start it."""
         held = next(r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length)
         for peer, tensor in transfer.sends.items():
             num_bytes = tensor.numel() * tensor.element_size()
             held.messages.append(Sent(transfer.tag - held.first, transfer.rank, peer, num_bytes))
-        return self._wire.issue(transfer)
+        return self._transport.issue(transfer)
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Wait for a transfer."""
-        self._wire.wait(ticket)
+        self._transport.wait(handle)
 
     def take_tags(self, num_tags: int) -> int:
-        """Take tags of the wire, and remember the range."""
-        first = self._wire.take_tags(num_tags)
+        """Take tags of the transport, and remember the range."""
+        first = self._transport.take_tags(num_tags)
         self.ranges.append(Range(first, num_tags))
         return first

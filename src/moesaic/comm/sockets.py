@@ -1,9 +1,9 @@
 """Ranks on CPUs talk over sockets: eager tagged messages, a connection per pair of ranks, no thread.
 
-Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/wires.py` compares the two).
-Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank
-computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages may arrive before their
-receive is posted: they are kept until then.
+Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/transports.py`
+compares the two). Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries
+it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages
+may arrive before their receive is posted: they are kept until then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.comm.sockets_connect import connect
-from moesaic.comm.wire import AbstractWire, MessageSizeError, Ticket, Transfer, as_bytes
+from moesaic.comm.transport import AbstractTransport, Handle, MessageSizeError, Transfer, as_bytes
 
 _HEADER = struct.Struct("<qq")
 """Tag and bytes of a message, in front of it."""
@@ -81,7 +81,7 @@ class _Line:
     is_closed: bool = False
 
 
-class Sockets(AbstractWire):
+class Sockets(AbstractTransport):
     """Sends between processes over stream sockets. Lanes make no difference: messages of both overlap.
 
     One thread at a time may use it.
@@ -115,7 +115,7 @@ class Sockets(AbstractWire):
         lines = connect(group)
         return None if lines is None else cls(group.rank(), lines, _patience(group))
 
-    def issue(self, transfer: Transfer) -> Ticket:
+    def issue(self, transfer: Transfer) -> Handle:
         """Post all receives, and hand all sends to the kernel as far as it takes them.
 
         Messages without bytes are not sent; both sides know that.
@@ -132,16 +132,16 @@ class Sockets(AbstractWire):
                 self._send(self._lines[peer], transfer.tag, _view(tensor), work)
         if work.left:
             self._move(0.0)
-        return Ticket(transfer, [work])
+        return Handle(transfer, [work])
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, handle: Handle) -> None:
         """Wait until all messages of a transfer are in their buffers, or in the kernel's.
 
         Raises:
             RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if nothing at all
                 has moved for `patience` seconds.
         """
-        for work in ticket.works:
+        for work in handle.works:
             while work.left:
                 for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
                     self._check_open(line)
@@ -149,7 +149,7 @@ class Sockets(AbstractWire):
                     raise RuntimeError(
                         f"rank {self.rank} has waited {self._patience:g} s for ranks {self._missing()}: nothing came"
                     )
-        ticket.works.clear()
+        handle.works.clear()
 
     def _missing(self) -> list[int]:
         return [line.peer for line in self._lines.values() if line.posted or line.leaving or line.arriving]

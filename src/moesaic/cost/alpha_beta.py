@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot, Task
 from moesaic.program.volume import messages_of
 
@@ -55,7 +55,7 @@ class LayerShape:
     """Of an expert: 3 for SwiGLU, 2 for a plain one."""
 
 
-def estimate(program: Program, sizes: Sizes, shape: LayerShape, machine: Machine) -> dict[str, float]:
+def estimate(program: Program, sizes: CallSizes, shape: LayerShape, machine: Machine) -> dict[str, float]:
     """Return the seconds of every task, by name, as its busiest rank needs them.
 
     Args:
@@ -76,7 +76,9 @@ def estimate(program: Program, sizes: Sizes, shape: LayerShape, machine: Machine
     return found
 
 
-def _moving(task: Task, slots: dict[str, Slot], codec: str, sizes: Sizes, shape: LayerShape, machine: Machine) -> float:
+def _moving(
+    task: Task, slots: dict[str, Slot], codec: str, sizes: CallSizes, shape: LayerShape, machine: Machine
+) -> float:
     """Return what the busiest rank needs to send, or to receive, whichever takes longer."""
     source = slots[task.of[0] if task.of else task.reads[0]]
     spent: dict[tuple[str, int], float] = {}
@@ -109,7 +111,7 @@ def row_bytes(slot: Slot, codec: str, rows: float, shape: LayerShape) -> float:
 
 
 def _computing(
-    task: Task, slots: dict[str, Slot], sizes: Sizes, shape: LayerShape, machine: Machine, rank: int
+    task: Task, slots: dict[str, Slot], sizes: CallSizes, shape: LayerShape, machine: Machine, rank: int
 ) -> float:
     rows_slot = next((slots[name] for name in task.reads if slots[name].kind in (Kind.ROWS, Kind.TOKENS)), None)
     rows = sizes.num_rows(rows_slot.layout, rank) if rows_slot else 0

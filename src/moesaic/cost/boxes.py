@@ -34,7 +34,7 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     everything = frozenset(range(len(digits.sizes)))
     spread = digits.axes(layout.spread) | (digits.axis("tp") if layout.whole_tp else frozenset())
     origin = {"weights": digits.axis("etp"), "bias": frozenset()}.get(layout.flow, everything)
-    expert = {"tokens": frozenset(), "visits": digits.axis("node")}.get(layout.flow, digits.axis("ep"))
+    expert = {"tokens": frozenset(), "node_tokens": digits.axis("node")}.get(layout.flow, digits.axis("ep"))
     free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
     return Box(origin, expert, spread & origin, free)
 

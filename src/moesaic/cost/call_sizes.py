@@ -1,4 +1,4 @@
-"""From counts per data-parallel group to the `Sizes` of a call, for any program: who of a tensor group sends what."""
+"""From counts per data-parallel group to the `CallSizes` of a call, for any program: who of a tensor group sends what."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Shapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import ONCE, Program
 
 
@@ -17,15 +17,30 @@ def chunks_of(program: Program) -> int:
     return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
 
 
+def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
+    """Return the copies that each rank sends to each expert, (world, num_experts) int64.
+
+    Args:
+        program: says whether the ranks of a tensor group share a group's copies, evenly, or each sends all of them.
+        grid: the mesh.
+        counts: (dp, num_experts) int64, copies that each data-parallel group sends to each expert.
+    """
+    ranks = np.arange(grid.world)
+    of_group, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
+    if program.is_redundant:
+        return of_group
+    return of_group * (place + 1) // grid.tp - of_group * place // grid.tp
+
+
 def sizes_of(
     program: Program,
     workload: Workload,
     grid: Grid,
     counts: np.ndarray | None = None,
     *,
-    lent: np.ndarray | None = None,
-    shapes: Shapes | None = None,
-) -> Sizes:
+    replicated: np.ndarray | None = None,
+    shapes: LayoutIndex | None = None,
+) -> CallSizes:
     """Return the sizes of a call.
 
     Ranks of a tensor group share each run of copies evenly, in contiguous parts. The distinct tokens among the copies for
@@ -36,7 +51,7 @@ def sizes_of(
         workload: of the layer.
         grid: the mesh, etp factored as the plan wants it.
         counts: (dp, num_experts) copies that each data-parallel group sends to each expert; None: even ones.
-        lent: as for `Sizes`, for programs that lend copies; None: none is lent.
+        replicated: as for `CallSizes`, for programs that replicate copies; None: none is replicated.
         shapes: of the same grid, experts and chunks (`Compiled.shapes`), to share between calls: most of the cost.
 
     Raises:
@@ -49,28 +64,33 @@ def sizes_of(
             f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
             f"give ({grid.dp}, {workload.num_experts})"
         )
-    ranks = np.arange(grid.world)
-    group, place = ranks // grid.tp, ranks % grid.tp
+    place = np.arange(grid.world) % grid.tp
+    copies = copies_by_rank(program, grid, counts)
     tokens = np.full(grid.world, workload.tokens)
     share = 1
-    if program.is_redundant:
-        copies = counts[group]
-    else:
+    if not program.is_redundant:
         share = grid.tp
-        high, low = (place + 1)[:, None], place[:, None]
-        copies = counts[group] * high // grid.tp - counts[group] * low // grid.tp
         tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    visits = None
+    node_tokens = None
     if any(slot.layout.flow in ONCE for slot in program.slots):
-        of_places = [_visits(copies, workload, share, n, chunks_of(program)) for n in grid.cast_levels]
-        visits = np.concatenate(of_places, axis=1)
-    if lent is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
-        lent = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
+        of_places = [_node_tokens(copies, workload, share, n, chunks_of(program)) for n in grid.cast_levels]
+        node_tokens = np.concatenate(of_places, axis=1)
+    if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
+        replicated = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
     units = max(1, workload.hidden // grid.etp)
-    return Sizes(grid, copies, tokens, chunks_of(program), visits=visits, units=units, lent=lent, shapes=shapes)
+    return CallSizes(
+        grid,
+        copies,
+        tokens,
+        chunks_of(program),
+        node_tokens=node_tokens,
+        units=units,
+        replicated=replicated,
+        shapes=shapes,
+    )
 
 
-def visits_per_node(workload: Workload, nodes: int, chunks: int) -> float:
+def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
 
     With the places of ep in place of nodes, how many have one there. A token with k of E experts has one among E / n of
@@ -84,11 +104,11 @@ def visits_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     return each * chunks
 
 
-def _visits(copies: np.ndarray, workload: Workload, share: int, nodes: int, chunks: int) -> np.ndarray:
+def _node_tokens(copies: np.ndarray, workload: Workload, share: int, nodes: int, chunks: int) -> np.ndarray:
     """Return the expected visits, (world, nodes, chunks) int64; with the places of ep in place of nodes, the stops."""
     there = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     even = workload.copies / share / nodes
-    per_copy = visits_per_node(workload, nodes, chunks) / chunks / share
+    per_copy = node_tokens_per_node(workload, nodes, chunks) / chunks / share
     tokens = workload.tokens / share
     most = there / chunks
     expected = tokens * (1 - (1 - min(per_copy / tokens, 1.0)) ** (there / even)) if even else most

@@ -125,6 +125,6 @@ def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractV
     total = np.zeros(volumes.num_actors)
     for name in names:
         slot = slots[name]
-        if slot.kind is not Kind.PARCELS:
+        if slot.kind is not Kind.PACKETS:
             total += [row_bytes(slot, "", float(rows), volumes.shape) for rows in volumes.rows(slot.layout)]
     return total

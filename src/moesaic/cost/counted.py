@@ -9,15 +9,15 @@ import numpy as np
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.topology import Topology
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Axis
-from moesaic.program.links import LINKS
-from moesaic.program.links.link import Places
 from moesaic.program.shapes import Move
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Slot, Task
 
 Legs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of a hop: source and target of each parcel, and of the leg that it takes."""
+"""Of a hop: source and target of each packet, and of the leg that it takes."""
 
 
 class Counted(AbstractVolumes):
@@ -29,7 +29,7 @@ class Counted(AbstractVolumes):
         shape: of the layer.
     """
 
-    def __init__(self, sizes: Sizes, topology: Topology, shape: LayerShape) -> None:
+    def __init__(self, sizes: CallSizes, topology: Topology, shape: LayerShape) -> None:
         self.sizes, self.topology, self.shape = sizes, topology, shape
         self._rows: dict[Layout, np.ndarray] = {}
         self._moved: dict[Move, np.ndarray] = {}
@@ -91,8 +91,8 @@ class Counted(AbstractVolumes):
         if move not in self._moved:
             rows = np.zeros((self.num_actors, self.num_actors), dtype=np.int64)
             for rank in range(self.num_actors):
-                lots = self.sizes.outgoing(move, rank)
-                rows[rank, list(lots.peers)] = lots.counts
+                splits = self.sizes.outgoing(move, rank)
+                rows[rank, list(splits.peers)] = splits.counts
             np.fill_diagonal(rows, 0)
             self._moved[move] = rows
         return self._moved[move]
@@ -103,10 +103,10 @@ class Counted(AbstractVolumes):
             grid = self.sizes.grid
             found: dict[int, list[tuple[int, int, int, int]]] = {}
             for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
-                places = Places(grid, ranks)
+                places = NodeMap(grid, ranks)
                 for source in ranks:
                     for target in ranks:
-                        path = LINKS[task.link].path(places, source, target) if source != target else ()
+                        path = ALL_TO_ALLS[task.link].path(places, source, target) if source != target else ()
                         for leg in path:
                             found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
             tables = {hop: np.array(legs, dtype=np.int64) for hop, legs in found.items()}

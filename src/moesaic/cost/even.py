@@ -2,7 +2,7 @@
 the ranks that have the same place in every block.
 
 The rows that go from one rank to another are counted by digits (`symmetry.py`); the algorithms' own paths say which ranks
-their parcels pass. Nothing here is as long as the number of ranks.
+their packets pass. Nothing here is as long as the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.symmetry import Digits, Pairs, UnlikeError
 from moesaic.cost.topology import Topology
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
 from moesaic.program.shapes import Move
 from moesaic.program.task import Flow, Layout, Op, Slot, Task
 
@@ -31,8 +31,8 @@ class PieceRows:
 
     copies: float
     tokens: float
-    visits: float
-    stops: float
+    node_tokens: float
+    rank_tokens: float
     units: float
     """Hidden units of one shard of an expert."""
     chunks: int
@@ -40,10 +40,10 @@ class PieceRows:
     def of(self, layout: Layout) -> float:
         """Return the rows of one piece of a layout, all chunks of a run together unless it holds one chunk only."""
         if isinstance(layout.chunk, str):
-            return 0.0  # nothing is lent where all experts have equally much to do
+            return 0.0  # nothing is replicated where all experts have equally much to do
         rows: dict[Flow, float] = {
-            "copies": self.copies, "tokens": self.tokens, "visits": self.visits, "stops": self.stops, "weights": self.units,
-            "bias": 1.0,
+            "copies": self.copies, "tokens": self.tokens, "node_tokens": self.node_tokens,
+            "rank_tokens": self.rank_tokens, "weights": self.units, "bias": 1.0,
         }  # fmt: skip
         return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
 
@@ -131,9 +131,8 @@ class Even(AbstractVolumes):
             self._found[key] = self._find(task, move, num_bytes)
         return self._found[key]
 
-    def sends(self, task: Task, slots: Mapping[str, Slot]) -> list[tuple[int, int, float, float]]:
+    def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
         """Return (source, target, rows, how many targets it stands for) of what a movement sends before it is lowered."""
-        move = ends_of(task, slots)[1]
         pairs, rows = self._sent(self._radix(move.source), move)
         return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
 
@@ -160,8 +159,8 @@ class Even(AbstractVolumes):
         return self._parts(*messages)
 
     def _of_link(self, name: str, move: Move, digits: Digits) -> Digits:
-        """Return the digits that tell apart what an all-to-all does with a movement's parcels."""
-        link, group, in_steps = LINKS[name], digits.axes(move.group), move.source.step is not None
+        """Return the digits that tell apart what an all-to-all does with a movement's packets."""
+        link, group, in_steps = ALL_TO_ALLS[name], digits.axes(move.group), move.source.step is not None
         upper = group - digits.local
         nodes, per_node = digits.product(upper), digits.product(group & digits.local)
         if (name, nodes, per_node, in_steps) not in self._regular:

@@ -1,7 +1,7 @@
-"""The messages of one hop of an all-to-all, from classes of parcels: which parcels travel together, how many such messages.
+"""The messages of one hop of an all-to-all, from classes of packets: which packets travel together, how many such messages.
 
-The paths are the algorithms' own (`program/links/`), asked for one parcel of each class. Whether another parcel of the class
-takes the same leg is asked too, never assumed.
+The paths are the algorithms' own (`program/all_to_all/`), asked for one packet of each class. Whether another packet of
+the class takes the same leg is asked too, never assumed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 
 from moesaic.cost.symmetry import Digits, GroupPlaces, Pairs
-from moesaic.program.links import LINKS
-from moesaic.program.links.link import Leg
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import Leg
 from moesaic.program.task import Task
 
 
@@ -25,8 +25,8 @@ def hop_messages(
     num_bytes: np.ndarray,
     classed: frozenset[int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return source, target, bytes and number of the messages of a hop: parcels that take one leg together are one."""
-    places, link = GroupPlaces(digits, group), LINKS[task.link]
+    """Return source, target, bytes and number of the messages of a hop: packets that take one leg together are one."""
+    places, link = GroupPlaces(digits, group), ALL_TO_ALLS[task.link]
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
@@ -70,7 +70,7 @@ def _distinct(
 def _sharers(
     digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_from: Callable[[int], Leg | None]
 ) -> int:
-    """Return from how many nodes parcels for a target come together in a leg."""
+    """Return from how many nodes packets for a target come together in a leg."""
     others = [(0, 1)]
     for digit in upper:
         stride, base = int(digits.strides[digit]), int(digits.sizes[digit])

@@ -111,9 +111,9 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes, part: float) -> dict
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
     found = {}
     for slot in program.slots:
-        source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PARCELS else (slot, "")
+        source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
         rows = float(volumes.rows(slot.layout).max()) * (
-            part if slot.layout.flow in ("copies", "visits", "stops") else 1.0
+            part if slot.layout.flow in ("copies", "node_tokens", "rank_tokens") else 1.0
         )
         found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
     return found

@@ -59,7 +59,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
-    """Movements on the links inside nodes, or between them, as the library's own wire makes them."""
+    """Movements on the links inside nodes, or between them, as the library's own transport makes them."""
 
     latency_seconds: float = 0.0
     """That a movement takes longer than its bytes and the host's part."""
@@ -93,8 +93,8 @@ class HostCosts:
     """Per byte of rows read or written by tasks that put them in another order or add them."""
     weight_byte: float = 0.0
     """Per byte of expert gradients written or added."""
-    wire_byte: float = 0.0
-    """Per byte sent or received: the wire's own thread, beside the one that issues and computes."""
+    transport_byte: float = 0.0
+    """Per byte sent or received: the transport's own thread, beside the one that issues and computes."""
     sharing: float = 1.0
     """How much longer a rank's processor time takes while all ranks of its machine compute: ranks over cores, if no more."""
 

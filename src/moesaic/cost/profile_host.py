@@ -37,7 +37,7 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
         for moved in movements[number]:
             if number not in in_a_message:
                 found[number, list(moved.actors), FEATURES.index("message")] += moved.posts
-            found[number, list(moved.actors), FEATURES.index("wire_byte")] += _wire_bytes(moved, volumes)
+            found[number, list(moved.actors), FEATURES.index("transport_byte")] += _transport_bytes(moved, volumes)
         is_weight = any(slots[name].kind is Kind.WEIGHT for name in task.writes)
         if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
             found[number, :, FEATURES.index("weight_byte")] = _gradient_bytes(task, slots, volumes)
@@ -62,18 +62,18 @@ def layer_features() -> np.ndarray:
     return found
 
 
-def costs_vector(costs: HostCosts, *, with_wire: bool = True) -> np.ndarray:
+def costs_vector(costs: HostCosts, *, with_transport: bool = True) -> np.ndarray:
     """Return the costs of one of each feature, (features,) seconds of processor time.
 
     Args:
         costs: as measured.
-        with_wire: also what the wire's own thread takes per byte, which the issuing thread need not wait for.
+        with_transport: also what the transport's own thread takes per byte, which the issuing thread need not wait for.
     """
-    left_out = () if with_wire else ("wire_byte",)
+    left_out = () if with_transport else ("transport_byte",)
     return np.array([0.0 if name in left_out else getattr(costs, name) for name in FEATURES])
 
 
-def _wire_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
+def _transport_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
     """Return the bytes that a rank sends and receives in a movement, the mean over its ranks."""
     topology, total = volumes.topology, 0.0
     for link, seconds in zip(moved.load.links.tolist(), moved.load.seconds.tolist()):

@@ -3,7 +3,7 @@
 Rows, links and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
 processor time of every task, its messages and its bytes, stretched where ranks share cores. Two effects depend on when
 things happen, so every program is simulated twice: a link that was idle lets its first kilobytes through at once, and
-the wire's own threads take their part of the cores while it carries something.
+the transport's own threads take their part of the cores while it carries something.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, is_
 from moesaic.cost.simulate import Simulated, Simulator
 from moesaic.cost.workload import Workload
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program, Slot, Task
 
 MOST_TAKEN = 0.5
-"""Of the cores, by the wire's own threads: above this share the issuing threads would not slow down further."""
+"""Of the cores, by the transport's own threads: above this share the issuing threads would not slow down further."""
 Movements = list[list[Movement]]
 """Of each task."""
 
@@ -57,18 +57,20 @@ class ProfiledSimulator(Simulator):
     ) -> None:
         super().__init__(profile.to_cluster(nodes))
         self.profile, self._virtual_flops = profile, virtual_flops
-        self._costs = costs_vector(profile.host, with_wire=False)
+        self._costs = costs_vector(profile.host, with_transport=False)
 
     @property
     def around_seconds(self) -> float:
         """What a layer's forward and backward pass take outside its programs: routing, the exchange of counts, autograd."""
         return float(layer_features() @ self._costs) * self.profile.host.sharing
 
-    def asked(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> Asked:
+    def asked(self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None) -> Asked:
         """Return what a program asks of host and links; arguments as of `Simulator.run`."""
         return _asked(program, self.volumes(program, workload, grid, sizes=sizes))
 
-    def program_seconds(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> float:
+    def program_seconds(
+        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
+    ) -> float:
         """Return how long a program takes, forward or backward, until the last rank has ended."""
         if not program.tasks:
             return 0.0
@@ -138,9 +140,11 @@ class ProfiledSimulator(Simulator):
         return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
 
     def _stretch(self, first: Events, asked: Asked, issue: np.ndarray, busy: np.ndarray) -> float:
-        """Return how much longer the host's work takes because the wire's threads want the cores too."""
+        """Return how much longer the host's work takes because the transport's threads want the cores too."""
         carried = float((busy[:, 1] - busy[:, 0]).sum())
-        wanted = asked.features[:, :, FEATURES.index("wire_byte")].sum(axis=0).max() * self.profile.host.wire_byte
+        wanted = (
+            asked.features[:, :, FEATURES.index("transport_byte")].sum(axis=0).max() * self.profile.host.transport_byte
+        )
         if not carried or not issue.any():
             return 1.0
         taken = min(wanted * self.profile.host.sharing / carried, MOST_TAKEN)

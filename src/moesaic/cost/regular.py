@@ -11,7 +11,7 @@ import itertools
 from typing import Any, cast
 
 from moesaic.cost.symmetry import UnlikeError
-from moesaic.program.links.link import PACKED, AbstractLink, Hop, Leg, Places
+from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap
 from moesaic.program.task import Lane
 
 
@@ -63,7 +63,7 @@ class _Number:
         return self._length
 
 
-class _AnyPlaces(Places):
+class _AnyPlaces(NodeMap):
     """Where the ranks of any group stand whose nodes all look alike.
 
     Args:
@@ -94,8 +94,8 @@ class _AnyPlaces(Places):
         return _Node(_known(node, _Node).group, _known(other, _Node).place)
 
 
-def check_regular(link: AbstractLink, name: str, nodes: int, per_node: int, *, in_steps: bool = False) -> None:
-    """Raise UnlikeError unless what a parcel does depends only on which nodes, and groups of nodes, are equal.
+def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False) -> None:
+    """Raise UnlikeError unless what a packet does depends only on which nodes, and groups of nodes, are equal.
 
     Args:
         link: the all-to-all.
@@ -103,7 +103,7 @@ def check_regular(link: AbstractLink, name: str, nodes: int, per_node: int, *, i
         nodes: on which a group of ranks lies.
         per_node: ranks of the group on each.
         in_steps: only some pairs of ranks exchange in each movement: nodes must then also play one role only, so no message may
-            hold parcels that have crossed nodes before.
+            hold packets that have crossed nodes before.
     """
     size = link.nodes_per_group(nodes)
     places = _AnyPlaces(nodes, size)
@@ -126,7 +126,7 @@ def _others(nodes: int, size: int) -> list[_Node]:
     return [_Node(group, place) for group, place in itertools.product(groups, places)]
 
 
-def _check_legs(link: AbstractLink, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]) -> None:
+def _check_legs(link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]) -> None:
     for leg in path:
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)
@@ -152,5 +152,5 @@ def _known(value: Any, kind: type[Any]) -> Any:
 
 def _unlike(name: str) -> UnlikeError:
     return UnlikeError(
-        f"{name} sends parcels another way from node to node", "an all-to-all in which all nodes do the same"
+        f"{name} sends packets another way from node to node", "an all-to-all in which all nodes do the same"
     )

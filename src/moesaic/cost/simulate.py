@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.call_sizes import chunks_of, sizes_of, visits_per_node
+from moesaic.cost.call_sizes import chunks_of, node_tokens_per_node, sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.counted import Counted
@@ -24,7 +24,7 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Program
 from moesaic.program.timeline import Span, Timeline, chunk_of
 
@@ -74,7 +74,7 @@ class Simulated:
 
 
 def simulate(
-    program: Program, workload: Workload, cluster: ClusterSpec, grid: Grid, *, sizes: Sizes | None = None
+    program: Program, workload: Workload, cluster: ClusterSpec, grid: Grid, *, sizes: CallSizes | None = None
 ) -> Timeline:
     """Simulate a program; returns the timeline of the rank that ends last.
 
@@ -113,12 +113,12 @@ class Simulator:
         self._topologies: dict[tuple[int, int | None, int | None], Topology] = {}
         self._even: dict[_Key, AbstractVolumes] = {}
 
-    def run(self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None) -> Simulated:
+    def run(self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None) -> Simulated:
         """Simulate a program; see `simulate`."""
         return self._simulate(program, workload, self.volumes(program, workload, grid, sizes=sizes))
 
     def volumes(
-        self, program: Program, workload: Workload, grid: Grid, *, sizes: Sizes | None = None
+        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> AbstractVolumes:
         """Return the rows and messages of a program; arguments as of `run`."""
         if sizes is not None:
@@ -181,7 +181,7 @@ class Simulator:
         fitting = [run for run in above if per_node < run <= min(grid.world, MAX_RANKS_APART)]
         return max([per_node, *fitting]) if apart else per_node
 
-    def _counted(self, sizes: Sizes, workload: Workload) -> AbstractVolumes:
+    def _counted(self, sizes: CallSizes, workload: Workload) -> AbstractVolumes:
         return Counted(sizes, self._topology(sizes.grid, None), workload.shape)
 
     def _even_volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
@@ -201,8 +201,8 @@ def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> 
     return PieceRows(
         copies=workload.copies / workload.num_experts / share,
         tokens=workload.tokens / share,
-        visits=visits_per_node(workload, nodes, chunks) / share,
-        stops=visits_per_node(workload, grid.ep, chunks) / share,
+        node_tokens=node_tokens_per_node(workload, nodes, chunks) / share,
+        rank_tokens=node_tokens_per_node(workload, grid.ep, chunks) / share,
         units=workload.hidden / grid.etp,
         chunks=chunks,
     )

@@ -19,7 +19,7 @@ from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Program, Stage
 from moesaic.program.timeline import Span, Timeline
 
@@ -107,7 +107,7 @@ def simulate_step(
     cluster: ClusterSpec,
     grid: Grid,
     *,
-    sizes: tuple[Sizes, Sizes] | None = None,
+    sizes: tuple[CallSizes, CallSizes] | None = None,
     simulator: Simulator | None = None,
 ) -> Step:
     """Simulate a training step.
@@ -164,7 +164,7 @@ def step_memory(
     simulator: Simulator,
     grid: Grid,
     *,
-    sizes: Sizes | None = None,
+    sizes: CallSizes | None = None,
     token_budget: int | None = None,
 ) -> Memory:
     """Return what a rank needs, at most `token_budget` rows at its experts at once.

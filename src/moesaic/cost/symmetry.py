@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.links.link import Places
 
 
 class UnlikeError(Exception):
@@ -149,7 +149,7 @@ class Digits:
         return Pairs(source[other], target[other], np.tile(counts, len(sources))[other].astype(np.float64))
 
 
-class GroupPlaces(Places):
+class GroupPlaces(NodeMap):
     """Where the ranks of one group stand, by arithmetic.
 
     Args:

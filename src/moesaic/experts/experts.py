@@ -14,7 +14,7 @@ from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
-Late = list[Callable[[], None]]
+DeferredWgrad = list[Callable[[], None]]
 """What is to be done before the gradients of split parameters are read."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
@@ -88,6 +88,13 @@ class AbstractExperts(nn.Module, ABC):
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         out = self.compute(sharded, common, rows, None if weight_first else gates, permutation.ends)
         return unpermute(out, permutation, dtype=x.dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights and biases anew, as a new layer has them; here by the `reset_parameters` of the modules inside."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float) -> None:
@@ -172,7 +179,7 @@ class AbstractExperts(nn.Module, ABC):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
 
@@ -196,9 +203,15 @@ class AbstractExperts(nn.Module, ABC):
         return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
 
 
-def stacked(num_experts: int, out_width: int, in_width: int) -> nn.Parameter:
+def stacked(
+    num_experts: int,
+    out_width: int,
+    in_width: int,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
     """Return uninitialised matrices, (num_experts, out_width, in_width), each as `nn.Linear` stores it."""
-    return nn.Parameter(torch.empty(num_experts, out_width, in_width))
+    return nn.Parameter(torch.empty(num_experts, out_width, in_width, device=device, dtype=dtype))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class ModuleExperts(AbstractExperts):
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
+        self._copies: int | None = None
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
@@ -60,10 +62,26 @@ class ModuleExperts(AbstractExperts):
             )
         return out if gates is None else out * gates.to(out.dtype).unsqueeze(1)
 
-    def keep_only(self, experts: range) -> None:
-        """Drop the modules of experts that live on other ranks; the others keep their names."""
+    def keep_only(self, experts: range, copies: int) -> None:
+        """Drop the modules of experts that live on other ranks; the others keep their names.
+
+        Args:
+            experts: that stay.
+            copies: ranks that keep the same ones; `copies_of` tells it of each parameter.
+        """
         named = dict(self.experts.named_children())
         self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
+        self._copies = copies
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._copies is not None:
+            for parameter in self.parameters():
+                setattr(parameter, _MARK, self._copies)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters have no attributes
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         """Return the parameters of the first experts: as many each as one module has."""
@@ -94,6 +112,15 @@ class ModuleExperts(AbstractExperts):
         shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
         sizes = [shape.numel() for shape in shapes]
         return tuple(part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes))
+
+
+def copies_of(parameter: nn.Parameter) -> int | None:
+    """Return how many ranks keep this parameter of a user's module that is spread over a mesh; None for other parameters."""
+    copies: int | None = getattr(parameter, _MARK, None)
+    return copies
+
+
+_MARK = "_copies_of_expert"
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.experts.experts import (
     AbstractExperts,
-    Late,
+    DeferredWgrad,
     Weights,
     compute_dtype,
     init_stacked,
@@ -32,6 +32,8 @@ class StackedExperts(AbstractExperts):
         hidden: inner width of one expert.
         num_experts: how many experts there are.
         bias: add biases.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     ups: tuple[str, ...]
@@ -39,15 +41,25 @@ class StackedExperts(AbstractExperts):
     activation: str
     """Between the products; of two matrices that read the token the first, activated, gates the second."""
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, *, bias: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        bias: bool,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(dim, num_experts)
         self.bias = bias
         for name in self.ups:
-            self.register_parameter(name, stacked(num_experts, hidden, dim))
-        self.w2 = stacked(num_experts, dim, hidden)
+            self.register_parameter(name, stacked(num_experts, hidden, dim, device, dtype))
+        self.w2 = stacked(num_experts, dim, hidden, device, dtype)
         for name in (*self.ups, "w2"):
             width = dim if name == "w2" else hidden
-            self.register_parameter(_bias_of(name), nn.Parameter(torch.empty(num_experts, width)) if bias else None)
+            added = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(_bias_of(name), added)
         self.reset_parameters()
 
     @property
@@ -108,15 +120,15 @@ class StackedExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
         work = self._work(sharded, common, rows, gates, ends, shards)
-        found = expert_gradients(work, kept, dy, late=late is not None)
+        found = expert_gradients(work, kept, dy, deferred_wgrad=deferred_wgrad is not None)
         assert found.x is not None
         assert found.down is not None
-        if late is not None and found.finish is not None:
-            late.append(found.finish)
+        if deferred_wgrad is not None and found.finish is not None:
+            deferred_wgrad.append(found.finish)
         d_common = () if found.down_bias is None else (found.down_bias / shards,)
         return found.x, found.gates, (*found.ups, found.down, *found.up_biases), d_common
 
@@ -172,16 +184,26 @@ class PlainExperts(StackedExperts):
         num_experts: how many experts there are.
         activation: "gelu", "relu" or "silu".
         bias: add biases, (num_experts, hidden) and (num_experts, dim).
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     ups = ("w1",)
 
     def __init__(
-        self, dim: int, hidden: int, num_experts: int, *, activation: str = "gelu", bias: bool = False
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if activation not in ACTIVATIONS:
             raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
-        super().__init__(dim, hidden, num_experts, bias=bias)
+        super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
         self.activation = activation
 
 
@@ -193,13 +215,24 @@ class GatedExperts(StackedExperts):
         hidden: inner width of one expert.
         num_experts: how many experts there are.
         bias: add biases.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
     """
 
     ups = ("w1", "w3")
     activation = GATE
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, *, bias: bool = False) -> None:
-        super().__init__(dim, hidden, num_experts, bias=bias)
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
 
 
 def _bias_of(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import hidden_rows
 from moesaic.kernels.pick import expert_kernel
@@ -63,7 +64,7 @@ def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:
     return expert_kernel(work.x.device).forward(work, work.x.dtype)
 
 
-def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, late: bool = False) -> Gradients:
+def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, deferred_wgrad: bool = False) -> Gradients:
     """Return all gradients without autograd.
 
     Args:
@@ -72,7 +73,9 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, lat
         dy: gradient of the result.
         late: some of the weights' gradients may be left for `Gradients.finish`.
     """
-    return expert_kernel(work.x.device).backward(work, pre, dy.to(work.x.dtype).contiguous(), Wanted(late=late))
+    return expert_kernel(work.x.device).backward(
+        work, pre, dy.to(work.x.dtype).contiguous(), Wanted(deferred_wgrad=deferred_wgrad)
+    )
 
 
 @torch.library.custom_op("moesaic::expert_forward", mutates_args=())
@@ -97,6 +100,12 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     num_rows = x.shape[0] if token is None else token.shape[0]
     return [x.new_empty(x.shape, dtype=out_dtype), *(x.new_empty(num_rows, matrices.shape[1]) for matrices in ups)]
+
+
+@register_flop_formula(torch.ops.moesaic.expert_forward)
+def _(x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, *_, **__) -> int:  # type: ignore[no-untyped-def]
+    """One product per matrix, of all rows; arguments are shapes."""
+    return (len(ups) + 1) * _product_flops(x, token, down)
 
 
 @torch.library.custom_op("moesaic::expert_backward", mutates_args=())
@@ -127,6 +136,24 @@ def _(
     d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
     weights = [*ups, *up_biases, down, *(() if down_bias is None else (down_bias,))] if wants_weights else []
     return [d_x, d_gates, *(each.new_empty(each.shape) for each in weights)]
+
+
+@register_flop_formula(torch.ops.moesaic.expert_backward)
+def _(
+    x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, ends: Any, ups: Any, up_biases: Any, down: Any,
+    down_bias: Any, activation: Any, gates_first: Any, pre: Any, dy: Any, wants_x: Any, wants_gates: Any, wants_weights: Any,
+    **_: Any,
+) -> int:  # fmt: skip
+    """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
+    reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
+    products = 1 + wants_weights * (len(ups) + 1) + reaches_rows * len(ups)
+    return products * _product_flops(x, token, down)
+
+
+def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:
+    """Return the FLOPs of multiplying every row by its expert's matrix once; arguments are shapes."""
+    num_rows = x[0] if token is None else token[0]
+    return 2 * num_rows * down[1] * down[2]
 
 
 def _work(

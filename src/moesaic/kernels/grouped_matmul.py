@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -55,6 +56,12 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
+@register_flop_formula(torch.ops.moesaic.rows_times)
+def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
+    """Arguments are shapes."""
+    return 2 * x[0] * x[1] * w[2]
+
+
 @torch.library.custom_op("moesaic::outer_products", mutates_args=())
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
@@ -71,6 +78,12 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 @outer_products.register_fake
 def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
+
+
+@register_flop_formula(torch.ops.moesaic.outer_products)
+def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
+    """Arguments are shapes."""
+    return 2 * x[0] * x[1] * dy[1]
 
 
 def _is_supported(*operands: Tensor) -> bool:

@@ -79,7 +79,7 @@ class Wanted:
     x: bool = True
     gates: bool = True
     weights: bool = True
-    late: bool = False
+    deferred_wgrad: bool = False
     """Products for the weights' gradients may be left for `Gradients.finish`, where that takes no further memory."""
 
 
@@ -105,8 +105,8 @@ class Gradients:
 
 def counts(ends: Tensor) -> list[int]:
     """Return each expert's rows, on the host."""
-    stops: list[int] = ends.tolist()
-    return [stop - start for start, stop in zip([0, *stops], stops)]
+    rank_tokens: list[int] = ends.tolist()
+    return [stop - start for start, stop in zip([0, *rank_tokens], rank_tokens)]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from moesaic.errors import InputError
 from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic.routing.gates import ON_MESH, ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.routers import ON_MESH, ROUTERS
 
 if TYPE_CHECKING:
     RouterName: TypeAlias = str

@@ -20,11 +20,11 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm, local_part
 from moesaic.models.unembed import unembed
-from moesaic.routing.gates import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
 from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.runtime.relocate_residual import Residual
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
 from moesaic.models.swin_attention import WindowAttention
 from moesaic.models.swin_config import SwinConfig
-from moesaic.routing.gates import ROUTERS, CosineTopK, RouterFactory
 from moesaic.routing.losses import LoadBalance
-from moesaic.runtime.tape import checkpoint
+from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
+from moesaic.runtime.routing_cache import checkpoint
 
 COSINE_TEMPERATURE = 0.5
 """Where Swin's cosine routers start; that of the layer, for language, starts at 0.07."""

@@ -10,7 +10,7 @@ from typing import Literal
 from moesaic.errors import InputError
 from moesaic.models.config import RouterName
 from moesaic.routing.capacity import AbstractCapacity, Capacity
-from moesaic.routing.gates import ROUTERS
+from moesaic.routing.routers import ROUTERS
 
 PUBLISHED_CAPACITY = Capacity.fixed(1.0)
 """What Tutel trains Swin with."""

@@ -20,10 +20,10 @@ from moesaic.plan.arbiter_options import ALONE
 from moesaic.plan.arbiter_recipes import NO_CHANGE, THRIFTS, Choice, Option, Weigher
 from moesaic.plan.arbiter_times import Times
 from moesaic.plan.arbiter_verdict import Pick, Verdict, verdict_of
-from moesaic.plan.lending.cost import Board, LendingCosts
-from moesaic.plan.lending.lender import AbstractLender, Load
-from moesaic.plan.lending.tables import NOTHING, spread
 from moesaic.plan.plan import Plan
+from moesaic.plan.replication.cost import Board, ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
+from moesaic.plan.replication.tables import NOTHING, spread
 
 JUMP = 0.15
 """Change of the seconds per copy, as a share, from which all limits are tried again, not only neighbours of the last best."""
@@ -39,10 +39,10 @@ UNANSWERED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arbiter(AbstractLender):
+class Arbiter(AbstractReplicationPolicy):
     """How a layer's arbiter weighs options. Settings only: `start` makes one for a layer."""
 
-    costs: LendingCosts = field(default_factory=LendingCosts)
+    costs: ReplicationCosts = field(default_factory=ReplicationCosts)
     """Rates of the machine; `cost.Machine`'s unless a cluster or a profile gave others."""
     margin: float = 0.05
     """Leave an option only for one that is faster by this share; by more where few calls of either were measured, down to half
@@ -54,7 +54,7 @@ class Arbiter(AbstractLender):
     weigh_every: int = 17
     """Calls of about the same load until all options are weighed again; between, only the last one's table is made anew."""
     at_most: int = 8
-    """Experts that one place may be lent for its own copies; they need memory for weights and gradients."""
+    """Experts that one place may be replicated for its own copies; they need memory for weights and gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """By option: what its modelled seconds are multiplied by, where a simulation says that the model is off."""
     learn: bool = True
@@ -77,15 +77,16 @@ class Arbiter(AbstractLender):
 
         Args:
             plan: of the layer.
-            plans: of the programs that it may run, the plan without lending first.
+            plans: of the programs that it may run, the plan without replication first.
         """
         return Arbitration(self, plan, plans)
 
     def decide(self, load: Load) -> np.ndarray:
-        """Return the cheapest table of lent copies for a call alone, as lenders do; (world, num_experts, ep) int64."""
-        plan = Plan(lending="spill")
-        lent = Arbitration(self, plan, [Plan(), plan]).choose(load).lent
-        return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if lent is None else lent
+        """Return the cheapest table of replicated copies for a call alone, as replication policies do; (world,
+        num_experts, ep) int64."""
+        plan = Plan(replication="spill")
+        replicated = Arbitration(self, plan, [Plan(), plan]).choose(load).replicated
+        return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if replicated is None else replicated
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Arbitration:
     Args:
         settings: how it weighs.
         plan: of the layer.
-        plans: of the programs that it may run, the plan without lending first.
+        plans: of the programs that it may run, the plan without replication first.
     """
 
     goes_by_times = True
@@ -155,14 +156,15 @@ class Arbitration:
         seconds = {name: each.seconds for name, each in by_name.items()}
         self._settle(seconds, 0.0, among=by_name)
         chosen = by_name[self.last.name]
-        pick = Pick(chosen.choice, tuple(found), chosen.lent, False)
+        pick = Pick(chosen.choice, tuple(found), chosen.replicated, False)
         return verdict_of(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: Load) -> list[tuple[Option, np.ndarray | None]]:
-        """Return the options for a call, with the table that each lends, (world, num_experts, ep) int64; decides nothing."""
+        """Return the options for a call, with the table that each replicates, (world, num_experts, ep) int64; decides
+        nothing."""
         found = self.weigher.boards(load)
         options = self.weigher.all(found, self.weigher.alone(found), anew=True)
-        return [(option, spread(found, option.lent)) for option in options]
+        return [(option, spread(found, option.replicated)) for option in options]
 
     def pick(self, load: Load) -> Pick:
         """Return what a call runs: what was decided during the one before it; the first one is decided here.
@@ -175,10 +177,10 @@ class Arbitration:
             options = self._all(found, self.weigher.alone(found))
             self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
         choice = self._trial or self.last
-        lent = self.weigher.tables(choice.recipe, found)
-        if lent is None:
+        replicated = self.weigher.tables(choice.recipe, found)
+        if replicated is None:
             return Pick(NO_CHANGE, tuple(found), (NOTHING,) * len(found), False)
-        return Pick(choice, tuple(found), lent, self._trial is not None)
+        return Pick(choice, tuple(found), replicated, self._trial is not None)
 
     def hear(self, told: Mapping[int, float]) -> None:
         """Take down what earlier calls took; all ranks are told the same.
@@ -205,7 +207,7 @@ class Arbitration:
         started, found = time.thread_time(), pick.found
         alone = self.weigher.alone(found)
         load = _load_of(found, alone)
-        ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.lent, found, alone)
+        ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.replicated, found, alone)
         self._ask(call, pick.choice, load, ran.seconds)
         options = self._all(found, alone) if self._is_due(load) else [alone, ran]
         thought = self._settle({each.name: each.seconds for each in options}, load)
@@ -241,11 +243,11 @@ class Arbitration:
         return options
 
     def _again(self, found: Sequence[Board], alone: Option) -> Option | None:
-        """Return the last choice's option for this call; None if it was leaving alone, or has nothing left to lend."""
-        lent = self.weigher.tables(self.last.recipe, found)
-        if self.last.name == ALONE or lent is None:
+        """Return the last choice's option for this call; None if it was leaving alone, or has nothing left to replicate."""
+        replicated = self.weigher.tables(self.last.recipe, found)
+        if self.last.name == ALONE or replicated is None:
             return None
-        return self.weigher.priced(self.last, lent, found, alone)
+        return self.weigher.priced(self.last, replicated, found, alone)
 
     def _settle(
         self, seconds: Mapping[str, float], load: float, among: Collection[str] | None = None

@@ -1,6 +1,6 @@
 """What each way of running a call takes, in closed form over the busiest place and link: quick enough to ask at every call.
 
-The model of `lending/cost.py`, with what the other options need: start-up of messages, weights that are gathered for
+The model of `replication/cost.py`, with what the other options need: start-up of messages, weights that are gathered for
 adaptive r (Tutel, Hwang et al. 2023, section 4.1), and computing that goes on while the next part travels (FasterMoE, He et
 al. 2022, section 4.2). It ranks options; a simulation of each program may correct it by a factor.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.plan.lending.cost import Board
-from moesaic.plan.lending.tables import NOTHING, Lendings, rows_of
+from moesaic.plan.replication.cost import Board
+from moesaic.plan.replication.tables import NOTHING, Lendings, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +52,18 @@ def worst(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def lent_cost(board: Board, lent: Lendings, chunks: int = 1) -> Cost:
-    """Return the cost under a table of lent copies.
+def replicated_cost(board: Board, replicated: Lendings, chunks: int = 1) -> Cost:
+    """Return the cost under a table of replicated copies.
 
     Args:
         board: of a replica.
-        lent: between its places.
+        replicated: between its places.
         chunks: parts that the copies which stay at home travel in.
     """
-    rows, shards, passes = rows_of(board, lent), board.origins.shape[1], board.passes
+    rows, shards, passes = rows_of(board, replicated), board.origins.shape[1], board.passes
     messages = board.ground.start_up
-    moved = rows.home + rows.lent
-    starts = messages * (chunks * (rows.home > 0) + (rows.lent > 0))
+    moved = rows.home + rows.replicated
+    starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
     return Cost(
         compute=float(moved.sum(0).max()) * board.seconds_per_copy,

@@ -1,4 +1,4 @@
-"""The programs among which the arbiter chooses: the plan alone, with lending, with other r, and each step by step."""
+"""The programs among which the arbiter chooses: the plan alone, with replication, with other r, and each step by step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
 ALONE = "alone"
-"""The plan as it is, nothing lent."""
+"""The plan as it is, nothing replicated."""
 
 
 def option_plans(plan: Plan, grid: Grid) -> Iterator[Plan]:
@@ -18,19 +18,19 @@ def option_plans(plan: Plan, grid: Grid) -> Iterator[Plan]:
     All move the same tokens from the same routing, so the choice may wait for the counts.
 
     Args:
-        plan: with `lending="arbiter"`.
+        plan: with `replication="arbiter"`.
         grid: the mesh.
     """
-    alone, lends = replace(plan, lending="none"), replace(plan, lending="spill")
+    alone, replicates = replace(plan, replication="none"), replace(plan, replication="spill")
     yield alone
-    yield lends
+    yield replicates
     for r in range(grid.etp):
         if r == 0 or grid.etp % r == 0:
             yield replace(alone, gather_weights=r)
     groups = steps_of(grid)
     if plan.peer_groups == 1 and groups > 1:
         yield replace(alone, peer_groups=groups)
-        yield replace(lends, peer_groups=groups)
+        yield replace(replicates, peer_groups=groups)
 
 
 def steps_of(grid: Grid) -> int:
@@ -45,9 +45,9 @@ def name_of(chosen: Plan, plan: Plan, policy: str = "") -> str:
     Args:
         chosen: one of `option_plans`.
         plan: what it is an option of.
-        policy: whose table a program that lends is given.
+        policy: whose table a program that replicates is given.
     """
     parts = ["steps"] if chosen.peer_groups != plan.peer_groups else []
-    parts += [policy or "lend"] if chosen.lending != "none" else []
+    parts += [policy or "lend"] if chosen.replication != "none" else []
     parts += [f"r={chosen.gather_weights}"] if chosen.gather_weights != plan.gather_weights else []
     return "+".join(parts) or ALONE

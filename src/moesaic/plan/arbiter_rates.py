@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.call_sizes import copies_by_rank, sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.compute import rates_of
@@ -24,8 +24,8 @@ from moesaic.errors import InputError
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_options import ALONE
 from moesaic.plan.compile import Compiled
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import Load
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
 from moesaic.program.grid import Grid
 
 PROBE_BYTES = 1 << 20
@@ -114,33 +114,30 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
 
     Args:
         simulator: of the cluster.
-        compiled: a plan with `lending="arbiter"`.
+        compiled: a plan with `replication="arbiter"`.
         layer: of the layers.
         settings: fields of `Arbiter`, such as `margin`.
 
     Raises:
         InputError: as `machine_of` does.
     """
-    costs = LendingCosts(
+    costs = ReplicationCosts(
         machine=machine_of(simulator.cluster, compiled.grid, layer),
         element_bytes=layer.element_bytes,
         matrices=layer.matrices,
     )
     grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=SKEW, seed=0)
-    ranks = np.arange(grid.world)
-    copies, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
-    if not compiled.is_redundant:
-        copies = copies * (place + 1) // grid.tp - copies * place // grid.tp
+    copies = copies_by_rank(compiled.forward, grid, counts)
     load = Load(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
     arbitration = Arbiter(costs=costs, part_us=0.0, learn=False).start(
         compiled.plan, [each.plan for each in compiled.options]
     )
     factors = {}
-    for option, lent in arbitration.offers(load):
+    for option, replicated in arbitration.offers(load):
         program = compiled.options[option.choice.program]
         shapes, seconds = program.shapes(layer.num_experts), 0.0
         for each in (program.forward, program.backward):
-            sizes = sizes_of(each, layer, program.grid, counts, lent=lent, shapes=shapes)
+            sizes = sizes_of(each, layer, program.grid, counts, replicated=replicated, shapes=shapes)
             seconds += simulator.run(each, layer, program.grid, sizes=sizes).seconds
         factors[option.name] = seconds / option.seconds
     held = {name: float(np.clip(each / factors[ALONE], *BOUNDS)) for name, each in factors.items()}

@@ -1,8 +1,9 @@
-"""What the arbiter weighs: every program with every table of lent copies that is worth a look, and what the model says of it.
+"""What the arbiter weighs: every program with every table of replicated copies that is worth a look, and what the model
+says of it.
 
 A recipe says how a table is made, so that the next call's table can be made from its own counts without weighing anything.
-The model may be off by more than options are apart, above all in what an expert that is lent costs the host. So shadows come
-in several degrees of thrift, which only measured times can tell apart.
+The model may be off by more than options are apart, above all in what an expert that is replicated costs the host. So
+shadows come in several degrees of thrift, which only measured times can tell apart.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.plan.arbiter_cost import Cost, gathered_cost, lent_cost, worst
+from moesaic.plan.arbiter_cost import Cost, gathered_cost, replicated_cost, worst
 from moesaic.plan.arbiter_options import ALONE, name_of
-from moesaic.plan.lending.cost import Board, Ground, LendingCosts, grounds
-from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.tables import DECIMALS, NOTHING, Lendings, first_shadows, shadows_at, spills
 from moesaic.plan.plan import Plan
+from moesaic.plan.replication.cost import Board, Ground, ReplicationCosts, grounds
+from moesaic.plan.replication.policy import Load
+from moesaic.plan.replication.tables import DECIMALS, NOTHING, Lendings, first_shadows, shadows_at, spills
 from moesaic.program.grid import Grid
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
@@ -41,11 +42,11 @@ class Recipe:
     thrift: float = 0.0
     """One of `THRIFTS`."""
     counts: tuple[int, ...] = ()
-    """By replica: the pairs, or experts that are lent whole, that were worth it when this was weighed."""
+    """By replica: the pairs, or experts that are replicated whole, that were worth it when this was weighed."""
 
     @property
     def policy(self) -> str:
-        """Its name; "" for one that lends nothing."""
+        """Its name; "" for one that replicates nothing."""
         return self._named(f" {self.thrift:.0%}" if self.thrift else "")
 
     @property
@@ -58,7 +59,7 @@ class Recipe:
         return "+".join([shadow] * self.shadows + ["spill"] * (self.limit is not None))
 
     def table(self, board: Board, count: int, at_most: int) -> Lendings:
-        """Return what it lends between the places of a replica; `count` is that of the replica."""
+        """Return what it replicates between the places of a replica; `count` is that of the replica."""
         found = NOTHING
         if self.shadows and count:
             found = first_shadows(board, count, at_most=at_most, whole=self.whole)
@@ -85,7 +86,7 @@ class Option:
     """One way of running a call."""
 
     choice: Choice
-    lent: tuple[Lendings, ...]
+    replicated: tuple[Lendings, ...]
     """By replica of the experts."""
     cost: Cost
     seconds: float
@@ -99,7 +100,7 @@ class Option:
     @property
     def content(self) -> bytes:
         """What options have in common that run the same program with the same tables."""
-        columns = (column.tobytes() for lent in self.lent for column in lent)
+        columns = (column.tobytes() for replicated in self.replicated for column in replicated)
         return b"|".join([b"%d" % self.choice.program, *columns])
 
 
@@ -108,9 +109,9 @@ class Weigher:
 
     Args:
         plan: of the layer.
-        plans: of the programs that it may run, the plan without lending first.
+        plans: of the programs that it may run, the plan without replication first.
         costs: rates.
-        at_most: experts that a place may be lent for its own copies.
+        at_most: experts that a place may be replicated for its own copies.
         part_us: microseconds that each further part of a pass costs.
         factors: by option, what its modelled seconds are multiplied by.
         thrifts: of shadows.
@@ -120,7 +121,7 @@ class Weigher:
         self,
         plan: Plan,
         plans: Sequence[Plan],
-        costs: LendingCosts,
+        costs: ReplicationCosts,
         *,
         at_most: int,
         part_us: float,
@@ -144,18 +145,19 @@ class Weigher:
         return self._option(0, Recipe(), nothing, self._cost(found, nothing), found[0])
 
     def tables(self, recipe: Recipe, found: Sequence[Board]) -> tuple[Lendings, ...] | None:
-        """Return what a recipe lends in a call; None where it would lend and finds nothing, which no program wants."""
+        """Return what a recipe replicates in a call; None where it would replicate and finds nothing, which no program
+        wants."""
         counts = recipe.counts or (0,) * len(found)
-        lent = tuple(recipe.table(board, count, self._at_most) for board, count in zip(found, counts))
-        return None if recipe.policy and all(each.is_empty for each in lent) else lent
+        replicated = tuple(recipe.table(board, count, self._at_most) for board, count in zip(found, counts))
+        return None if recipe.policy and all(each.is_empty for each in replicated) else replicated
 
     def priced(
-        self, choice: Choice, lent: tuple[Lendings, ...], found: Sequence[Board], alone: Option | None = None
+        self, choice: Choice, replicated: tuple[Lendings, ...], found: Sequence[Board], alone: Option | None = None
     ) -> Option:
         """Return what a choice takes in a call, its tables made already."""
         plan = self.plans[choice.program]
-        cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(found, lent)
-        return self._option(choice.program, choice.recipe, lent, self._program_cost(plan, cost, found), found[0])
+        cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(found, replicated)
+        return self._option(choice.program, choice.recipe, replicated, self._program_cost(plan, cost, found), found[0])
 
     def all(self, found: Sequence[Board], alone: Option, *, anew: bool) -> list[Option]:
         """Return the options for a call, leaving it alone first.
@@ -170,24 +172,28 @@ class Weigher:
         lendings = None
         options = [alone]
         for number, plan in list(enumerate(self.plans))[1:]:
-            if plan.lending == "none":
+            if plan.replication == "none":
                 nothing = Choice(name_of(plan, self.plan), number, Recipe())
-                options.append(self.priced(nothing, alone.lent, found, alone))
+                options.append(self.priced(nothing, alone.replicated, found, alone))
                 continue
             lendings = self._lendings(found, alone) if lendings is None else lendings
-            options += [self._option(number, recipe, lent, cost, found[0]) for recipe, lent, cost in lendings]
+            options += [
+                self._option(number, recipe, replicated, cost, found[0]) for recipe, replicated, cost in lendings
+            ]
         return options
 
-    def _option(self, number: int, recipe: Recipe, lent: tuple[Lendings, ...], cost: Cost, board: Board) -> Option:
+    def _option(
+        self, number: int, recipe: Recipe, replicated: tuple[Lendings, ...], cost: Cost, board: Board
+    ) -> Option:
         plan = self.plans[number]
         steps, name = plan.peer_groups, name_of(plan, self.plan, recipe.policy)
         seconds = cost.seconds(plan.chunks * steps)
         seconds += (steps - self.plan.peer_groups) * board.passes / 2 * self._part_us * 1e-6
         factor = self._factors.get(name_of(plan, self.plan, recipe.family), 1.0)
-        return Option(Choice(name, number, recipe), lent, cost, round(seconds * factor, DECIMALS))
+        return Option(Choice(name, number, recipe), replicated, cost, round(seconds * factor, DECIMALS))
 
-    def _cost(self, found: Sequence[Board], lent: Sequence[Lendings]) -> Cost:
-        return worst([lent_cost(board, each, self.plan.chunks) for board, each in zip(found, lent)])
+    def _cost(self, found: Sequence[Board], replicated: Sequence[Lendings]) -> Cost:
+        return worst([replicated_cost(board, each, self.plan.chunks) for board, each in zip(found, replicated)])
 
     def _program_cost(self, plan: Plan, cost: Cost, found: Sequence[Board]) -> Cost:
         """Return the cost under another r, if the plan has one."""
@@ -197,7 +203,7 @@ class Weigher:
         return worst([gathered_cost(board, cost, r) for board in found])
 
     def _lendings(self, found: Sequence[Board], alone: Option) -> list[tuple[Recipe, tuple[Lendings, ...], Cost]]:
-        """Return the best table of each policy that lends anything."""
+        """Return the best table of each policy that replicates anything."""
         shadowed = self._shadowed(found, alone)
         bases = {False: (NOTHING,) * len(found)}
         if shadowed and not shadowed[0][0].whole:
@@ -206,17 +212,17 @@ class Weigher:
 
         def table(recipe: Recipe) -> tuple[Recipe, tuple[Lendings, ...], Cost]:
             if recipe not in tried:
-                lent, limit, near = bases[recipe.shadows], recipe.limit, recipe.near_first
+                replicated, limit, near = bases[recipe.shadows], recipe.limit, recipe.near_first
                 assert limit is not None
-                more = (spills(board, base, limit, near_first=near) for board, base in zip(found, lent))
-                lent = tuple(base.joined(each) for base, each in zip(lent, more))
-                tried[recipe] = (recipe, lent, self._cost(found, lent))
+                more = (spills(board, base, limit, near_first=near) for board, base in zip(found, replicated))
+                replicated = tuple(base.joined(each) for base, each in zip(replicated, more))
+                tried[recipe] = (recipe, replicated, self._cost(found, replicated))
             return tried[recipe]
 
         def seconds(recipe: Recipe) -> float:
             return round(table(recipe)[2].seconds(self.plan.chunks), DECIMALS)
 
-        kept = [(recipe, lent, self._cost(found, lent)) for recipe, lent in shadowed]
+        kept = [(recipe, replicated, self._cost(found, replicated)) for recipe, replicated in shadowed]
         for base in bases:
             plain = shadowed[0][0] if base else Recipe()
             at = self._limits.get(base)
@@ -226,17 +232,17 @@ class Weigher:
             assert best.limit is not None
             self._limits[base] = LIMITS.index(best.limit)
             kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
-        return [each for each in kept if not all(lent.is_empty for lent in each[1])]
+        return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
 
     def _shadowed(self, found: Sequence[Board], alone: Option) -> list[tuple[Recipe, tuple[Lendings, ...]]]:
-        """Return the shadows of every thrift that lend anything; for some places first, then whole ones."""
+        """Return the shadows of every thrift that replicate anything; for some places first, then whole ones."""
         told = self._costs.expert_us * 1e-6
         prices = [told + thrift * alone.seconds for thrift in self._thrifts]
         kept = []
         for whole in (False, True):
             by_board = [shadows_at(board, prices, at_most=self._at_most, whole=whole) for board in found]
-            for thrift, *lent in zip(self._thrifts, *by_board):
-                if not all(each.is_empty for each in lent):
-                    counts = tuple(len(np.unique(each.expert)) if whole else len(each.expert) for each in lent)
-                    kept.append((Recipe(True, whole, thrift=thrift, counts=counts), tuple(lent)))
+            for thrift, *replicated in zip(self._thrifts, *by_board):
+                if not all(each.is_empty for each in replicated):
+                    counts = tuple(len(np.unique(each.expert)) if whole else len(each.expert) for each in replicated)
+                    kept.append((Recipe(True, whole, thrift=thrift, counts=counts), tuple(replicated)))
         return kept

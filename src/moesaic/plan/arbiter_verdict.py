@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.plan.arbiter_recipes import Choice, Option
-from moesaic.plan.lending.cost import Board
-from moesaic.plan.lending.tables import Lendings, spread
+from moesaic.plan.replication.cost import Board
+from moesaic.plan.replication.tables import Lendings, spread
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Verdict:
     """Its name, as `arbiter_options.name_of` gives it."""
     program: int
     """Which of the plans that were offered runs."""
-    lent: np.ndarray | None
+    replicated: np.ndarray | None
     """(world, num_experts, ep) int64: copies that other ranks than their experts' homes compute; None for none."""
     seconds: Mapping[str, float]
     """Of every option that was weighed, forward and backward: the model's, corrected by what was measured."""
@@ -40,9 +40,9 @@ class Verdict:
     """Whether the option ran to learn what it takes."""
 
     @property
-    def copies_lent(self) -> int:
+    def copies_replicated(self) -> int:
         """Copies that another rank computes."""
-        return 0 if self.lent is None else int(self.lent.sum())
+        return 0 if self.replicated is None else int(self.replicated.sum())
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Pick:
 
     choice: Choice
     found: tuple[Board, ...]
-    lent: tuple[Lendings, ...]
+    replicated: tuple[Lendings, ...]
     """By replica of the experts."""
     is_trial: bool
 
     @cached_property
     def table(self) -> np.ndarray | None:
-        """What is lent, (world, num_experts, ep) int64; None for nothing."""
-        return spread(self.found, self.lent)
+        """What is replicated, (world, num_experts, ep) int64; None for nothing."""
+        return spread(self.found, self.replicated)
 
 
 def verdict_of(
@@ -76,7 +76,7 @@ def verdict_of(
     return Verdict(
         option=pick.choice.name,
         program=pick.choice.program,
-        lent=pick.table,
+        replicated=pick.table,
         seconds=seconds,
         rows=(alone.cost.rows, ran.cost.rows),
         token_bytes=(alone.cost.token_bytes, ran.cost.token_bytes),

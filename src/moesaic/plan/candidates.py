@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, Durations, compile_plan
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
 from moesaic.program.passes.split_peers import groups_inside_nodes
 
 
@@ -29,7 +29,7 @@ class SearchSpace:
     node_groups: bool = False
     """Also the smart schedule by topology: one group of peers per node, or the fewest that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
-    all_to_alls: tuple[AllToAll, ...] = (*LINKS, "multicast")
+    all_to_alls: tuple[AllToAll, ...] = (*ALL_TO_ALLS, "multicast")
     orders: tuple[Order, ...] = ("optsche",)
     codecs: tuple[Codec, ...] = ("none",)
     """Of the forward pass. A lossy codec is tried only where it is listed here."""

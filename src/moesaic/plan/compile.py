@@ -24,18 +24,18 @@ from moesaic.program.order.exact import exact
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
-from moesaic.program.passes.lend import lend
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
-from moesaic.program.passes.route_links import compress, route_links
+from moesaic.program.passes.replicate import replicate
+from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.passes.split_peers import split_peers
-from moesaic.program.shapes import Shapes
+from moesaic.program.shapes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
-from moesaic.program.volume import even_sizes, even_visits
+from moesaic.program.volume import even_node_tokens, even_sizes
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
 """From a lowered program and its grid to the seconds of every task; the same on all ranks."""
@@ -52,10 +52,10 @@ class Compiled:
     """The forward program before lowering, from which the backward one is derived."""
     forward: Program
     backward: Program
-    unlent: Compiled | None = None
-    """Of a plan that lends copies: the same one without lending, for calls in which nothing is lent."""
+    unreplicated: Compiled | None = None
+    """Of a plan that replicates copies: the same one without replication, for calls in which nothing is replicated."""
     options: tuple[Compiled, ...] = ()
-    """Under plan.lending=arbiter: what it chooses from at each call, the plan without lending first."""
+    """Under plan.replication=arbiter: what it chooses from at each call, the plan without replication first."""
 
     @property
     def is_multicast(self) -> bool:
@@ -73,9 +73,9 @@ class Compiled:
         return self.logical.is_redundant
 
     @property
-    def lends(self) -> bool:
+    def replicates(self) -> bool:
         """Whether copies may be computed by other ranks than their experts' homes."""
-        return self.plan.lending != "none"
+        return self.plan.replication != "none"
 
     @property
     def capacity_multiple(self) -> int:
@@ -88,18 +88,22 @@ class Compiled:
     def digest(self) -> bytes:
         """16 bytes that two ranks share if and only if they run the same programs on the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
-        text += f"{self.plan.lending} {self.plan.token_budget}"  # from these each call derives which rows it runs where
+        text += (
+            f"{self.plan.replication} {self.plan.token_budget}"  # from these each call derives which rows it runs where
+        )
         text += "".join(option.digest.hex() for option in self.options)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def shapes(self, num_experts: int) -> Shapes:
+    def shapes(self, num_experts: int) -> LayoutIndex:
         """Return the pieces of every slot for a number of experts, made once."""
         if num_experts not in self._shapes:
-            self._shapes[num_experts] = Shapes(self.grid, num_experts, self.plan.chunks, lends=self.lends)
+            self._shapes[num_experts] = LayoutIndex(
+                self.grid, num_experts, self.plan.chunks, replicates=self.replicates
+            )
         return self._shapes[num_experts]
 
     @cached_property
-    def _shapes(self) -> dict[int, Shapes]:
+    def _shapes(self) -> dict[int, LayoutIndex]:
         return {}
 
 
@@ -123,12 +127,12 @@ def compile_plan(
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
-    unlent = None
-    if plan.lending == "arbiter":
+    unreplicated = None
+    if plan.replication == "arbiter":
         return _with_options(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
-    if plan.lending != "none":
-        bare = replace(plan, lending="none")
-        unlent = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+    if plan.replication != "none":
+        bare = replace(plan, replication="none")
+        unreplicated = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     logical, grid = _logical(plan, grid, bias)
     programs = []
     for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
@@ -136,7 +140,7 @@ def compile_plan(
         program = halve_reduce(program)
         if plan.overlap_gather:
             program = overlap_gather(program, grid, required=is_forward)
-        program = route_links(program, plan.link, grid)
+        program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
             program = exact(
@@ -147,14 +151,14 @@ def compile_plan(
         program = side_by_side(program)
         validate(program)
         programs.append(program)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unlent)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated)
 
 
 def _with_options(plan: Plan, grid: Grid, **how: Any) -> Compiled:
-    """Return the program that lends, with all programs that the arbiter may run; options that clash are left out.
+    """Return the program that replicates, with all programs that the arbiter may run; options that clash are left out.
 
     Raises:
-        InputError: if the plan without lending, or with it, does not fit.
+        InputError: if the plan without replication, or with it, does not fit.
     """
     options: list[Compiled] = []
     for number, option in enumerate(option_plans(plan, grid)):
@@ -163,34 +167,36 @@ def _with_options(plan: Plan, grid: Grid, **how: Any) -> Compiled:
         except InputError:
             if number < 2:
                 raise
-    alone, lends = options[:2]
-    return replace(lends, plan=plan, unlent=alone, options=tuple(options))
+    alone, replicates = options[:2]
+    return replace(replicates, plan=plan, unreplicated=alone, options=tuple(options))
 
 
-def for_call(compiled: Compiled, lent: np.ndarray | None) -> Compiled:
-    """Return what a call runs: where nothing is lent, the plan without lending, so that an empty table costs nothing.
+def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
+    """Return what a call runs: where nothing is replicated, the plan without replication, so that an empty table costs nothing.
 
     All ranks choose alike, since all have the table.
 
     Args:
         compiled: the layer's plan.
-        lent: (world, num_experts, ep) int64, what a lender decided; None under plans that do not lend.
+        replicated: (world, num_experts, ep) int64, what a replication policy decided; None under plans that do not replicate.
     """
-    return compiled if compiled.unlent is None or lent is None or lent.any() else compiled.unlent
+    return (
+        compiled if compiled.unreplicated is None or replicated is None or replicated.any() else compiled.unreplicated
+    )
 
 
 def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
     """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing."""
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
     layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
-    visits = even_visits(grid, **layer) if grid.nodes_per_replica else None
+    node_tokens = even_node_tokens(grid, **layer) if grid.nodes_per_replica else None
     sizes = even_sizes(
         grid,
         redundant=program.is_redundant,
         **layer,
-        visits=visits,
+        node_tokens=node_tokens,
         units=2816 // grid.etp,
-        lends=plan.lending != "none",
+        replicates=plan.replication != "none",
     )
     return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
 
@@ -207,7 +213,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
         "chunks",
         "peer_groups",
         "overlap_gather",
-        "lending",
+        "replication",
         "token_budget",
         "codec",
         "backward_codec",
@@ -241,9 +247,9 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    if plan.lending == "none":
+    if plan.replication == "none":
         return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
-    return split_peers(lend(program, plan.chunks, grid), plan.peer_groups, grid), grid
+    return split_peers(replicate(program, plan.chunks, grid), plan.peer_groups, grid), grid
 
 
 def _rounds_apart(program: Program) -> bool:

@@ -11,7 +11,7 @@ from moesaic.cost.memory import Memory
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.layouts import Pins
 from moesaic.plan.plan import Codec, Plan
-from moesaic.plan.surroundings import Estimate
+from moesaic.plan.step_costs import Estimate
 from moesaic.program.grid import Grid
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.workload import Workload, imbalance
+from moesaic.cost.call_sizes import copies_by_rank, sizes_of
+from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.workload import Workload, imbalance, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled
+from moesaic.plan.arbiter import Arbiter
+from moesaic.plan.arbiter_rates import machine_of
+from moesaic.plan.compile import Compiled, for_call
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
 from moesaic.traces.trace import Trace
 
 
@@ -19,18 +24,78 @@ def simulate_counts(
 
     Args:
         simulator: of the cluster.
-        compiled: the plan.
+        compiled: the plan. Where it replicates, its policy decides from the counts, as in a call.
         layer: the workload.
         counts: (dp, num_experts), as `fit_counts` returns them.
+
+    Raises:
+        InputError: if the cluster does not tell the rates by which the plan's policy decides.
     """
-    shapes = compiled.shapes(layer.num_experts)
+    runs, replicated = decided(simulator, compiled, layer, counts)
+    shapes = runs.shapes(layer.num_experts)
     there, back = (
         simulator.run(
-            program, layer, compiled.grid, sizes=sizes_of(program, layer, compiled.grid, counts, shapes=shapes)
+            program,
+            layer,
+            runs.grid,
+            sizes=sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes),
         )
-        for program in (compiled.forward, compiled.backward)
+        for program in (runs.forward, runs.backward)
     )
     return there, back
+
+
+def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
+    """Simulate a plan under even routing; returns the forward and the backward pass.
+
+    One rank stands for all where they do alike. Nothing is known of what a policy replicates, so a call in which it
+    replicates anything has every rank apart.
+
+    Args:
+        simulator: of the cluster.
+        compiled: the plan. Where it replicates, its policy decides.
+        layer: the workload.
+
+    Raises:
+        InputError: as `simulate_counts`; if the policy replicates anything, on more than `MAX_RANKS_APART` ranks.
+    """
+    counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
+    runs, replicated = (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
+    if replicated is None or counts is None:
+        there, back = (simulator.run(program, layer, runs.grid) for program in (runs.forward, runs.backward))
+        return there, back
+    if compiled.grid.world > MAX_RANKS_APART:
+        raise InputError(
+            f"plan.replication={compiled.plan.replication} is decided under even routing too, which is simulated rank by rank, "
+            f"on at most {MAX_RANKS_APART} ranks, and the mesh has {compiled.grid.world}: choose another policy, or none"
+        )
+    return simulate_counts(simulator, compiled, layer, counts)
+
+
+def decided(
+    simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
+) -> tuple[Compiled, np.ndarray | None]:
+    """Return what a plan's policy decides for a call; arguments as of `simulate_counts`.
+
+    Returns:
+        the programs that run, and the copies that are replicated, (world, num_experts, ep) int64; None where none is.
+    """
+    if not compiled.replicates:
+        return compiled, None
+    costs = ReplicationCosts(
+        machine=machine_of(simulator.cluster, compiled.grid, layer),
+        element_bytes=layer.element_bytes,
+        matrices=layer.matrices,
+    )
+    copies = copies_by_rank(compiled.forward, compiled.grid, counts)
+    load = Load(compiled.grid, copies, layer.num_experts, max(1, layer.hidden // compiled.grid.etp), layer.dim)
+    if compiled.options:
+        arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
+        verdict = arbitration.choose(load)
+        return compiled.options[verdict.program], verdict.replicated
+    replicated = REPLICATION_POLICIES[compiled.plan.replication](costs).decide(load)
+    runs = for_call(compiled, replicated)
+    return runs, replicated if runs.replicates else None
 
 
 def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:

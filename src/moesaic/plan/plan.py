@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from enum import Enum
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
-from moesaic.program.links import LINKS
+from moesaic.program.order import ORDERS
 from moesaic.program.task import Program
 
 
 class Crossing(Enum):
     """What a name of `Plan.all_to_all` is."""
 
-    LINK = "an algorithm in `LINKS`, which movements over ep are lowered to"
+    LINK = "an algorithm in `ALL_TO_ALLS`, which movements over ep are lowered to"
     MULTICAST = "a pass that changes what is sent: a token once per node, and once per rank there"
     DEEPEP = "DeepEP's kernels in place of the programs' movements"
 
@@ -26,13 +30,15 @@ _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
     Codec: TypeAlias = str
+    Replication: TypeAlias = str
+    Order: TypeAlias = str
     Schedule: TypeAlias = str
 else:
-    AllToAll = Literal[(*LINKS, *_OTHERS)]
+    AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
+    Replication = Literal[("none", *REPLICATION_POLICIES, "arbiter")]
+    Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
-Order = Literal["early", "fifo", "optsche", "exact"]
-Lending = Literal["none", "shadow", "published", "spill", "least_loaded", "arbiter"]
 """Names of registries; a command line lists them as choices."""
 
 
@@ -62,7 +68,7 @@ class Plan:
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
     backward_codec: Codec = "none"
     """Of gradients that cross ep."""
-    lending: Lending = "none"
+    replication: Replication = "none"
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
     (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
     FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
@@ -70,15 +76,22 @@ class Plan:
     which measured times correct."""
     token_budget: int | None = None
     """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
-    plans that lend, else the call runs in slices of so many, all but the first of which are recomputed for backward.
+    plans that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
     None: no limit."""
     order: Order = "optsche"
     """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
-        codecs = ("codec", CODECS), ("backward_codec", CODECS)
-        for name, known in (("schedule", SCHEDULES), ("all_to_all", {**LINKS, **_OTHERS}), *codecs):
+        _check_kinds(self)
+        links, replication = (*ALL_TO_ALLS, *_OTHERS), ("none", *REPLICATION_POLICIES, "arbiter")
+        names: dict[str, Collection[str]] = {
+            "schedule": SCHEDULES,
+            "all_to_all": links,
+            "replication": replication,
+            "order": ORDERS,
+        }
+        for name, known in (*names.items(), ("codec", CODECS), ("backward_codec", CODECS)):
             if getattr(self, name) not in known:
                 raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         for name in ("chunks", "peer_groups"):
@@ -103,10 +116,28 @@ class Plan:
 
     @property
     def link(self) -> str:
-        """The algorithm in `LINKS` that movements over ep are lowered to; linear, which leaves them as they are, for others."""
+        """The algorithm in `ALL_TO_ALLS` that movements over ep are lowered to; linear, which leaves them as they are,
+        for others."""
         return self.all_to_all if self.crossing is Crossing.LINK else "linear"
 
     @property
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
         return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Refuse a field whose value is of another kind than its annotation says; whole numbers of NumPy become Python's."""
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if field.type == "bool":
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif field.type in ("int", "int | None"):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            fits, wanted = whole or (value is None and field.type != "int"), "a whole number"
+            if whole:
+                object.__setattr__(plan, field.name, int(value))
+        else:
+            fits, wanted = isinstance(value, str), "a name, as text"
+        if not fits:
+            raise InputError(f"plan.{field.name}={value!r}: must be {wanted}")

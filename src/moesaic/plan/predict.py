@@ -19,11 +19,11 @@ from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.findings import LOSSLESS, Settings
 from moesaic.plan.layouts import Pins
-from moesaic.plan.loads import simulate_counts
+from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import search
-from moesaic.plan.surroundings import Surroundings
+from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -55,7 +55,7 @@ class Predictor:
     ) -> None:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
-        self._around = Surroundings(job, cluster, grid, self._simulator)
+        self._around = StepCostModel(job, cluster, grid, self._simulator)
         on_cpu = cluster.host.runs_compute
         self._compiled: list[Compiled] = [compile_plan(plan, grid, host_runs_compute=on_cpu) for plan in self.plans]
 
@@ -110,8 +110,7 @@ class Predictor:
             if around.grid.world <= APART:
                 there, back = simulate_counts(self._simulator, compiled, layer, counts)
             else:
-                programs = (compiled.forward, compiled.backward)
-                there, back = (self._simulator.run(each, layer, compiled.grid) for each in programs)
+                there, back = simulate_even(self._simulator, compiled, layer)
             found.append(around.estimate(there, back).seconds)
         return found
 

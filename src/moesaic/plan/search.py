@@ -24,10 +24,10 @@ from moesaic.plan.layouts import layouts, name_of, replica_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
-from moesaic.plan.surroundings import Surroundings, mean_of
+from moesaic.plan.step_costs import StepCostModel, mean_of
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
 
 
 def search(
@@ -95,7 +95,7 @@ class _Search:
             num_simulated=sum(found is not None for found in self.tried.values()),
         )
 
-    def _by_ep(self, fitting: list[Surroundings], ranking: list[Found]) -> dict[int, OfEp]:
+    def _by_ep(self, fitting: list[StepCostModel], ranking: list[Found]) -> dict[int, OfEp]:
         found = {}
         for ep in sorted({each.grid.ep for each in fitting}):
             floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
@@ -108,15 +108,15 @@ class _Search:
     def _memory(self) -> float:
         return (self.cluster.device.memory_gib - self.settings.reserve_gib) * GIB
 
-    def _surround(self, grid: Grid, number: int, count: int) -> Surroundings:
+    def _surround(self, grid: Grid, number: int, count: int) -> StepCostModel:
         self.progress("bounding layouts", number, count)
-        return Surroundings(self.job, self.cluster, grid, self.simulator)
+        return StepCostModel(self.job, self.cluster, grid, self.simulator)
 
-    def _start(self, around: list[Surroundings]) -> list[Surroundings]:
+    def _start(self, around: list[StepCostModel]) -> list[StepCostModel]:
         """Simulate a few plans on every layout whose floor is below the best step so far; the best layouts come first."""
         compression = self.settings.compression
         best = float("inf")
-        judged: list[tuple[tuple[bool, float], int, Surroundings]] = []
+        judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
         for number, each in enumerate(sorted(around, key=lambda each: each.floor(compression=compression))):
             self.progress("judging layouts", number, len(around))
             # Whole experts on every rank are always judged: people ask when they pay.
@@ -147,7 +147,7 @@ class _Search:
             }
         )  # fmt: skip
 
-    def _refine(self, around: Surroundings) -> None:
+    def _refine(self, around: StepCostModel) -> None:
         if self.settings.exhaustive:
             plans = list(self.settings.space.plans(around.grid))
             for number, plan in enumerate(plans):
@@ -167,7 +167,7 @@ class _Search:
     def _cost(self, found: Found) -> tuple[bool, float]:
         return found.memory.total > self._memory, found.seconds
 
-    def _try(self, around: Surroundings, plan: Plan) -> Found | None:
+    def _try(self, around: StepCostModel, plan: Plan) -> Found | None:
         """Simulate a plan on a layout; None where it does not fit."""
         key = (around.grid, plan)
         if key not in self.tried:
@@ -207,7 +207,7 @@ class _Search:
         again = []
         for number, found in enumerate(some):
             self.progress("simulating under counts", number, len(some))
-            around = Surroundings(self.job, self.cluster, found.grid, self.simulator)
+            around = StepCostModel(self.job, self.cluster, found.grid, self.simulator)
             compiled, layer = self._compile(found.plan, found.grid), around.model.layer
             tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
@@ -258,7 +258,7 @@ def _schedules(space: SearchSpace, grid: Grid, wanted: Sequence[Schedule] = ()) 
 
 def _judges_layouts(all_to_all: AllToAll) -> bool:
     """Whether plans with an all-to-all are tried on every layout: those of few links' algorithms, and multicast."""
-    return all_to_all not in LINKS or LINKS[all_to_all].judges_layouts
+    return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
 
 
 def _different(ranking: list[Found]) -> list[Found]:

@@ -13,6 +13,6 @@ def plan_in_words(plan: Plan) -> str:
     words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + ["overlapped gather"] * plan.overlap_gather
     words += [f"{plan.codec} forward"] * (plan.codec != "none")
     words += [f"{plan.backward_codec} backward"] * (plan.backward_codec != "none")
-    words += [f"lending {plan.lending}"] * (plan.lending != "none")
+    words += [f"replication {plan.replication}"] * (plan.replication != "none")
     words += [] if plan.token_budget is None else [f"at most {plan.token_budget} rows"]
     return ", ".join([*words, *([plan.order] if plan.order != "optsche" else [])])

@@ -1,4 +1,4 @@
-"""Processor time of whole layers on the real wire, and how much longer it takes while all ranks of a machine compute."""
+"""Processor time of whole layers on the real transport, and how much longer it takes while all ranks of a machine compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.profiling.balanced import BalancedRouter
 from moesaic.profiling.idle import IdleExperts
@@ -34,7 +34,7 @@ class CalibrationStep:
 
 def host_steps(
     found: Sequence[Calibration],
-    wire: AbstractWire,
+    transport: AbstractTransport,
     repeats: int,
     barrier: Callable[[], object],
     progress: Callable[[float], object],
@@ -43,7 +43,7 @@ def host_steps(
 
     Args:
         found: the layers.
-        wire: between the ranks.
+        transport: between the ranks.
         repeats: of each layer's step, after a first one in which it is worked out what rows go where.
         barrier: lets all ranks go at one moment.
         progress: told the share that is done.
@@ -52,7 +52,7 @@ def host_steps(
     for each in found:
         key = (each.mesh, each.workload)
         if key not in layers:
-            layers[key] = _Layer(each, wire)
+            layers[key] = _Layer(each, transport)
     taken: list[list[tuple[float, float, float]]] = [[] for _ in found]
     gc.collect()
     for repeat in range(-1, repeats):
@@ -76,7 +76,7 @@ def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationSte
 
 
 class _Layer:
-    def __init__(self, first: Calibration, wire: AbstractWire) -> None:
+    def __init__(self, first: Calibration, transport: AbstractTransport) -> None:
         workload = first.workload
         self.layer = MoE(
             workload.dim,
@@ -87,7 +87,7 @@ class _Layer:
             experts=IdleExperts,
             losses=(),
         )
-        self.layer.parallelize(Mesh(first.mesh, wire), first.compiled)
+        self.layer.parallelize(Mesh(first.mesh, transport), first.compiled)
         self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
         self._dy = torch.ones(first.tokens, workload.dim)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.experts import AbstractExperts, PlainExperts
-from moesaic.experts.experts import Late, Weights
+from moesaic.experts.experts import DeferredWgrad, Weights
 
 
 def _ignore(flops: float) -> None:
@@ -79,7 +79,7 @@ class IdleExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients as they are; a backward pass has twice the operations of a forward one."""
         self._told(4 * self._products(sharded, rows))

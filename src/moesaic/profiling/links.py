@@ -1,4 +1,5 @@
-"""Movements as the library's own wire makes them, timed over sizes: inside nodes, between nodes, one sender and all at once."""
+"""Movements as the library's own transport makes them, timed over sizes: inside nodes, between nodes, one sender and
+all at once."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.profiling.together import gathered
 
 SIZES = (2048, 8192, 32768, 131072, 524288)
@@ -28,12 +29,12 @@ class TimedMovements:
 
 
 def movements(
-    wire: AbstractWire, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
+    transport: AbstractTransport, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
 ) -> TimedMovements:
     """Time movements; all ranks call it together and get the same.
 
     Args:
-        wire: this rank's.
+        transport: this rank's.
         to: ranks that this one sends to.
         source: ranks that send to this one.
         repeats: of each size, after one more.
@@ -46,11 +47,11 @@ def movements(
         into = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
         mine = []
         for repeat in range(-1, repeats):
-            tag = wire.take_tags(1)
+            tag = transport.take_tags(1)
             barrier()
             start = time.monotonic()
             if to or source:
-                wire.wait(wire.issue(Transfer(wire.rank, tag, out, into)))
+                transport.wait(transport.issue(Transfer(transport.rank, tag, out, into)))
             if repeat >= 0:
                 mine.append((start, time.monotonic()))
         spans = zip(*gathered(mine))

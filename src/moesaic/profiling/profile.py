@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch.distributed as dist
 
-from moesaic.comm.mesh import open_wire
+from moesaic.comm.mesh import open_transport
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, Machine, Versions
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
 from moesaic.cost.profile_host import FEATURES, layer_features
@@ -49,7 +49,7 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
         dtypes: of the products: fp32, bf16.
         progress: told on every rank.
     """
-    wire = open_wire()
+    transport = open_transport()
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
     rest = ClusterProfile(
@@ -62,18 +62,23 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
     shared = sharing(repeats, barrier)
     links: dict[str, TimedMovements] = {}
     for inside in (True, False):
-        name, peers = "inside" if inside else "outside", partners(wire.rank, wire.world, ranks_per_node, inside=inside)
+        name, peers = (
+            "inside" if inside else "outside",
+            partners(transport.rank, transport.world, ranks_per_node, inside=inside),
+        )
         if not peers:
             continue
         progress(f"messages {name} nodes", 0.15 if inside else 0.25)
-        links[name] = movements(wire, peers, peers, repeats, barrier)
+        links[name] = movements(transport, peers, peers, repeats, barrier)
         end = 1 if inside else ranks_per_node  # rank 0 sends to it and hears nothing: a shared medium shows
-        to, source = (end,) * (wire.rank == 0), (0,) * (wire.rank == end)
-        links[f"{name}, one"] = movements(wire, to, source, repeats, barrier)
-    found = list(calibrations(wire.world, ranks_per_node))
-    steps = host_steps(found, wire, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.4 + 0.6 * share))
+        to, source = (end,) * (transport.rank == 0), (0,) * (transport.rank == end)
+        links[f"{name}, one"] = movements(transport, to, source, repeats, barrier)
+    found = list(calibrations(transport.world, ranks_per_node))
+    steps = host_steps(
+        found, transport, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.4 + 0.6 * share)
+    )
     return MeasuredMachine(
-        ranks_per_node=ranks_per_node, world=wire.world, steps=steps, sharing=shared, links=links, rest=rest
+        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links, rest=rest
     )
 
 

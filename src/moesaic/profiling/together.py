@@ -22,8 +22,8 @@ def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002
 
     def barrier() -> None:
         moment = latest(time.monotonic()) + lead_seconds
-        late = latest(time.monotonic())  # when the last rank knew the moment: a slow agreement puts it off
-        moment = max(moment, late + lead_seconds)
+        deferred_wgrad = latest(time.monotonic())  # when the last rank knew the moment: a slow agreement puts it off
+        moment = max(moment, deferred_wgrad + lead_seconds)
         time.sleep(max(moment - time.monotonic(), 0.0))
 
     return barrier

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Matched, Move, Pieces, Shapes, find
-from moesaic.program.sizes import Sizes
+from moesaic.program.shapes import LayoutIndex, Matched, Move, Pieces, find
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -26,7 +26,7 @@ class Placed(Layout):
     """Of the pieces that the layout describes, those whose sample has the rank as its new home."""
 
 
-class SampleShapes(Shapes):
+class SampleShapes(LayoutIndex):
     """Pieces by sample, before anybody moves.
 
     Args:
@@ -99,7 +99,7 @@ class PlacedShapes(SampleShapes):
         self._sent[(move, rank)], self._received[(move, rank)] = _joined(sent), _joined(received)
 
 
-class PlacedSizes(Sizes):
+class PlacedSizes(CallSizes):
     """The rows of every slot and movement, for one call in which samples change home.
 
     Args:
@@ -129,9 +129,9 @@ def _is_placed(move: Move) -> bool:
     return isinstance(move.source, Placed) or isinstance(move.target, Placed)
 
 
-def _joined(lots: list[tuple[int, np.ndarray]]) -> Matched:
+def _joined(splits: list[tuple[int, np.ndarray]]) -> Matched:
     """Return lots, peer after peer, as one; those without a piece are left out."""
-    given = [(peer, places) for peer, places in lots if len(places)]
+    given = [(peer, places) for peer, places in splits if len(places)]
     starts = np.cumsum([0, *(len(places) for _, places in given)])
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in given)])
     return Matched(tuple(peer for peer, _ in given), starts, places)

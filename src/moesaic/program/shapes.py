@@ -1,4 +1,4 @@
-"""`Shapes`: which pieces a slot holds on a rank, and which pieces a movement takes where. Known before any count is.
+"""`LayoutIndex`: which pieces a slot holds on a rank, and which pieces a movement takes where. Known before any count is.
 
 A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of them. Every layout is a
 list of whole pieces, so a movement is a matching of pieces between two layouts. `sizes.py` adds how many rows each has.
@@ -69,26 +69,26 @@ class Matched:
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
-class Shapes:
+class LayoutIndex:
     """The pieces of every slot and movement on a mesh.
 
     Args:
         grid: the mesh.
         num_experts: of the layer.
         num_chunks: parts that each run of copies is cut into.
-        lends: after these parts, each run has one more for every rank of ep, which that rank computes.
+        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
 
     Raises:
         InputError: if the experts do not split over ep.
     """
 
-    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1, *, lends: bool = False) -> None:
+    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False) -> None:
         if num_experts % grid.ep:
             raise InputError(
                 f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
             )
-        self.grid, self.num_experts, self.num_chunks, self.lends = grid, num_experts, num_chunks, lends
-        self._all_chunks = num_chunks + grid.ep * lends
+        self.grid, self.num_experts, self.num_chunks, self.replicates = grid, num_experts, num_chunks, replicates
+        self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
         self._pieces: dict[tuple[Layout, int], Pieces] = {}
         self._sent: dict[tuple[Move, int], Matched] = {}
@@ -110,16 +110,16 @@ class Shapes:
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the experts of a layout; for visits, the nodes; for stops, the places of ep; for tokens, one."""
-        if layout.flow == "visits" and layout.experts == "node":
+        if layout.flow == "node_tokens" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
-        if layout.flow == "stops" and layout.experts != "all":
+        if layout.flow == "rank_tokens" and layout.experts != "all":
             held = self.experts(replace(layout, flow="copies"), rank)
             return np.unique(held // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
             mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
             return np.unique([self.local_experts(mate) for mate in mates])
         if layout.experts == "all":
-            sizes = {"tokens": 1, "visits": self.grid.nodes_per_replica, "stops": self.grid.ep}
+            sizes = {"tokens": 1, "node_tokens": self.grid.nodes_per_replica, "rank_tokens": self.grid.ep}
             return np.arange(sizes.get(layout.flow, self.num_experts))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
@@ -178,25 +178,25 @@ class Shapes:
         for target in members:
             wanted = self.pieces(move.target, target)
             still_open = np.ones(len(wanted.number), dtype=bool)
-            lots: list[tuple[int, np.ndarray]] = []
+            splits: list[tuple[int, np.ndarray]] = []
             for source in sorted(members, key=lambda member: (member != target, member)):
                 where = find(self.pieces(move.source, source), wanted.number)
                 use = (where >= 0) & (still_open | move.reduce)
                 still_open &= where < 0
                 if use.any():
-                    lots.append((source, np.flatnonzero(use)))
+                    splits.append((source, np.flatnonzero(use)))
                     sends[source].append((target, where[use]))
             assert not still_open.any(), f"rank {target} wants pieces that no rank of its group holds"
-            self._received[(move, target)] = _matched(sorted(lots, key=lambda lot: lot[0]))
-        for source, lots in sends.items():
-            self._sent[(move, source)] = _matched(lots)
+            self._received[(move, target)] = _matched(sorted(splits, key=lambda lot: lot[0]))
+        for source, splits in sends.items():
+            self._sent[(move, source)] = _matched(splits)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if layout.flow not in ("copies", *ONCE):
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
-        if layout.chunk == "lent":
+        if layout.chunk == "replicated":
             return np.arange(self.num_chunks, self._all_chunks)
         return np.array([self.helper_chunk(rank) if layout.chunk == "here" else layout.chunk])
 
@@ -228,8 +228,8 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     return np.where(held.number[index] == wanted, index, -1)
 
 
-def _matched(lots: list[tuple[int, np.ndarray]]) -> Matched:
-    places = [lot for _, lot in lots]
+def _matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
+    places = [lot for _, lot in splits]
     starts = np.cumsum([0, *map(len, places)])
     joined = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-    return Matched(tuple(peer for peer, _ in lots), starts, joined)
+    return Matched(tuple(peer for peer, _ in splits), starts, joined)

@@ -1,4 +1,4 @@
-"""`Sizes`: from the counts of one call to the rows of every slot and of every message. The one place for sizes.
+"""`CallSizes`: from the counts of one call to the rows of every slot and of every message. The one place for sizes.
 
 Counts say how many copies each origin sends to each expert; every rank has all of them, so every rank derives every
 other rank's sizes and nobody waits for anybody's decision. Executor, loopback and simulator share this.
@@ -13,12 +13,12 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Matched, Move, Shapes, find
+from moesaic.program.shapes import LayoutIndex, Matched, Move, find
 from moesaic.program.task import ONCE, Flow, Layout
 
 
 @dataclass(frozen=True)
-class Lots:
+class Splits:
     """The rows that a rank sends to, or receives from, its peers, peer after peer."""
 
     peers: tuple[int, ...]
@@ -31,7 +31,7 @@ class Lots:
     """These are all rows of the slot, in its order."""
 
 
-class Sizes:
+class CallSizes:
     """The rows of every slot and movement, for one call.
 
     Args:
@@ -42,8 +42,8 @@ class Sizes:
         visits: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin sends
             to each node (visits), then to each place of ep (stops); for programs that send a token there once.
         units: rows into which one shard of an expert is packed when weights travel.
-        lent: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
-            for programs that lend. The first ones of a run stay with its home. None: all.
+        replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
+            for programs that replicate. The first ones of a run stay with its home. None: all.
         shapes: of the same grid, experts and chunks, to share between calls; None to make them.
 
     Raises:
@@ -57,10 +57,10 @@ class Sizes:
         tokens: np.ndarray,
         num_chunks: int = 1,
         *,
-        visits: np.ndarray | None = None,
+        node_tokens: np.ndarray | None = None,
         units: int = 0,
-        lent: np.ndarray | None = None,
-        shapes: Shapes | None = None,
+        replicated: np.ndarray | None = None,
+        shapes: LayoutIndex | None = None,
     ) -> None:
         if copies.ndim != 2 or copies.shape[0] != grid.world or tokens.shape != (grid.world,):
             raise InputError(
@@ -68,41 +68,41 @@ class Sizes:
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
         self.grid, self.num_chunks = grid, num_chunks
-        self.shapes = shapes or Shapes(grid, int(copies.shape[1]), num_chunks, lends=lent is not None)
+        self.shapes = shapes or LayoutIndex(grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None)
         self.num_experts = self.shapes.num_experts
-        if lent is None and self.shapes.lends:
-            lent = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
-        staying = copies if lent is None else copies - lent.sum(2)
-        assert (staying >= 0).all(), "more copies are lent than there are"
+        if replicated is None and self.shapes.replicates:
+            replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+        staying = copies if replicated is None else copies - replicated.sum(2)
+        assert (staying >= 0).all(), "more copies are replicated than there are"
         cuts = staying[:, :, None]
         if num_chunks > 1:
             cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
-        self._lent = lent
+        self._replicated = replicated
         self._rows: dict[Flow, np.ndarray] = {
-            "copies": cuts if lent is None else np.concatenate([cuts, lent], axis=2),
+            "copies": cuts if replicated is None else np.concatenate([cuts, replicated], axis=2),
             "tokens": tokens.reshape(-1, 1, 1),
             "weights": np.full((grid.etp, self.num_experts, 1), units),
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
         }
-        if visits is not None:
+        if node_tokens is not None:
             nodes = sum(grid.cast_levels) - grid.ep
-            self._rows["visits"], self._rows["stops"] = visits[:, :nodes], visits[:, nodes:]
+            self._rows["node_tokens"], self._rows["rank_tokens"] = node_tokens[:, :nodes], node_tokens[:, nodes:]
         self._offsets: dict[tuple[Layout, int], np.ndarray] = {}
         self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
         self._helped: dict[int, np.ndarray] = {}
         self._near: dict[int, np.ndarray] = {}
-        self._outgoing: dict[tuple[Move, int], Lots] = {}
-        self._incoming: dict[tuple[Move, int], Lots] = {}
+        self._outgoing: dict[tuple[Move, int], Splits] = {}
+        self._incoming: dict[tuple[Move, int], Splits] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
         if rank not in self._helped:
             mates = self.grid.group(rank, ("ep", "etp"))
             origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
-            assert self._lent is not None, "these sizes lend nothing"
-            lent = self._lent[origins, :, self.grid.coordinate(rank, "ep")]
-            self._helped[rank] = lent.sum(0) > 0
+            assert self._replicated is not None, "these sizes replicate nothing"
+            replicated = self._replicated[origins, :, self.grid.coordinate(rank, "ep")]
+            self._helped[rank] = replicated.sum(0) > 0
         return self._helped[rank]
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
@@ -113,7 +113,7 @@ class Sizes:
         return experts[self._wanted(layout, rank)[experts]] if layout.chunk == "near" else experts
 
     def _wanted(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return of which experts lent weights are needed, (num_experts,) bool: by a rank, or by any on its node."""
+        """Return of which experts replicated weights are needed, (num_experts,) bool: by a rank, or by any on its node."""
         if layout.chunk == "here":
             return self.helped(rank)
         if rank not in self._near:
@@ -171,18 +171,18 @@ class Sizes:
             self._parts[key] = _expand(self.offsets(whole, rank)[:-1][where], np.diff(self.offsets(part, rank)))
         return self._parts[key]
 
-    def outgoing(self, move: Move, rank: int) -> Lots:
+    def outgoing(self, move: Move, rank: int) -> Splits:
         """Return the rows that a rank sends in a movement, those that stay among them."""
         key = (move, rank)
         if key not in self._outgoing:
-            self._outgoing[key] = self._lots(move.source, move.target, self.shapes.sent(move, rank), rank)
+            self._outgoing[key] = self._splits(move.source, move.target, self.shapes.sent(move, rank), rank)
         return self._outgoing[key]
 
-    def incoming(self, move: Move, rank: int) -> Lots:
+    def incoming(self, move: Move, rank: int) -> Splits:
         """Return the rows that a rank receives in a movement, those that stay among them."""
         key = (move, rank)
         if key not in self._incoming:
-            self._incoming[key] = self._lots(move.target, move.source, self.shapes.received(move, rank), rank)
+            self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
@@ -190,7 +190,7 @@ class Sizes:
         incoming = self.incoming(move, target)
         return incoming.counts[incoming.peers.index(source)] if source in incoming.peers else 0
 
-    def _lots(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Lots:
+    def _splits(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Splits:
         """Return the rows of matched pieces: a helper has weights of the experts that it helps, and of no others."""
         offsets = self.offsets(mine, rank)
         sizes = np.diff(offsets)[matched.places]
@@ -202,7 +202,7 @@ class Sizes:
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
         rows = np.arange(ends[-1]) if is_whole else _expand(offsets[matched.places], sizes)
-        return Lots(matched.peers, counts, rows, is_whole)
+        return Splits(matched.peers, counts, rows, is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
@@ -213,8 +213,10 @@ class Sizes:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
         if tokens.flow in ONCE:
             grid = self.grid
-            stop = of_copies.expert if copies.flow == "stops" else of_copies.expert // (self.num_experts // grid.ep)
-            to = stop if tokens.flow == "stops" else stop // (grid.ep // grid.nodes_per_replica)
+            stop = (
+                of_copies.expert if copies.flow == "rank_tokens" else of_copies.expert // (self.num_experts // grid.ep)
+            )
+            to = stop if tokens.flow == "rank_tokens" else stop // (grid.ep // grid.nodes_per_replica)
             place = find(held, self.shapes.number(of_copies.origin, to, of_copies.chunk))
         else:
             place = np.searchsorted(held.origin, of_copies.origin)

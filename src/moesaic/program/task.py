@@ -12,13 +12,13 @@ from typing import Literal
 
 from moesaic.program.grid import Axis
 
-Flow = Literal["copies", "tokens", "visits", "stops", "weights", "bias"]
-FLOWS: tuple[Flow, ...] = ("copies", "tokens", "visits", "stops", "weights", "bias")
-ONCE: tuple[Flow, ...] = ("visits", "stops")
+Flow = Literal["copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias"]
+FLOWS: tuple[Flow, ...] = ("copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias")
+ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
 """Flows in which a token goes to a place once, whatever the number of its copies there."""
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
-Chunk = int | Literal["lent", "here", "near"]
+Chunk = int | Literal["replicated", "here", "near"]
 
 INDEX_BYTES = 4
 """Of an index on its way: an int32."""
@@ -56,7 +56,7 @@ class Kind(str, Enum):
     `INDEX_BYTES` a row."""
     WEIGHT = "weight"
     """The experts' parameters, as their module stores them; a movement packs them into rows."""
-    PARCELS = "parcels"
+    PACKETS = "packets"
     """Messages on their way, each with its origin and destination. They exist in lowered programs only."""
 
 
@@ -82,11 +82,11 @@ class Op(str, Enum):
     EXPERT_GRAD = "expert_grad"
     """cotangent, rows, gates, weights -> cotangents of rows, gates and weights."""
     PACK = "pack"
-    """rows -> parcels: what a movement sends, message by message, encoded. Lowered programs only."""
+    """rows -> packets: what a movement sends, message by message, encoded. Lowered programs only."""
     HOP = "hop"
-    """parcels -> parcels: one stretch of their way. Lowered programs only."""
+    """packets -> packets: one stretch of their way. Lowered programs only."""
     UNPACK = "unpack"
-    """parcels -> rows: decoded and, where the movement sums, summed. Lowered programs only."""
+    """packets -> rows: decoded and, where the movement sums, summed. Lowered programs only."""
 
 
 class Lane(str, Enum):
@@ -127,9 +127,9 @@ class Layout:
     experts: Which = "all"
     """Only the experts that live on the rank, or on its node; else all."""
     chunk: Chunk | None = None
-    """Only this chunk of each run; "lent": the chunks after these, one for each rank of ep that helps; "here": the one of
-    these that the rank itself computes. "near", of weights: what lent copies need on its node, of the experts whose home has
-    its place on some node. Else all."""
+    """Only this chunk of each run; "replicated": the chunks after these, one for each rank of ep that helps; "here": the one of
+    these that the rank itself computes. "near", of weights: what replicated copies need on its node, of the experts
+    whose home has its place on some node. Else all."""
     step: tuple[int, int] | None = None
     """(j, n): the ranks of ep form n groups; only runs whose expert lives j groups after their origin. Else all."""
 
@@ -162,7 +162,7 @@ class Task:
     group: tuple[Axis, ...] = ()
     """Axes over which a movement goes, or whose size a scale takes."""
     link: str = ""
-    """Of a lowered movement: the name of its all-to-all in `LINKS`."""
+    """Of a lowered movement: the name of its all-to-all in `ALL_TO_ALLS`."""
     codec: str = ""
     """Of a pack or unpack: the name of its codec, "" for none."""
     hop: int = 0

@@ -167,7 +167,7 @@ def _which(word: str) -> Which:
 
 
 def _chunk(word: str) -> Chunk:
-    named: dict[str, Chunk] = {"lent": "lent", "here": "here", "near": "near"}
+    named: dict[str, Chunk] = {"replicated": "replicated", "here": "here", "near": "near"}
     return named[word] if word in named else int(word)
 
 

@@ -110,7 +110,7 @@ def saved(program: Program) -> tuple[str, ...]:
 
 
 def _fetches(program: Program) -> list[Task]:
-    """Return the tasks that bring weights from where they are stored, in order; those for lent copies do so once."""
+    """Return the tasks that bring weights from where they are stored, in order; those for replicated copies do so once."""
     written = [(task, program.slot(task.writes[0])) for task in program.tasks]
     return [task for task, slot in written if slot.kind is Kind.WEIGHT and slot.layout.chunk not in ("near", "here")]
 

@@ -66,7 +66,7 @@ def validate(program: Program) -> None:
 
 
 def validate_ranks(programs: Sequence[Program]) -> None:
-    """Check that ranks issue the movements of every group in the same order, as wires that match by order need.
+    """Check that ranks issue the movements of every group in the same order, as transports that match by order need.
 
     Args:
         programs: one per rank, of one direction.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
-from moesaic.program.links.link import Places
-from moesaic.program.shapes import Move, Shapes
-from moesaic.program.sizes import Sizes
+from moesaic.program.shapes import LayoutIndex, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
@@ -53,7 +53,7 @@ class Traffic:
         return self.inside_rows * row, self.across_rows * row
 
 
-def traffic(program: Program, sizes: Sizes, node_of: Callable[[int], int]) -> list[Traffic]:
+def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -> list[Traffic]:
     """Return the traffic of every movement, hop by hop where it is lowered.
 
     Args:
@@ -95,7 +95,7 @@ def _ends(task: Task, slots: dict[str, Slot]) -> tuple[Slot, Slot]:
     return slots[source], slots[target]
 
 
-def messages_of(task: Task, slots: dict[str, Slot], sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, rows) of every message of a movement or hop that has a row.
 
     Args:
@@ -113,11 +113,11 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: Sizes) -> Iterator[tu
         return
     joined: dict[tuple[int, int], int] = {}
     for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
-        places = Places(grid, ranks)
+        places = NodeMap(grid, ranks)
         for source in ranks:
             for target in ranks:
                 rows = sizes.num_moved(move, source, target) if source != target else 0
-                legs = LINKS[task.link].path(places, source, target) if rows else ()
+                legs = ALL_TO_ALLS[task.link].path(places, source, target) if rows else ()
                 for leg in legs:
                     if leg.hop == task.hop:
                         pair = (leg.source, leg.target)
@@ -133,10 +133,10 @@ def even_sizes(
     num_experts: int,
     top_k: int,
     num_chunks: int = 1,
-    visits: np.ndarray | None = None,
+    node_tokens: np.ndarray | None = None,
     units: int = 0,
-    lends: bool = False,
-) -> Sizes:
+    replicates: bool = False,
+) -> CallSizes:
     """Return the sizes of a call in which every expert gets equally many copies from every origin.
 
     Args:
@@ -146,9 +146,9 @@ def even_sizes(
         num_experts: of the layer.
         top_k: copies per token.
         num_chunks: as the program was cut.
-        visits: as for `Sizes`.
-        units: as for `Sizes`.
-        lends: the program can lend copies; none are.
+        visits: as for `CallSizes`.
+        units: as for `CallSizes`.
+        replicates: the program can replicate copies; none are.
 
     Raises:
         InputError: if a token has more copies than there are experts.
@@ -162,12 +162,12 @@ def even_sizes(
         share = run * (place + 1) // grid.tp - run * place // grid.tp
         own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
     copies = np.repeat(share[:, None], num_experts, axis=1)
-    shapes = Shapes(grid, num_experts, num_chunks, lends=lends)
-    return Sizes(grid, copies, own, num_chunks, visits=visits, units=units, shapes=shapes)
+    shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
+    return CallSizes(grid, copies, own, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
 
 
-def even_visits(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
-    """Return the expected visits and stops under uniform routing, int64, as `Sizes` takes them.
+def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
+    """Return the expected visits and stops under uniform routing, int64, as `CallSizes` takes them.
 
     A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k).
 

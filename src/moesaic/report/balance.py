@@ -219,7 +219,7 @@ def table(found: BalanceLines) -> str:
             "Options",
             "Busiest alone",
             "Busiest",
-            "Copies lent",
+            "Copies replicated",
             "Samples moved",
             "Deciding, ms",
         )
@@ -230,7 +230,7 @@ def table(found: BalanceLines) -> str:
         cells = [
             html.escape(options),
             *(_busiest(layer.get(name)) for name in ("rows_alone", "rows")),
-            *(f"{layer[name]:.0f}" if name in layer else "none" for name in ("copies_lent", "samples_moved")),
+            *(f"{layer[name]:.0f}" if name in layer else "none" for name in ("copies_replicated", "samples_moved")),
             f"{1e3 * layer['decision_seconds']:.2f}" if "decision_seconds" in layer else "none",
         ]
         rows += f"<tr><th>layer {number}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -148,6 +149,25 @@ class Capacity(AbstractCapacity):
             return needed
         limit = torch.ceil(num_valid.double() * (self.factor * top_k / len(requested_E))).long()
         return torch.minimum(needed, limit) if self.fit else limit
+
+
+def as_capacity(capacity: AbstractCapacity | float, name: str) -> AbstractCapacity:
+    """Return a capacity as it is, and a number f as `Capacity.fixed(f)`.
+
+    Args:
+        capacity: what a user gave.
+        name: of the argument.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if isinstance(capacity, AbstractCapacity):
+        return capacity
+    if isinstance(capacity, Real) and not isinstance(capacity, bool):
+        return Capacity.fixed(float(capacity))
+    raise InputError(
+        f"MoE: {name}={capacity!r} is no capacity: write Dropless(), Capacity.fixed(1.25), or a number such as 1.25"
+    )
 
 
 def admit(

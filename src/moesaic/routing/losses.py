@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router, and how they reach it.
+"""Auxiliary losses of the router; how they reach it is in `injection.py`.
 
 Every loss is a mean over tokens or a ratio of means, so its scale depends neither on the shape of the batch nor on the
 number of ranks. It reads `RouterStatistics`, sums that are taken (and, over several ranks, reduced) outside the router.
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.buffers import KeepsFloat32
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -215,8 +214,25 @@ class LoadBalance(AbstractLoss):
             if self.level == "global_batch":
                 counts = statistics.step_counts_E.unsqueeze(0)
         share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        per_group = num_experts * (share * probs).sum(1) / tokens.clamp_min(1)
+        weighed = _TimesOfFirstPass.apply(probs, share) if self.level == "global_batch" else share * probs
+        per_group = num_experts * weighed.sum(1) / tokens.clamp_min(1)
         return (per_group * tokens).sum() / tokens.sum().clamp_min(1)
+
+
+class _TimesOfFirstPass(torch.autograd.Function):
+    """`values * factor`, whose gradient has the factor of the first forward pass.
+
+    A checkpoint of torch's recomputes what autograd saved, when the step's counts have moved on. So the factor is kept here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return values * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
 
 
 @dataclass(frozen=True)
@@ -249,57 +265,3 @@ class ZLoss(AbstractLoss):
 
     def value(self, statistics: RouterStatistics) -> Tensor:
         return statistics.logsumexp_squared / statistics.tokens_G.sum().clamp_min(1)
-
-
-class InjectLoss(torch.autograd.Function):
-    """Identity on `y`; in backward the gradient of `scale * loss` is added on the way.
-
-    The loss need not be returned through blocks, pipeline stages or compiled graphs, and cannot be forgotten or added
-    twice (the two commonest bugs of auxiliary losses).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = scale  # not saved: it may be set anew between forward and backward
-        ctx.loss_dtype = loss.dtype
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad_y, ctx.scale.to(ctx.loss_dtype), None
-
-
-def inject_loss(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """Return `y`, carrying the gradient of `scale * loss`.
-
-    Args:
-        y: any shape, on the path to the main loss.
-        loss: (), differentiable.
-        scale: (), read in backward; what one unit of the main loss weighs there: the share of the optimizer step's tokens in
-            this micro-batch, times the gradient scaler's factor if there is one.
-    """
-    injected: Tensor = InjectLoss.apply(y, loss, scale)
-    return injected
-
-
-def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Set the weight of the auxiliary losses of all MoE layers in `model` for the next backward passes.
-
-    With gradient accumulation the main loss of a micro-batch is multiplied by its share of the step; the auxiliary
-    losses need the same factor: `set_loss_scale(model, share)`, times `scaler.get_scale()` under a gradient scaler.
-    Layers start at 1, right for one backward per step.
-    """
-    for module in model.modules():
-        if isinstance(module, HasLossScale):
-            module.loss_scale.fill_(scale)
-
-
-class HasLossScale(KeepsFloat32):
-    """A module whose injected losses follow `set_loss_scale`."""
-
-    float32_buffers = ("loss_scale",)
-    loss_scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)

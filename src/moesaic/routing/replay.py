@@ -1,8 +1,8 @@
 """Recorded choices in place of a router's own, weights from its scores of today: to run again what was routed once.
 
 Only the discrete part comes from the record, so the gradient still reaches the router, and auxiliary losses, capacities
-and the bias of `sigmoid` follow from the recorded choice as they would from the router's. (Unlike the tape of
-`runtime/tape.py`, which repeats one call of the layer whole, with all that the ranks told each other in it.)
+and the bias of `sigmoid` follow from the recorded choice as they would from the router's. (Unlike the routing cache of
+`runtime/routing_cache.py`, which repeats one call of the layer whole, with all that the ranks told each other in it.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface of a router. The leaves stand in `gates/`, one published method a file.
 
-A router owns the weights that score experts and the rule that picks them. It knows no capacity, no loss, no wire.
+A router owns the weights that score experts and the rule that picks them. It knows no capacity, no loss, no transport.
 Scoring is split from choosing so that a recorded choice can be replayed under activation checkpointing while the
 scores, which carry the gradient, are computed again.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.errors import InputError
 from moesaic.routing.buffers import KeepsFloat32
 from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import draw_linear
 
 
 class AbstractRouter(KeepsFloat32, ABC):
@@ -80,12 +81,23 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Return the random numbers of one call, None if the router uses none; a replay passes the recorded ones."""
         return None
 
+    def reset_parameters(self) -> None:
+        """Draw the router's matrices anew, uniformly as `nn.Linear` does, and set the rest to its start."""
+        for parameter in self.parameters(recurse=False):
+            if parameter.dim() > 1:
+                draw_linear(parameter)
+        self.reset_state()
+
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
-        """Draw the router's matrices anew from N(0, std); a leaf says so where a matrix starts otherwise."""
+        """Draw the router's matrices anew from N(0, std), and set the rest to its start."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
                 parameter.normal_(std=std)
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Set to its start, in place, what is no matrix that is drawn: biases, tables, matrices that start at zero."""
 
     def check_fits(self, top_k: int) -> None:
         """Raise InputError, in one line, if this router cannot choose `top_k` experts per token."""

@@ -10,10 +10,18 @@ from torch import Tensor, nn
 from moesaic.routing.routing import Choice
 
 
-def linear_scores(dim: int, num_experts: int) -> nn.Parameter:
-    """Return a router matrix, (num_experts, dim) float32, drawn uniformly from +-1/sqrt(dim) as `nn.Linear` does."""
-    bound = 1 / math.sqrt(dim)
-    return nn.Parameter(torch.empty(num_experts, dim).uniform_(-bound, bound))
+def linear_scores(
+    dim: int, num_experts: int, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """Return a router matrix, (num_experts, dim), drawn uniformly from +-1/sqrt(dim) as `nn.Linear` does."""
+    return nn.Parameter(draw_linear(torch.empty(num_experts, dim, device=device, dtype=dtype)))
+
+
+@torch.no_grad()
+def draw_linear(weight: Tensor) -> Tensor:
+    """Draw a matrix anew, uniformly from +-1/sqrt(its last size), in place; returns it."""
+    bound = 1 / math.sqrt(weight.shape[-1])
+    return weight.uniform_(-bound, bound)
 
 
 def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""What happens around a running layer: the tape that replays routing, and expert telemetry."""
+"""What happens around a running layer: the routing cache that replays routing, and expert telemetry."""

@@ -1,7 +1,8 @@
-"""What a call of a layer on a mesh runs, and which copies it lends, once its counts are known to all ranks.
+"""What a call of a layer on a mesh runs, and which copies it replicates, once its counts are known to all ranks.
 
-Under most plans that is the plan's program; under plans that lend, the policy's table decides whether the program with
-lending is needed at all; under `lending="arbiter"` the arbiter picks among several programs and tables. It does so in hidden
+Under most plans that is the plan's program; under plans that replicate, the policy's table decides whether the program with
+replication is needed at all; under `replication="arbiter"` the arbiter picks among several programs and tables. It does
+so in hidden
 time: a thread weighs the options from this call's counts, and from what earlier calls took, while the call runs, and the next
 call only makes its table. All ranks wait for the thread there, so they go over to another option in the same call. A
 recomputation finds what its forward pass decided: decisions depend on earlier ones, and both must run the same program.
@@ -25,8 +26,9 @@ from moesaic.plan import Compiled
 from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_verdict import Pick, Verdict
 from moesaic.plan.compile import for_call
-from moesaic.plan.lending import LENDERS
-from moesaic.plan.lending.lender import AbstractLender, Load
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.arbiter_clock import CallClock, TimedCall
 from moesaic.runtime.arbiter_moves import MoveArbiter
@@ -43,40 +45,42 @@ class _Decided:
     """What a call runs, which its recomputation runs too."""
 
     program: int
-    lent: np.ndarray | None
+    replicated: np.ndarray | None
     timed: TimedCall | None = None
     again: bool = False
     """Whether it was asked for once more."""
 
 
-class Chooser:
+class ProgramSelector:
     """Chooses for the calls of one layer under one plan.
 
     Args:
         compiled: of the layer.
-        lender: decides in place of the policy that the plan names; None for that policy.
+        replication policy: decides in place of the policy that the plan names; None for that policy.
         num_experts: of the layer.
         dim: width of a token.
 
     Raises:
-        InputError: for a lender other than an `Arbiter` under `lending="arbiter"`.
+        InputError: for a replication policy other than an `Arbiter` under `replication="arbiter"`.
     """
 
-    def __init__(self, compiled: Compiled, lender: AbstractLender | None, num_experts: int, dim: int) -> None:
+    def __init__(
+        self, compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
+    ) -> None:
         self.compiled, self.num_experts, self.dim = compiled, num_experts, dim
-        self._lender = (lender or _named(compiled.plan.lending)) if compiled.lends else None
+        self._policy = (policy or _named(compiled.plan.replication)) if compiled.replicates else None
         self._arbitration: Arbitration | None = None
         self._learns = False
         if compiled.options:
-            if not isinstance(self._lender, Arbiter):
+            if not isinstance(self._policy, Arbiter):
                 raise InputError(
-                    f"plan.lending=arbiter was given the lender {type(self._lender).__name__}: give an Arbiter, or choose "
-                    "another plan.lending"
+                    f"plan.replication=arbiter was given the policy {type(self._policy).__name__}: give an Arbiter, or choose "
+                    "another plan.replication"
                 )
-            self._arbitration = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
-            self._evaluating = self._lender.start(compiled.plan, [option.plan for option in compiled.options])
-            self._moves = MoveArbiter(self._lender)
-            self._learns = self._lender.learn and self._arbitration.goes_by_times
+            self._arbitration = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._evaluating = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._moves = MoveArbiter(self._policy)
+            self._learns = self._policy.learn and self._arbitration.goes_by_times
         self._clock = CallClock(compiled.grid.world)
         self._thread: ThreadPoolExecutor | None = None
         self._pause = 0.0
@@ -87,50 +91,51 @@ class Chooser:
     @property
     def digest(self) -> bytes:
         """16 bytes that two ranks share if they run the same programs, and their policies have the same settings."""
-        if self._lender is None:
+        if self._policy is None:
             return self.compiled.digest
-        return hashlib.blake2b(self.compiled.digest + self._lender.settings_text().encode(), digest_size=16).digest()
+        return hashlib.blake2b(self.compiled.digest + self._policy.settings_text().encode(), digest_size=16).digest()
 
     def tell(self) -> list[float]:
         """Return what to tell the other ranks with the counts of the call that begins, `CallClock.NUMBERS` numbers."""
         return self._clock.tell() if self._learns else [0.0] * CallClock.NUMBERS
 
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
-        """Return the programs of a call, and its lent copies, (world, num_experts, ep) int64; None where it lends none.
+        """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
+        replicates none.
 
         Args:
             record: of its routing; a recomputation has that of its forward pass.
             copies: (world, num_experts) int64 that each origin has for each expert.
             units: hidden units of one shard of an expert.
         """
-        if self._lender is None:
+        if self._policy is None:
             return self.compiled, None
         load = Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
         if self._arbitration is None:
-            lent = self._lender.decide(load)
-            compiled = for_call(self.compiled, lent)
-            return compiled, lent if compiled.lends else None
+            replicated = self._policy.decide(load)
+            compiled = for_call(self.compiled, replicated)
+            return compiled, replicated if compiled.replicates else None
         decided: _Decided | None = self._of_call.get(record.by_rank)
         if decided is None:
             decided = self._decide_early(record, load) if self._hears_all(record) else self._decide_now(load)
             self._of_call[record.by_rank] = decided
         else:
             decided.again = True
-        return self.compiled.options[decided.program], decided.lent
+        return self.compiled.options[decided.program], decided.replicated
 
     def timed(
-        self, record: RoutingRecord, compiled: Compiled, lent: np.ndarray | None, program: Callable[[], Tensor]
+        self, record: RoutingRecord, compiled: Compiled, replicated: np.ndarray | None, program: Callable[[], Tensor]
     ) -> Tensor:
         """Run a call's program, and time it; a call that runs something else than was chosen teaches nothing.
 
         Args:
             record: of the call, after `choose`.
             compiled: what runs.
-            lent: under which table.
+            replicated: under which table.
             program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
         """
         decided: _Decided | None = self._of_call.get(record.by_rank)
-        if decided is None or decided.timed is None or lent is not decided.lent:
+        if decided is None or decided.timed is None or replicated is not decided.replicated:
             return program()
         if compiled is not self.compiled.options[decided.program]:
             return program()
@@ -143,7 +148,7 @@ class Chooser:
 
     @property
     def bare(self) -> Compiled:
-        """The programs under which samples may move: the arbiter's without lending, else those of the plan."""
+        """The programs under which samples may move: the arbiter's without replication, else those of the plan."""
         return self.compiled.options[0] if self.compiled.options else self.compiled
 
     def stays(self, move: SampleMove) -> bool:
@@ -178,7 +183,7 @@ class Chooser:
             verdict = arbitration.choose(load)
         verdict = self._moves.note_move(move, verdict, self.dim)
         self._verdicts.append((verdict, time.perf_counter() - started))
-        self._of_call[record.by_rank] = _Decided(verdict.program, verdict.lent)
+        self._of_call[record.by_rank] = _Decided(verdict.program, verdict.replicated)
 
     def take(self) -> list[Verdict]:
         """Return the arbiter's decisions since the last `take`, oldest first."""
@@ -219,7 +224,7 @@ class Chooser:
         verdict = self._arbitration.choose(load)
         self._moves.note_others(verdict)
         self._verdicts.append((verdict, verdict.decision_seconds))
-        return _Decided(verdict.program, verdict.lent)
+        return _Decided(verdict.program, verdict.replicated)
 
     def _finish(self) -> None:
         """Wait until the last call's thread has decided."""
@@ -240,5 +245,5 @@ def _told(record: RoutingRecord) -> np.ndarray:
     return record.gathered.more_on_host[:, -CallClock.NUMBERS :]
 
 
-def _named(policy: str) -> AbstractLender:
-    return Arbiter() if policy == "arbiter" else LENDERS[policy]()
+def _named(policy: str) -> AbstractReplicationPolicy:
+    return Arbiter() if policy == "arbiter" else REPLICATION_POLICIES[policy](ReplicationCosts())

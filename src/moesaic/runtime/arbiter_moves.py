@@ -1,4 +1,4 @@
-"""Whether the samples of a call stay where they are: what placement gains weighed against what lending gains.
+"""Whether the samples of a call stay where they are: what placement gains weighed against what replication gains.
 
 Placement is solved while a call runs, so what it gains is known when the call is over. The next call of the layer decides
 from that, and from what the best of the arbiter's options saved last; where samples stay, placement is tried again now and
@@ -13,7 +13,7 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_options import ALONE
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
+from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.runtime.relocate import SampleMove
 
 RELOCATE = "relocate"
@@ -85,7 +85,7 @@ class MoveArbiter:
             self._tried = Tried(move, verdict.seconds.get(ALONE, 0.0), dim)
         (rows, _), (token_bytes, _) = verdict.rows, verdict.token_bytes
         before = replace(verdict, rows=(rows, rows), token_bytes=(token_bytes, token_bytes), weight_bytes=0)
-        return replace(before, option=RELOCATE, program=0, lent=None, is_trial=False)
+        return replace(before, option=RELOCATE, program=0, replicated=None, is_trial=False)
 
     def _look_back(self) -> None:
         if self._tried is None:
@@ -97,7 +97,7 @@ class MoveArbiter:
         self._share = share if self._share is None else (1 - memory) * share + memory * self._share
 
 
-def saved_seconds(move: SampleMove, costs: LendingCosts, dim: int) -> float:
+def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
     """Return what a move saves, this layer's results and the next one's copies together, spread over the ranks.
 
     Args:

@@ -1,8 +1,9 @@
 """A budget of rows at each rank's experts: what skew would put there beyond it goes to helpers, or is run in slices.
 
-Under `Plan.token_budget` a dropless layer never needs more memory than the budget allows. Where the plan lends copies, what
-is over the budget goes to ranks with room. Where no rank has room, or nothing may be lent, or lending costs more, the call runs
-in slices, dispatch to combine, of at most so many rows at any rank's experts (`slices.py`).
+Under `Plan.token_budget` a dropless layer never needs more memory than the budget allows. Where the plan replicates
+copies, what is over the budget goes to ranks with room. Where no rank has room, or nothing may be replicated, or
+replication costs more, the call runs in slices, dispatch to combine, of at most so many rows at any rank's experts
+(`slices.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
-from moesaic.plan.lending.bounded import fitting_tables, limits_of_ranks, seconds
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import Load
-from moesaic.plan.lending.slices import Cut, cut, holders_of
+from moesaic.plan.replication.bounded import fitting_tables, limits_of_ranks, seconds
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import Load
+from moesaic.plan.replication.slices import Cut, cut, holders_of
 
 _Way = tuple[Compiled, np.ndarray | None, Cut]
-"""What runs, what it lends, and how it is cut."""
+"""What runs, what it replicates, and how it is cut."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class BudgetUse:
     rows_over: int = 0
     """Rows beyond the budget of the rank that they were bound for, before anything was done about them."""
     rows_spilled: int = 0
-    """Rows that were lent to another rank for it."""
+    """Rows that were replicated to another rank for it."""
     sliced_calls: int = 0
     """Calls that ran in slices."""
     slices: int = 0
@@ -46,75 +47,75 @@ class TokenBudget:
         compiled: of the layer; its plan has the budget.
         num_experts: of the layer.
         dim: width of a token.
-        costs: by which slices are weighed against lending; None for those of `cost.Machine`.
+        costs: by which slices are weighed against replication; None for those of `cost.Machine`.
     """
 
-    def __init__(self, compiled: Compiled, num_experts: int, dim: int, costs: LendingCosts | None = None) -> None:
+    def __init__(self, compiled: Compiled, num_experts: int, dim: int, costs: ReplicationCosts | None = None) -> None:
         self.compiled, self.num_experts, self.dim = compiled, num_experts, dim
-        self.costs = costs or LendingCosts()
+        self.costs = costs or ReplicationCosts()
         self.use = BudgetUse()
         self._holders: dict[bytes, np.ndarray] = {}
 
     def hold(
-        self, compiled: Compiled, lent: np.ndarray | None, copies: np.ndarray, units: int
+        self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, units: int
     ) -> tuple[Compiled, np.ndarray | None, Cut | None]:
-        """Return what a call runs, what it lends, and how it is cut; None where it runs as a whole.
+        """Return what a call runs, what it replicates, and how it is cut; None where it runs as a whole.
 
         Args:
             compiled: what it would run without a budget.
-            lent: (world, num_experts, ep) int64, what it would lend; None for nothing.
+            replicated: (world, num_experts, ep) int64, what it would replicate; None for nothing.
             copies: (world, num_experts) int64 that each origin has for each expert.
             units: hidden units of one shard of an expert.
         """
         budget = self.compiled.plan.token_budget
         if budget is None:
-            return compiled, lent, None
+            return compiled, replicated, None
         load = Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
         held = self._held(compiled)
         self.use.calls += 1
-        self.use.rows_over += cut(held, load.copies, lent, budget).rows_over
-        wanted = 0 if lent is None else int(lent.sum())
-        found = self._cut(compiled, lent, load, budget)
+        self.use.rows_over += cut(held, load.copies, replicated, budget).rows_over
+        wanted = 0 if replicated is None else int(replicated.sum())
+        found = self._cut(compiled, replicated, load, budget)
         if found is None or found.num_slices > 1:
-            compiled, lent, found = self._cheapest(self._ways(compiled, lent, found, load, budget), load)
-        self.use.rows_spilled += max((0 if lent is None else int(lent.sum())) - wanted, 0)
+            compiled, replicated, found = self._cheapest(self._ways(compiled, replicated, found, load, budget), load)
+        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - wanted, 0)
         if found.num_slices == 1:
-            return compiled, lent, None
+            return compiled, replicated, None
         self.use.sliced_calls += 1
         self.use.slices += found.num_slices
-        return compiled, lent, found
+        return compiled, replicated, found
 
-    def _cut(self, compiled: Compiled, lent: np.ndarray | None, load: Load, budget: int) -> Cut | None:
-        """Return a call cut; None where lent weights alone take the budget somewhere."""
-        limits = budget if lent is None else limits_of_ranks(load, lent, budget)
-        return cut(self._held(compiled), load.copies, lent, limits) if np.min(limits) >= 1 else None
+    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, load: Load, budget: int) -> Cut | None:
+        """Return a call cut; None where replicated weights alone take the budget somewhere."""
+        limits = budget if replicated is None else limits_of_ranks(load, replicated, budget)
+        return cut(self._held(compiled), load.copies, replicated, limits) if np.min(limits) >= 1 else None
 
     def _ways(
-        self, compiled: Compiled, lent: np.ndarray | None, found: Cut | None, load: Load, budget: int
+        self, compiled: Compiled, replicated: np.ndarray | None, found: Cut | None, load: Load, budget: int
     ) -> Iterator[_Way]:
-        """Yield in which ways a call fits its budget: as it would run, with nothing lent, with another table."""
+        """Yield in which ways a call fits its budget: as it would run, with nothing replicated, with another table."""
         if found is not None:
-            yield compiled, lent, found
-        if not self.compiled.lends:
+            yield compiled, replicated, found
+        if not self.compiled.replicates:
             return
-        bare = self.compiled.unlent or self.compiled
+        bare = self.compiled.unreplicated or self.compiled
         whole = self._cut(bare, None, load, budget)
-        assert whole is not None, "without lending a budget can always be held"
+        assert whole is not None, "without replication a budget can always be held"
         yield bare, None, whole
-        lending = compiled if compiled.lends else self.compiled
+        replication = compiled if compiled.replicates else self.compiled
         none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
-        for table in fitting_tables(load, none if lent is None else lent, budget, whole.num_slices):
-            other = self._cut(lending, table, load, budget)
+        for table in fitting_tables(load, none if replicated is None else replicated, budget, whole.num_slices):
+            other = self._cut(replication, table, load, budget)
             if other is not None:
-                yield lending, table, other
+                yield replication, table, other
 
     def _cheapest(self, ways: Iterable[_Way], load: Load) -> _Way:
         """Return the way that takes least by the policies' model."""
         none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 
         def cost(way: _Way) -> float:
-            _, lent, found = way
-            return seconds(load, self.costs, none if lent is None else lent, found.num_slices)
+            _, replicated, found = way
+            return seconds(load, self.costs, none if replicated is None else replicated, found.num_slices)
 
         return min(ways, key=cost)
 

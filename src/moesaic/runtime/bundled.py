@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.program.sizes import Lots
+from moesaic.program.sizes import Splits
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What messages are counted in, by the bytes of the smallest number in them."""
@@ -27,15 +27,15 @@ class Bundle:
         values: (rows, width) of each movement, or the other side's, since only their width and dtype count; not kept.
     """
 
-    def __init__(self, lots: Sequence[Lots], values: Sequence[Tensor]) -> None:
-        self.lots, size = lots, min(value.element_size() for value in values)
+    def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor]) -> None:
+        self.splits, size = splits, min(value.element_size() for value in values)
         self._unit, self._device = _UNITS[size], values[0].device
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
-        order = sorted(range(len(lots)), key=lambda number: -self._widths[number])
+        order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
         self._widest, wide = order[0], self._widths[order[0]]
-        counts = [dict(zip(lot.peers, lot.counts)) for lot in lots]
-        self._begins: list[dict[int, int]] = [{} for _ in lots]
-        self._peers, self._cuts, at = sorted({peer for lot in lots for peer in lot.peers}), [], 0
+        counts = [dict(zip(lot.peers, lot.counts)) for lot in splits]
+        self._begins: list[dict[int, int]] = [{} for _ in splits]
+        self._peers, self._cuts, at = sorted({peer for lot in splits for peer in lot.peers}), [], 0
         for peer in self._peers:
             start = at
             for number in order:
@@ -52,7 +52,7 @@ class Bundle:
 
     def write(self, memory: Tensor, values: Sequence[Tensor]) -> None:
         """Gather the rows of all movements into their messages."""
-        lot, width = self.lots[self._widest], self._widths[self._widest]
+        lot, width = self.splits[self._widest], self._widths[self._widest]
         if len(lot.rows):
             source = np.zeros(
                 self._size // width, dtype=np.int64
@@ -60,7 +60,7 @@ class Bundle:
             source[self._places(self._widest) // width] = lot.rows
             units = values[self._widest].contiguous().view(self._unit)
             torch.index_select(units, 0, _tensor(source, memory), out=memory.view(-1, width))
-        for number, (lot, value) in enumerate(zip(self.lots, values)):
+        for number, (lot, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and len(lot.rows):
                 units = value.contiguous().view(self._unit)
                 chosen = units if lot.is_whole else units.index_select(0, _tensor(lot.rows, memory))
@@ -75,7 +75,7 @@ class Bundle:
             dtype: of its rows.
             in_place: as they stand in the slot that is written, rather than peer after peer.
         """
-        lot, width, at = self.lots[number], self._widths[number], self._places(number)
+        lot, width, at = self.splits[number], self._widths[number], self._places(number)
         if in_place and not lot.is_whole:
             at_row = np.empty_like(at)
             at_row[lot.rows] = at
@@ -88,7 +88,7 @@ class Bundle:
 
     def _places(self, number: int) -> np.ndarray:
         """Return where each row of a movement starts, peer after peer, in numbers of the memory."""
-        lot, width = self.lots[number], self._widths[number]
+        lot, width = self.splits[number], self._widths[number]
         counts = np.array(lot.counts, dtype=np.int64)
         begins = np.array([self._begins[number][peer] for peer in lot.peers], dtype=np.int64)
         return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(len(lot.rows)) * width

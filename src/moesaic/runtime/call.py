@@ -1,4 +1,4 @@
-"""What one rank brings to one run of a program, and the values that the run has: no wire, no interpreter."""
+"""What one rank brings to one run of a program, and the values that the run has: no transport, no interpreter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moesaic.experts.experts import AbstractExperts, Late, Weights
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 
 Value = Tensor | Weights
 """Of a slot: rows, or parameters of experts."""
@@ -32,7 +32,7 @@ class Call:
     """What one rank brings to one run of a program."""
 
     rank: int
-    sizes: Sizes
+    sizes: CallSizes
     experts: AbstractExperts
     """Computes; the weights come through the program."""
     first_tag: int = 0
@@ -41,20 +41,20 @@ class Call:
     """Multiply by the routing weight before the expert rather than after it."""
     has_empty_rows: bool = False
     """Some rows have no token: their index is negative."""
-    may_finish_later: bool = True
+    may_defer_wgrad: bool = True
     """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
     codecs: Codecs = known_codec
     """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
     call that is made from another one by `replace` starts without."""
-    late: dict[str, Late] = field(default_factory=dict, init=False, repr=False, compare=False)
+    deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By slots of weights' gradients: what is left to do before they are read."""
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Do what is left for some slots, or for all."""
-        for name in list(self.late) if names is None else names:
-            for work in self.late.pop(name, ()):
+        for name in list(self.deferred_wgrad) if names is None else names:
+            for work in self.deferred_wgrad.pop(name, ()):
                 work()
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.comm.wire import Lane as WireLane
-from moesaic.experts.experts import Late, Weights
+from moesaic.comm.transport import Lane as TransportLane
+from moesaic.experts.experts import DeferredWgrad, Weights
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.runtime.call import Call, Environment, Value, kept, rows
 from moesaic.runtime.indexed import Indexed
@@ -30,8 +30,8 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
     return dict(zip(task.writes, _rows_task(task, slots, list(map(rows, reads)), call)))
 
 
-def wire_lane(task: Task) -> WireLane:
-    """Return the lane of the wire that a movement takes."""
+def transport_lane(task: Task) -> TransportLane:
+    """Return the lane of the transport that a movement takes."""
     return "intra" if task.lane is Lane.INTRA else "inter"
 
 
@@ -157,12 +157,12 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     assert not isinstance(activations, Tensor)
     seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
-    late: Late | None = [] if call.may_finish_later else None
+    deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, late
+        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, deferred_wgrad
     )
-    if late:
-        call.late[task.writes[2]] = late
+    if deferred_wgrad:
+        call.deferred_wgrad[task.writes[2]] = deferred_wgrad
     if d_gates is None:
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)

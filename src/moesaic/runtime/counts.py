@@ -1,4 +1,4 @@
-"""Counts of a call as `Sizes` wants them: copies and tokens of every rank of the world, from what routing exchanged."""
+"""Counts of a call as `CallSizes` wants them: copies and tokens of every rank of the world, from what routing exchanged."""
 
 from __future__ import annotations
 

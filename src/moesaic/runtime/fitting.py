@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from moesaic.comm import deepep
 from moesaic.comm.agree import check_same
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.codecs import codec_named
@@ -20,7 +20,7 @@ from moesaic.runtime.same_weights import ADVICE
 def fitting(
     plan: Plan | Compiled,
     grid: Grid,
-    wire: AbstractWire,
+    transport: AbstractTransport,
     experts: AbstractExperts,
     settings: Mapping[str, object] | None = None,
     weights: Mapping[str, str] | None = None,
@@ -30,7 +30,7 @@ def fitting(
     Args:
         plan: the choices, compiled or not yet.
         grid: the mesh of the layer.
-        wire: between its ranks.
+        transport: between its ranks.
         experts: of the layer.
         settings: of the layer, which all ranks must have alike.
         weights: names of tensors to what they are compared by.
@@ -50,19 +50,19 @@ def fitting(
     if choices.crossing is Crossing.DEEPEP:
         fields["why deepep cannot run"] = deepep.missing()
     of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
-    check_same(wire, {**fields, **(settings or {}), **of_weights}, advice=dict.fromkeys(of_weights, ADVICE))
+    check_same(transport, {**fields, **(settings or {}), **of_weights}, advice=dict.fromkeys(of_weights, ADVICE))
     if fields.get("why deepep cannot run"):
         raise InputError(
             f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"
         )
-    return compiled_for(plan, grid, wire, experts)
+    return compiled_for(plan, grid, transport, experts)
 
 
-def compiled_for(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts: AbstractExperts) -> Compiled:
+def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts) -> Compiled:
     """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent.
 
     Args:
-        plan, grid, wire, experts: as for `fitting`.
+        plan, grid, transport, experts: as for `fitting`.
 
     Raises:
         InputError: as `fitting` does, but for what only a comparison of ranks shows.
@@ -72,7 +72,7 @@ def compiled_for(plan: Plan | Compiled, grid: Grid, wire: AbstractWire, experts:
         codec_named(codec)
     bias = bool(experts.names[1])
     if isinstance(plan, Plan):
-        return compile_plan(plan, grid, bias=bias, host_runs_compute=wire.device.type == "cpu")
+        return compile_plan(plan, grid, bias=bias, host_runs_compute=transport.device.type == "cpu")
     if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
         raise InputError(
             f"the plan was compiled for {plan.grid}, the layer is on {grid}: compile it for the layer's mesh"

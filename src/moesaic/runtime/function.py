@@ -1,4 +1,4 @@
-"""`run_program`: a layer's dispatch, experts and combine as one differentiable function over a wire.
+"""`run_program`: a layer's dispatch, experts and combine as one differentiable function over a transport.
 
 One autograd Function per call, its state on the call: several layers in flight, nested layers, gradient accumulation and
 recomputation do not meet. Parameters are inputs, so hooks and FSDP see them.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
 from moesaic.plan.compile import Compiled
 from moesaic.program.task import Op, Program
@@ -33,7 +33,7 @@ class Run:
     """One call of a layer on one rank."""
 
     compiled: Compiled
-    wire: AbstractWire
+    transport: AbstractTransport
     call: Call
     """Its tags are those of the forward program."""
     backward_tag: int
@@ -87,7 +87,7 @@ class RunProgram(torch.autograd.Function):
         """Run the backward program."""
         run: Run = ctx.run
         if ctx.was_run:  # a peer may still receive what the backward pass before this one sent
-            run = replace(run, backward_tag=run.wire.take_tags(len(run.compiled.backward.tasks)))
+            run = replace(run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
         return None, None, None, *run_backward(run, _take_kept(ctx), dy)
 
@@ -120,7 +120,7 @@ def run_forward(run: Run, program: Program, inputs: Environment, wanted: Collect
         inputs: by name.
         wanted: slots, and places of activations.
     """
-    return drive(interpret(program, inputs, run.call, wanted), run.wire)
+    return drive(interpret(program, inputs, run.call, wanted), run.transport)
 
 
 def run_backward(run: Run, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ def run_backward(run: Run, values: Environment, dy: Tensor) -> tuple[Tensor, ...
     values.clear()  # a caller's frame may still hold it
     steps = interpret(program, given, call, program.outputs)
     del given
-    found = drive(steps, run.wire)
+    found = drive(steps, run.transport)
     d_common: Weights = ()
     if has_common:
         value = found[cotangent("b")]

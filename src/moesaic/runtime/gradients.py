@@ -46,4 +46,4 @@ def average_gradients(module: nn.Module, mesh: AbstractMesh) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.copy_(all_reduce_sum(mesh.wire, group, local) / mesh.grid.dp)
+        local.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)

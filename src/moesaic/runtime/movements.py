@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moesaic.comm.wire import Transfer
+from moesaic.comm.transport import Transfer
 from moesaic.program.shapes import Move
-from moesaic.program.sizes import Lots
+from moesaic.program.sizes import Splits
 from moesaic.program.task import Kind, Slot, Task
 from moesaic.runtime.bundled import Bundle
 from moesaic.runtime.call import Call, Environment, Value, rows
-from moesaic.runtime.compute import placed, take, wire_lane
+from moesaic.runtime.compute import placed, take, transport_lane
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Movement:
 
     value: Tensor
     """(rows, width): the slot that is read."""
-    outgoing: Lots
-    incoming: Lots
+    outgoing: Splits
+    incoming: Splits
     sums: bool
     """Several peers send what is added up."""
     finish: Callable[[list[Tensor]], Value]
@@ -72,7 +72,7 @@ def start(movements: Sequence[Movement], task: Task, rank: int, tag: int) -> tup
     """
     if len(movements) == 1:
         sends, receives, settle = _alone(movements[0], rank)
-        return Transfer(rank, tag, sends, receives, wire_lane(task)), [settle]
+        return Transfer(rank, tag, sends, receives, transport_lane(task)), [settle]
     values = [movement.value for movement in movements]
     leaving = Bundle([movement.outgoing for movement in movements], values)
     arriving = Bundle([movement.incoming for movement in movements], values)
@@ -80,7 +80,7 @@ def start(movements: Sequence[Movement], task: Task, rank: int, tag: int) -> tup
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
-    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), wire_lane(task))
+    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), transport_lane(task))
     read = partial(_read, arriving, filled)
     return transfer, [partial(read, n, m.value.dtype, m.sums, m.finish) for n, m in enumerate(movements)]
 
@@ -97,10 +97,10 @@ def _read(
     if not sums:
         return arriving.read(filled, number, dtype, in_place=True)
     rows = arriving.read(filled, number, dtype, in_place=False)
-    return finish(list(rows.split(arriving.lots[number].counts)))
+    return finish(list(rows.split(arriving.splits[number].counts)))
 
 
-def _put(move: Move, incoming: Lots, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
+def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
     """Return the slot that is written, of what came and what stayed; no copy where that is the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]

@@ -21,9 +21,9 @@ from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.plan.expert_placement import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
-from moesaic.routing.gates import TopologyGate
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.on_mesh import OnMesh
+from moesaic.routing.routers import TopologyRouter
+from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.place_experts_move import Masters, Sent, Shelf, carry_slots, shelves_of
 from moesaic.runtime.place_experts_order import ExpertOrder
 
@@ -33,7 +33,7 @@ class PlacedLayer(Protocol):
 
     experts: AbstractExperts
     router: AbstractRouter
-    on_mesh: OnMesh | None
+    on_mesh: ExpertParallel | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +129,13 @@ class ExpertPlacement:
             InputError: on every rank, with nothing moved: for an order that is no permutation, optimizer state that cannot be
                 cut by expert, ranks that differ in either.
         """
-        grid, wire = self._mesh.grid, self._mesh.wire
+        grid, transport = self._mesh.grid, self._mesh.transport
         if len(orders) != len(self._layers):
             raise InputError(f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each")
         shelves, refusal = self._all_shelves(orders)
         fields = {f"place_experts layer {number} order": list(order) for number, order in enumerate(orders)}
         of_layers = {f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(shelves)}
-        check_same(wire, {**fields, **of_layers, "place_experts": refusal})
+        check_same(transport, {**fields, **of_layers, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
         sent, moved = Sent(), 0
@@ -143,11 +143,11 @@ class ExpertPlacement:
             if np.array_equal(order.experts, wanted):
                 continue
             for shelf in of_layer:
-                sent += carry_slots(shelf, wire, grid, order.experts, wanted)
+                sent += carry_slots(shelf, transport, grid, order.experts, wanted)
             moved += int((places_of(order.experts, grid.ep) != places_of(wanted, grid.ep)).sum())
             order.change(wanted)
-        told = torch.tensor([sent.num_bytes, sent.inter_node_bytes], device=wire.device)
-        num_bytes, between = all_reduce_sum(wire, tuple(range(grid.world)), told).tolist()
+        told = torch.tensor([sent.num_bytes, sent.inter_node_bytes], device=transport.device)
+        num_bytes, between = all_reduce_sum(transport, tuple(range(grid.world)), told).tolist()
         return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=between)
 
     @contextmanager
@@ -174,18 +174,18 @@ class ExpertPlacement:
 
     def _decide(self, loads: Sequence[ExpertLoad]) -> list[np.ndarray]:
         """Return the first rank's orders, the same on all: times that differ in a last bit might order them otherwise."""
-        wire = self._mesh.wire
-        found = self.orders if wire.rank else [self._placer.decide(load) for load in loads]
-        told = torch.from_numpy(np.concatenate(found)).to(wire.device)
-        told = broadcast(wire, tuple(range(self._mesh.grid.world)), told, 0).cpu()
+        transport = self._mesh.transport
+        found = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
+        told = torch.from_numpy(np.concatenate(found)).to(transport.device)
+        told = broadcast(transport, tuple(range(self._mesh.grid.world)), told, 0).cpu()
         return [part.numpy() for part in told.split([len(order) for order in found])]
 
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision; all ranks get the same."""
-        wire, grid = self._mesh.wire, self._mesh.grid
+        transport, grid = self._mesh.transport, self._mesh.grid
         mine = [sum(shelf.slot_bytes for shelf in of) for of in self._all_shelves(self.orders)[0]]
-        sizes = torch.tensor(mine or [0] * len(self._layers), device=wire.device)
-        largest = all_reduce_max(wire, tuple(range(grid.world)), sizes).tolist()
+        sizes = torch.tensor(mine or [0] * len(self._layers), device=transport.device)
+        largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
         return [
             ExpertLoad(
                 grid=grid,
@@ -203,9 +203,9 @@ class ExpertPlacement:
 def _order_of(layer: PlacedLayer) -> ExpertOrder:
     if layer.on_mesh is None:
         raise InputError("place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first")
-    if isinstance(layer.router, TopologyGate):
+    if isinstance(layer.router, TopologyRouter):
         raise InputError(
-            "place_experts clashes with the router TopologyGate, whose choices depend on where experts are: choose another"
+            "place_experts clashes with the router TopologyRouter, whose choices depend on where experts are: choose another"
         )
     return layer.on_mesh.order
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.program.grid import Grid
@@ -131,17 +131,17 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 
 
 @torch.no_grad()
-def carry_slots(shelf: Shelf, wire: AbstractWire, grid: Grid, before: np.ndarray, after: np.ndarray) -> Sent:
+def carry_slots(shelf: Shelf, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray) -> Sent:
     """Move experts from slot to slot; all ranks call it together.
 
     Args:
         shelf: what this rank has.
-        wire: between all ranks.
+        transport: between all ranks.
         grid: the mesh.
         before: (num_experts,) the expert in each slot now.
         after: the same when it returns.
     """
-    tag, rank = wire.take_tags(1), wire.rank
+    tag, rank = transport.take_tags(1), transport.rank
     holder = _holders(shelf, grid, rank, len(before))
     was = np.empty(len(before), dtype=np.int64)
     was[before] = np.arange(len(before))
@@ -151,17 +151,17 @@ def carry_slots(shelf: Shelf, wire: AbstractWire, grid: Grid, before: np.ndarray
     for slot, expert in enumerate(after):
         (source, old), (target, new) = holder[was[expert]], holder[slot]
         if source == rank and target == rank and old != new:
-            stays.append((new, _packed(shelf.slots[old], wire.device)))
+            stays.append((new, _packed(shelf.slots[old], transport.device)))
         elif source == rank and target != rank:
-            sends.setdefault(target, []).append(_packed(shelf.slots[old], wire.device))
+            sends.setdefault(target, []).append(_packed(shelf.slots[old], transport.device))
         elif target == rank and source != rank:
             receives.setdefault(source, []).append(new)
     messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
     buffers = {
-        peer: torch.empty(len(places) * shelf.slot_bytes, dtype=torch.uint8, device=wire.device)
+        peer: torch.empty(len(places) * shelf.slot_bytes, dtype=torch.uint8, device=transport.device)
         for peer, places in receives.items()
     }
-    wire.wait(wire.issue(Transfer(rank, tag, messages, buffers)))
+    transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
     arrived = (
         (new, part) for peer, places in receives.items() for new, part in zip(places, _cut(buffers[peer], places))
     )

@@ -1,7 +1,8 @@
 """Which expert of a layer is where, once experts have moved: the map between an expert's number and its slot.
 
-Routers, losses, counts, traces and checkpoints know experts by their numbers. Programs, lenders and budgets know slots: slot
-s belongs to place s // (slots per place) of ep, and expert e starts in slot e. Only what stands between the two asks here.
+Routers, losses, counts, traces and checkpoints know experts by their numbers. Programs, replication policies and
+budgets know slots: slot s belongs to place s // (slots per place) of ep, and expert e starts in slot e. Only what
+stands between the two asks here.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ class Relocator:
         before = [] if self.trip is None else self.trip.moves
         rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
         for following in followings:
-            _check_router(following.router, self.mesh.wire.device)
-        mine = torch.tensor([num_samples, length], device=self.mesh.wire.device)
-        told = torch.stack(all_gather(self.mesh.wire, tuple(range(self.mesh.grid.world)), mine)).cpu()
+            _check_router(following.router, self.mesh.transport.device)
+        mine = torch.tensor([num_samples, length], device=self.mesh.transport.device)
+        told = torch.stack(all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), mine)).cpu()
         different = (told != told[0]).any(1).nonzero().flatten().tolist()
         if different:
             (a, b), (c, d) = told[0].tolist(), told[different[0]].tolist()
@@ -182,11 +182,11 @@ class SampleTrip:
 
     def bring(self, x: Tensor) -> Tensor:
         """Return what belongs to the samples that are here now, from where it is at home: (samples, ...), differentiable."""
-        return carry(self.relocator.mesh.wire, x, self.home, self.homes)
+        return carry(self.relocator.mesh.transport, x, self.home, self.homes)
 
     def take_home(self, x: Tensor) -> Tensor:
         """Return what belongs to this rank's own samples, from where they are now: (samples, ...), differentiable."""
-        return carry(self.relocator.mesh.wire, x, self.homes, self.home)
+        return carry(self.relocator.mesh.transport, x, self.homes, self.home)
 
 
 class SampleMove:
@@ -250,7 +250,7 @@ class SampleMove:
         """Take what belongs to samples along: (samples, ...) or (samples * length, ...), of one shape on all ranks."""
         slots = self.before.slots
         split = x.unflatten(0, (slots, -1)) if len(x) != slots else x
-        return carry(self.relocator.mesh.wire, split, self.before, self.after).view(x.shape)
+        return carry(self.relocator.mesh.transport, split, self.before, self.after).view(x.shape)
 
     def volumes(self) -> tuple[Volume, Volume]:
         """Return the rows that cross links from this layer's experts to the next layer's (as predicted) if nobody moved, and
@@ -274,7 +274,7 @@ class SampleMove:
         """
         mesh = self.relocator.mesh
         mine = copies if predicted is None else torch.cat([copies, predicted], dim=1)
-        told = all_gather(mesh.wire, tuple(range(mesh.grid.world)), mine.to(torch.int32))
+        told = all_gather(mesh.transport, tuple(range(mesh.grid.world)), mine.to(torch.int32))
         table = torch.stack(told).cpu().numpy().astype(np.int64)
         self.copies, following = np.split(table, [copies.shape[1]], axis=2)
         place = self.before.place

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moesaic.experts.experts import AbstractExperts, Late, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights, compute_dtype
 from moesaic.plan import Plan
 from moesaic.routing.router import AbstractRouter
 
@@ -99,14 +99,14 @@ class WithResidual(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         shards: int = 1,
-        late: Late | None = None,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         assert gates is not None, "a residual rides on copies that have weights"
         own, row = self._split(common)
         leaves = [rows.detach().requires_grad_(), row.detach().requires_grad_()]
         with torch.enable_grad():
             seen = self._normed(*leaves)
-        found = self.inner.gradients(sharded, own, seen.detach(), gates, ends, kept, dy, shards, late)
+        found = self.inner.gradients(sharded, own, seen.detach(), gates, ends, kept, dy, shards, deferred_wgrad)
         assert found[1] is not None
         d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
         d_rows = d_rows + self._share(dy, gates, shards)

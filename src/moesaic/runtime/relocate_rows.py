@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.plan.placement.homes import Homes
 
 
-def carry(wire: AbstractWire, x: Tensor, before: Homes, after: Homes) -> Tensor:
+def carry(transport: AbstractTransport, x: Tensor, before: Homes, after: Homes) -> Tensor:
     """Return this rank's samples after a move; differentiable. All ranks call it; samples that stay cross no link.
 
     Args:
-        wire: between all ranks.
+        transport: between all ranks.
         x: (slots, ...) what this rank has of the samples that are its own before, of one shape on all ranks.
         before: where the samples are.
         after: where they go.
@@ -29,8 +29,8 @@ def carry(wire: AbstractWire, x: Tensor, before: Homes, after: Homes) -> Tensor:
     if before.same_as(after):
         return x
     if not x.is_floating_point():
-        return _exchange(wire, wire.take_tags(1), x, before, after)
-    out: Tensor = _Carry.apply(wire, before, after, x)
+        return _exchange(transport, transport.take_tags(1), x, before, after)
+    out: Tensor = _Carry.apply(transport, before, after, x)
     return out
 
 
@@ -38,31 +38,31 @@ class _Carry(torch.autograd.Function):
     """The exchange, whose transpose goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, wire: AbstractWire, before: Homes, after: Homes, x: Tensor) -> Tensor:
-        tag = wire.take_tags(
+    def forward(ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, x: Tensor) -> Tensor:
+        tag = transport.take_tags(
             2
         )  # the backward pass has its own from the start: ranks may differ in what comes before it
-        ctx.wire, ctx.before, ctx.after, ctx.tag, ctx.was_run = wire, before, after, tag + 1, False
-        return _exchange(wire, tag, x, before, after)
+        ctx.transport, ctx.before, ctx.after, ctx.tag, ctx.was_run = transport, before, after, tag + 1, False
+        return _exchange(transport, tag, x, before, after)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
-        tag = ctx.wire.take_tags(1) if ctx.was_run else ctx.tag
+        tag = ctx.transport.take_tags(1) if ctx.was_run else ctx.tag
         ctx.was_run = True
-        return None, None, None, _exchange(ctx.wire, tag, gradient, ctx.after, ctx.before)
+        return None, None, None, _exchange(ctx.transport, tag, gradient, ctx.after, ctx.before)
 
 
-def _exchange(wire: AbstractWire, tag: int, x: Tensor, before: Homes, after: Homes) -> Tensor:
+def _exchange(transport: AbstractTransport, tag: int, x: Tensor, before: Homes, after: Homes) -> Tensor:
     """Send each sample to where it goes; a message holds samples in the order of the slots that they leave."""
-    rank = wire.rank
+    rank = transport.rank
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     sends: dict[int, Tensor] = {}
     arriving: dict[int, tuple[np.ndarray, Tensor]] = {}
-    for peer in range(wire.world):
+    for peer in range(transport.world):
         leaving = np.flatnonzero(targets[rank] == peer)
         coming = np.flatnonzero(sources[rank] == peer)
         coming = coming[np.argsort(source_slots[rank][coming])]
@@ -75,7 +75,7 @@ def _exchange(wire: AbstractWire, tag: int, x: Tensor, before: Homes, after: Hom
             arriving[peer] = coming, x.new_empty(len(coming), *x.shape[1:])
     receives = {peer: buffer for peer, (_, buffer) in arriving.items()}
     if x[:1].numel() and (sends or receives):
-        wire.wait(wire.issue(Transfer(rank, tag, sends, receives)))
+        transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
     for slots, buffer in arriving.values():
         out[torch.from_numpy(slots)] = buffer
     return out

@@ -12,8 +12,8 @@ from moesaic.program.placed import PlacedShapes, PlacedSizes
 from moesaic.routing.route import Routed
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.call import Call
+from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.function import Run, run_program
-from moesaic.runtime.on_mesh import OnMesh
 from moesaic.runtime.relocate import SampleMove
 from moesaic.runtime.relocate_residual import Residual, WithResidual, rides_along
 
@@ -35,7 +35,7 @@ class RelocatedCall:
 
 
 def run_relocated(
-    on_mesh: OnMesh | None, experts: AbstractExperts, x_TD: Tensor, routed: Routed, call: RelocatedCall
+    on_mesh: ExpertParallel | None, experts: AbstractExperts, x_TD: Tensor, routed: Routed, call: RelocatedCall
 ) -> Tensor:
     """Dispatch, run and combine: the tokens of the samples that are here to those of the samples that come.
 
@@ -79,7 +79,7 @@ def run_relocated(
 
 
 def _run(
-    on_mesh: OnMesh,
+    on_mesh: ExpertParallel,
     held: AbstractExperts,
     computing: AbstractExperts,
     x_TD: Tensor,
@@ -89,7 +89,7 @@ def _run(
     routed: Routed,
 ) -> Tensor:
     """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
-    plain, relocator, dtype, wire = on_mesh.chooser.bare, move.relocator, compute_dtype(x_TD), on_mesh.wire
+    plain, relocator, dtype, transport = on_mesh.chooser.bare, move.relocator, compute_dtype(x_TD), on_mesh.transport
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
     copies = move.copies
     assert copies is not None
@@ -104,8 +104,8 @@ def _run(
         sizes = PlacedSizes(plain.grid, copies, move.length, of_call, held.num_units(sharded))
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
         forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
-        call.first_tag = wire.take_tags(forward + backward)
-        work = Run(compiled, wire, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
+        call.first_tag = transport.take_tags(forward + backward)
+        work = Run(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return run_program(work, x.to(dtype), gate, *cast)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.comm.collectives import broadcast
-from moesaic.comm.wire import AbstractWire, as_bytes
+from moesaic.comm.transport import AbstractTransport, as_bytes
 from moesaic.errors import InputError
 
 ADVICE = (
@@ -58,14 +58,14 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def take_first(module: nn.Module, wire: AbstractWire) -> None:
+def take_first(module: nn.Module, transport: AbstractTransport) -> None:
     """Give a module the first rank's parameters and persistent buffers, in place; those on the meta device stay as they are.
 
     Args:
         module: of the same names, dtypes and shapes on all ranks.
-        wire: of all ranks.
+        transport: of all ranks.
     """
-    everyone = tuple(range(wire.world))
+    everyone = tuple(range(transport.world))
     for tensor in module.state_dict().values():
         if not tensor.is_meta:
-            tensor.copy_(broadcast(wire, everyone, tensor.to(wire.device), 0))
+            tensor.copy_(broadcast(transport, everyone, tensor.to(transport.device), 0))

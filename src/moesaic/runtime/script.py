@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from moesaic.comm.wire import Lane as WireLane
+from moesaic.comm.transport import Lane as TransportLane
 from moesaic.program.bundles import bundles
 from moesaic.program.shapes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 from moesaic.runtime.call import kept
-from moesaic.runtime.compute import wire_lane
+from moesaic.runtime.compute import transport_lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class Script:
     """In order."""
 
     @cached_property
-    def slowest(self) -> WireLane:
+    def slowest(self) -> TransportLane:
         """The lane whose messages are waited for longest: between nodes, where any cross."""
-        lanes = {wire_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
+        lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
         return "inter" if "inter" in lanes else "intra"
 
 
@@ -61,7 +61,7 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
     """
     slots = {slot.name: slot for slot in program.slots}
     numbers = bundles(program)
-    lots = [tuple(program.tasks[number] for number in bundle) for bundle in numbers]
+    splits = [tuple(program.tasks[number] for number in bundle) for bundle in numbers]
     steps = [
         Step(
             number=bundle[0],
@@ -70,7 +70,7 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
             reads=tuple(name for task in tasks for name in task.reads),
             unread=tuple(unread),
         )
-        for bundle, tasks, unread in zip(numbers, lots, _last_read(lots, wanted))
+        for bundle, tasks, unread in zip(numbers, splits, _last_read(splits, wanted))
     ]
     return Script(slots=slots, steps=tuple(steps))
 
@@ -80,13 +80,13 @@ def _move(task: Task, slots: Mapping[str, Slot]) -> Move:
     return Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
-def _last_read(lots: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
+def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
     """Return after each step which slots are read, or written, for the last time and not wanted."""
-    found: list[list[str]] = [[] for _ in lots]
+    found: list[list[str]] = [[] for _ in splits]
     if wanted is None:
         return found
     last: dict[str, int] = {}
-    for number, tasks in enumerate(lots):
+    for number, tasks in enumerate(splits):
         for task in tasks:
             last.update(dict.fromkeys((*task.reads, *task.writes), number))
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):

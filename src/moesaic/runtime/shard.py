@@ -30,7 +30,7 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
     each = experts.num_experts // grid.ep
     first = grid.coordinate(rank, "ep") * each
     if isinstance(experts, ModuleExperts):
-        experts.keep_only(range(first, first + each))
+        experts.keep_only(range(first, first + each), grid.edp)
         return
     at = grid.coordinate(rank, "etp")
     for name in (name for names in experts.names for name in names):

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from moesaic.comm.collectives import share
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 
 
 @contextmanager
-def shared_parameters(module: nn.Module, wire: AbstractWire, group: tuple[int, ...]) -> Iterator[None]:
+def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tuple[int, ...]) -> Iterator[None]:
     """Let a module's parameters be used on different tokens by the ranks of a group: their gradients are summed."""
     held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
     try:
         for part, name, value in held:
             if value is not None and value.requires_grad and torch.is_grad_enabled():
-                part._parameters[name] = share(wire, group, value)  # type: ignore[assignment]
+                part._parameters[name] = share(transport, group, value)  # type: ignore[assignment]
         yield
     finally:
         for part, name, value in held:

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
-from moesaic.plan.lending.slices import Cut
+from moesaic.plan.replication.slices import Cut
 from moesaic.program.needed import up_to_experts
-from moesaic.program.sizes import Sizes
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.runtime.call import Environment
 from moesaic.runtime.function import Run, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
-from moesaic.runtime.visits import Visits
+from moesaic.runtime.node_tokens import NodeTokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Slice:
 
     rows: Tensor
     """(rows,) int64: which of the call's routing weights are its own."""
-    sizes: Callable[[], Sizes]
+    sizes: Callable[[], CallSizes]
     """Made anew for each pass: what they work out grows with the rows."""
     indices: Mapping[str, Tensor]
     """The program's INDEX inputs by name."""
@@ -46,41 +46,41 @@ class Slice:
 def slices_of(
     whole: Cut,
     origins: Sequence[int],
-    wire: AbstractWire,
+    transport: AbstractTransport,
     routing: tuple[Tensor, Tensor],
-    find: Callable[[Tensor, Tensor], Visits] | None,
-    bind: Callable[[np.ndarray | None, np.ndarray, Visits | None], Sizes],
+    find: Callable[[Tensor, Tensor], NodeTokens] | None,
+    bind: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes],
 ) -> list[Slice]:
     """Return the slices of a call. Under multicast all ranks call it together.
 
     Args:
         whole: the call, cut.
         origins: whose rows this rank's routing has: its own, or those of its tensor group.
-        wire: between all ranks.
+        transport: between all ranks.
         routing: token and expert of each row, (rows,) int64, expert after expert.
         find: under multicast, finds the visits of this rank's own rows.
-        bind: from lent copies, copies and visits to sizes.
+        bind: from replicated copies, copies and visits to sizes.
     """
     token, expert = routing
-    rows, visits = [], []
+    rows, node_tokens = [], []
     for number in range(whole.num_slices):
         places, origin = whole.rows(number, origins)
         rows.append(torch.from_numpy(places).to(token.device))
         if find is not None:
-            own = torch.from_numpy(places[origin == wire.rank]).to(token.device)
-            visits.append(find(token[own], expert[own]))
-    if visits:
-        counts = torch.stack([each.counts for each in visits])
-        told = torch.stack(all_gather(wire, tuple(range(wire.world)), counts)).cpu().numpy()
-        visits = [replace(each, of_all=told[:, number]) for number, each in enumerate(visits)]
+            own = torch.from_numpy(places[origin == transport.rank]).to(token.device)
+            node_tokens.append(find(token[own], expert[own]))
+    if node_tokens:
+        counts = torch.stack([each.counts for each in node_tokens])
+        told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
+        node_tokens = [replace(each, of_all=told[:, number]) for number, each in enumerate(node_tokens)]
 
     def slice_of(number: int) -> Slice:
-        lent, copies = whole.lent(number), whole.copies(number)
-        if not visits:
+        replicated, copies = whole.replicated(number), whole.copies(number)
+        if not node_tokens:
             indices = {"index": token[rows[number]].unsqueeze(1)}
-            return Slice(rows[number], lambda: bind(lent, copies, None), indices)
-        seen = visits[number]
-        return Slice(rows[number], lambda: bind(lent, copies, seen), seen.indices)
+            return Slice(rows[number], lambda: bind(replicated, copies, None), indices)
+        seen = node_tokens[number]
+        return Slice(rows[number], lambda: bind(replicated, copies, seen), seen.indices)
 
     return [slice_of(number) for number in range(whole.num_slices)]
 
@@ -107,13 +107,13 @@ class SlicedRun:
         """Take tags for a forward and a backward program of each slice; returns the first of each."""
         programs = self.whole.compiled.forward, self.whole.compiled.backward
         each = sum(len(program.tasks) for program in programs)
-        first = self.whole.wire.take_tags(each * len(self.slices))
+        first = self.whole.transport.take_tags(each * len(self.slices))
         return [first + each * number for number in range(len(self.slices))]
 
     def run(self, number: int, first_tag: int) -> Run:
         """Return the run of a slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
-        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_finish_later=False)
+        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False)
         return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
 
 
@@ -133,10 +133,10 @@ class RunSlices(torch.autograd.Function):
         """Run the slices and sum their results; keep what goes in, and what the first slice keeps."""
         tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
         total = torch.zeros_like(x, dtype=_wide(x))
-        surroundings = [_Surroundings.now(x)] * len(work.slices)
+        step_costs = [_Surroundings.now(x)] * len(work.slices)
         flat: list[Tensor] = []
         for number in reversed(range(len(work.slices))):
-            surroundings[number] = _Surroundings.now(x)
+            step_costs[number] = _Surroundings.now(x)
             keeps = names if number == 0 else []
             values = _forward(
                 work.run(number, tags[number]), work.slices[number], x, gates, weights, num_sharded, keeps
@@ -147,7 +147,7 @@ class RunSlices(torch.autograd.Function):
             flat, ctx.layout = flattened(values, keeps)
             del values, y
         ctx.save_for_backward(x, gates, *weights, *flat)
-        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.surroundings = work, num_sharded, 2 + len(weights), surroundings
+        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.step_costs = work, num_sharded, 2 + len(weights), step_costs
         ctx.tags = work.take_tags()
         return total.to(x.dtype)
 
@@ -164,7 +164,7 @@ class RunSlices(torch.autograd.Function):
             run = work.run(number, tags[number])
             if number:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
-                with ctx.surroundings[number].again():
+                with ctx.step_costs[number].again():
                     kept = [run_forward(run, work.again, inputs, set(work.names))]
                 del inputs
             d_x, d_own, *found = run_backward(run, kept.pop(), dy)

@@ -1,4 +1,4 @@
-"""An arbiter that decides at random: every program that it may run, with every kind of lending, from call to call."""
+"""An arbiter that decides at random: every program that it may run, with every kind of replication, from call to call."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 
 from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.lender import Load
 from moesaic.plan.plan import Plan
+from moesaic.plan.replication.policy import Load
 
 
-def random_lending(load: Load, rng: np.random.Generator) -> np.ndarray:
-    """Return copies lent from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
-    lent: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
-    lent *= rng.random(lent.shape) < rng.choice([0.1, 0.5, 1.0])
-    lent[:, np.arange(load.num_experts), load.home] = 0
-    return lent
+def random_replication(load: Load, rng: np.random.Generator) -> np.ndarray:
+    """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
+    replicated: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
+    replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
+    replicated[:, np.arange(load.num_experts), load.home] = 0
+    return replicated
 
 
-def as_far_as_there_are(load: Load, lent: np.ndarray) -> np.ndarray:
+def as_far_as_there_are(load: Load, replicated: np.ndarray) -> np.ndarray:
     """Return a table cut to the copies that there are, helpers in their order."""
-    before = np.cumsum(lent, axis=2) - lent
-    cut: np.ndarray = np.minimum(lent, np.maximum(load.copies[:, :, None] - before, 0))
+    before = np.cumsum(replicated, axis=2) - replicated
+    cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
     return cut
 
 
@@ -52,13 +52,13 @@ class _Drawing(Arbitration):
         rng = np.random.default_rng((self.settings.seed, self._calls))
         self._calls += 1
         program = int(rng.integers(len(self.plans)))
-        lent = None
-        if self.plans[program].lending != "none":
-            lent = as_far_as_there_are(load, random_lending(load, rng))
+        replicated = None
+        if self.plans[program].replication != "none":
+            replicated = as_far_as_there_are(load, random_replication(load, rng))
         return Verdict(
             option=f"program {program}",
             program=program,
-            lent=lent,
+            replicated=replicated,
             seconds={},
             rows=((), ()),
             token_bytes=(0, 0),

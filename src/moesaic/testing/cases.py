@@ -12,21 +12,20 @@ import numpy as np
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
+from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.lending.cost import LendingCosts
-from moesaic.plan.lending.lender import AbstractLender, Lent
-from moesaic.plan.lending.published import Published
-from moesaic.plan.lending.shadow import Shadow
-from moesaic.plan.lending.spill import Spill
-from moesaic.plan.plan import Crossing, Lending, Order
+from moesaic.plan.plan import Crossing, Order, Replication
+from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.plan.replication.cost import ReplicationCosts
+from moesaic.plan.replication.policy import AbstractReplicationPolicy, Replicated
+from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.links import LINKS
 from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic.routing.gates import ROUTERS
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.routers import ROUTERS
 from moesaic.testing.any_option import AnyOption
 from moesaic.testing.routers import draws_noise, fitting_top_k, looks_across_tokens
 
@@ -79,8 +78,8 @@ class Case:
     placement: Literal["none", "random", "solved"] = "none"
     """Samples change home in every call: to anywhere, or to where a policy finds it cheapest; results are brought back."""
     by_policy: bool = False
-    """Under plans that lend, the plan's own policy decides, on a machine so slow that lending pays for these few rows; else
-    copies are lent at random under "shadow", and the arbiter chooses at random."""
+    """Under plans that replicate, the plan's own policy decides, on a machine so slow that replication pays for these
+    few rows; else copies are replicated at random under "shadow", and the arbiter chooses at random."""
     experts_move: bool = False
     """The experts are in a random order while the step runs, and at home again when its gradients are compared."""
 
@@ -89,7 +88,7 @@ class Case:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
         plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
-        plain = plain and not self.capacity.is_padded and self.plan.lending == "none" and not self.experts_move
+        plain = plain and not self.capacity.is_padded and self.plan.replication == "none" and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
 
@@ -108,32 +107,33 @@ class Case:
         return not self.plan.program.is_redundant or self.grid.tp == 1
 
     @property
-    def lender(self) -> AbstractLender | None:
-        """Decides which copies are lent; None where nothing is, or the plan's policy asks for no costs."""
+    def policy(self) -> AbstractReplicationPolicy | None:
+        """Decides which copies are replicated; None where nothing is, or the plan's policy asks for no costs."""
         if self.by_policy:
-            return slow_policy(self.plan.lending)
-        if self.plan.lending == "arbiter":
+            return slow_policy(self.plan.replication)
+        if self.plan.replication == "arbiter":
             return AnyOption(seed=self.seed)
-        if self.plan.lending != "shadow":
+        if self.plan.replication != "shadow":
             return None
         rng = np.random.default_rng(self.seed)
-        lent = rng.integers(0, 4, size=(self.grid.world, self.num_experts, self.grid.ep))
-        lent *= rng.random(lent.shape) < rng.choice([0.1, 0.5, 1.0])
-        lent[:, np.arange(self.num_experts), np.arange(self.num_experts) // (self.num_experts // self.grid.ep)] = 0
-        return Lent(lent)
+        replicated = rng.integers(0, 4, size=(self.grid.world, self.num_experts, self.grid.ep))
+        replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
+        replicated[
+            :, np.arange(self.num_experts), np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
+        ] = 0
+        return Replicated(replicated)
 
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's batch without dim: (sequences, length)."""
         return self.sequences, self.lengths[micro][group]
 
 
-def slow_policy(lending: str) -> AbstractLender | None:
+def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
     """Return a policy with the costs of a machine that computes so slowly that every copy is worth its expert's weights."""
-    costs = LendingCosts(machine=Machine(tflops=1e-9))
-    if lending == "arbiter":
+    costs = ReplicationCosts(machine=Machine(tflops=1e-9))
+    if replication == "arbiter":
         return Arbiter(costs=costs)
-    policies = {"shadow": Shadow, "published": Published, "spill": Spill}
-    return policies[lending](costs) if lending in policies else None
+    return REPLICATION_POLICIES[replication](costs) if replication in REPLICATION_POLICIES else None
 
 
 @dataclass
@@ -144,10 +144,11 @@ class Refusals:
 
 
 def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None = None) -> Case:
-    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which.
+    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which. So are plans with a codec that
+    is not installed.
 
     Args:
-        seed: the same seed gives the same case, on any machine.
+        seed: the same seed gives the same case, on any machine on which the same codecs are installed.
         refusals: counts the plans that were refused.
         world: ranks; None to draw them too.
     """
@@ -159,6 +160,8 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
         grid = _with_levels(random.Random(f"levels {seed}"), grid, plan)
         try:
             compile_plan(plan, grid)
+            for codec in (plan.codec, plan.backward_codec):
+                codec_named(codec)
         except InputError:
             if refusals is not None:
                 refusals.count += 1
@@ -174,6 +177,17 @@ def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
 
+def missing_codecs() -> list[str]:
+    """Return the codecs that are in no case here, since a package that they need is not installed."""
+    missing = []
+    for codec in CODECS:
+        try:
+            codec_named(codec)
+        except InputError:
+            missing.append(codec)
+    return missing
+
+
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan, whether or not they go together."""
     codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
@@ -186,11 +200,11 @@ def draw_plan(rng: random.Random) -> Plan:
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
         all_to_all=_mostly(
-            rng, Plan().link, [*(name for name in LINKS if name != Plan().link), "multicast", "multicast"]
+            rng, Plan().link, [*(name for name in ALL_TO_ALLS if name != Plan().link), "multicast", "multicast"]
         ),
         codec=codec,
         backward_codec=backward_codec,
-        lending=_mostly(rng, "none", _others(Lending, "none")) if rng.random() < 0.4 else "none",
+        replication=_mostly(rng, "none", _others(Replication, "none")) if rng.random() < 0.4 else "none",
         order=_mostly(rng, "early", _others(Order, "early")),
     )
 
@@ -229,7 +243,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
-    if even and plan.crossing is Crossing.LINK and plan.lending == "none" and rng.random() < 0.5:
+    if even and plan.crossing is Crossing.LINK and plan.replication == "none" and rng.random() < 0.5:
         longest += -longest % grid.tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
     if even:
@@ -264,7 +278,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     plan = replace(
         case.plan,
         schedule="s1",
-        lending="arbiter" if rng.random() < 0.3 else "none",
+        replication="arbiter" if rng.random() < 0.3 else "none",
         gather_weights=None,
         codec="none",
         backward_codec="none",
@@ -295,8 +309,8 @@ def _with_budget(rng: random.Random, case: Case) -> Case:
 
 
 def _with_moves(rng: random.Random, case: Case) -> Case:
-    """Let policies decide in some of the cases that lend, and experts change places in some of those that split them."""
-    share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.lending, 1.0)
+    """Let policies decide in some of the cases that replicate, and experts change places in some of those that split them."""
+    share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
     splits = case.grid.ep > 1
     return replace(case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25)
 

@@ -17,7 +17,7 @@ from moesaic.plan import compile_plan
 from moesaic.testing.cases import Case
 from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
 from moesaic.testing.expected import Parts, expect_parts
-from moesaic.testing.factors import MISSING, Cause, Factors, Sizes, axes_of, explain, fit, is_right
+from moesaic.testing.factors import MISSING, CallSizes, Cause, Factors, axes_of, explain, fit, is_right
 from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 NAMES = {
@@ -103,7 +103,7 @@ def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | No
     return Diagnosis(wrong, tuple(findings))
 
 
-def sizes_of(case: Case) -> Sizes:
+def sizes_of(case: Case) -> CallSizes:
     """Return what a factor of a case may be made of."""
     return axes_of(case.grid) | {
         "top_k": case.top_k,
@@ -148,7 +148,7 @@ def relatives(case: Case) -> Iterator[Case]:
                 seen.add(other)
                 yield other
     others = [
-        replace(case, top_k=case.top_k + 1),
+        replace(case, top_k=case.top_k + (1 if case.top_k < case.num_experts else -1)),
         replace(case, num_experts=2 * case.num_experts),
         replace(case, lengths=case.lengths[:1] if len(case.lengths) > 1 else case.lengths * 2),
     ]
@@ -184,7 +184,8 @@ def _fits(case: Case) -> bool:
     alone = grid.tp == 1 if case.placement != "none" else True
     modules = case.experts != "modules" or grid.etp == 1
     padded = not case.capacity.is_padded or all(length % grid.tp == 0 for row in case.lengths for length in row)
-    return alone and modules and padded and case.top_k in fitting_top_k(case.router, case.num_experts)
+    moves = grid.ep > 1 or not case.experts_move
+    return alone and modules and padded and moves and case.top_k in fitting_top_k(case.router, case.num_experts)
 
 
 def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
@@ -226,7 +227,8 @@ def _take(
     factors = fit(actual, [part for _, part in present], tolerance) if present else None
     if factors is None and not present:
         return False
-    found.update(zip((name for name, _ in present), factors or (None,) * len(present)))
+    known: list[float | None] = [None] * len(present) if factors is None else [*factors]
+    found.update(zip((name for name, _ in present), known))
     return factors is not None
 
 
@@ -235,7 +237,7 @@ def _split(
 ) -> None:
     """Note the factors of what a gradient is the sum of: with all auxiliary losses as one part, else each by itself."""
     joined = _joined(pairs)
-    if joined is None:
+    if joined is None or sum(part.numel() for parts in by_pair for part in list(parts.values())[:1]) != len(joined[0]):
         return
     sources = list(dict.fromkeys(source for parts in by_pair for source in parts))
     columns = {source: torch.cat([parts[source].flatten() for parts in by_pair]) for source in sources}
@@ -270,24 +272,21 @@ def _norm_factors(ran: Ran) -> dict[str, float | None]:
         return {}
     gradients = ran.expected.gradients
     of_experts = sum(float(g.square().sum()) for n, g in gradients.items() if g is not None and n.startswith("experts"))
-    square, whole = norm**2, ran.expected.norm**2
-    return {
-        NAMES["gradient norm"]: square / whole,
-        _of_source(NAMES["gradient norm"], "the experts"): (square - whole + of_experts) / of_experts,
-        _of_source(NAMES["gradient norm"], "all others"): (square - of_experts) / (whole - of_experts),
+    name, off = NAMES["gradient norm"], norm**2 - ran.expected.norm**2
+    parts = {
+        name: ran.expected.norm**2,
+        _of_source(name, "the experts"): of_experts,
+        _of_source(name, "all others"): ran.expected.norm**2 - of_experts,
     }
+    return {part: (square + off) / square for part, square in parts.items() if square > 0}
 
 
 def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ran) -> list[Finding]:
     """Return what to say about a quantity that is wrong: of the whole if it has one factor, else of its parts."""
     whole = NAMES[quantity]
-    if (
-        quantity == "gradient norm"
-    ):  # each of these supposes that nothing else is wrong: what has an explanation is right
-        explained = [
-            Finding(name, cause) for name, cause in causes.items() if name.startswith(whole) and cause.products
-        ]
-        return explained[:1] or [Finding(whole, causes.get(whole))]
+    if quantity == "gradient norm":  # its parts each suppose that the other is right: one with an explanation is
+        found = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
+        return [finding for finding in found if finding.factor][:1] or [Finding(whole, None)]
     if factors.get(whole) is not None:
         return [Finding(whole, causes[whole])] if whole in causes else []
     pairs = [pair for pair in _by_quantity(ran).get(quantity, []) if _is_wrong(pair, ran.case.tolerance)]

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire
+from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.routing.losses import set_loss_scale
+from moesaic.routing.injection import set_loss_scale
 from moesaic.runtime import gradients
 from moesaic.runtime.relocate import Relocator
-from moesaic.runtime.tape import checkpoint
+from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
 from moesaic.testing.placed import call_placed, place_anew, relocator_of
@@ -107,8 +107,8 @@ def ran_case(case: Case, change: Change | None = None, patch: Patch = nullcontex
     with patch():
         compiled = compile_case(case, change)
 
-        def rank(wire: AbstractWire) -> RankResult:
-            return run_rank(case, work, compiled, Mesh(case.grid, wire))
+        def rank(transport: AbstractTransport) -> RankResult:
+            return run_rank(case, work, compiled, Mesh(case.grid, transport))
 
         results = run_ranks(case.grid.world, rank, seed=case.seed)
     return Ran(case, work, expected, results)
@@ -133,7 +133,7 @@ def run_rank(
         norm: computes the norm of all gradients, where there is something that can.
     """
     layer, result = work.fresh_layer(), RankResult()
-    layer.parallelize(mesh, compiled, case.lender)
+    layer.parallelize(mesh, compiled, case.policy)
     relocator, take_home = relocator_of(case, mesh), place_anew(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+
+from moesaic.testing.diagnosis import Finding
 from moesaic.testing.equivalence import failures
-from moesaic.testing.mutants import GLOO, MUTANTS, Mutant, Verdict, judge
+from moesaic.testing.mutants import GLOO, MUTANTS, Catcher, Mutant, Verdict, judge, judge_on_gloo
 from moesaic.testing.processes import WORLDS, Job, cases_for, run_on_gloo
 from moesaic.testing.suite import Failure, Summary, run_seeds
 
@@ -28,7 +33,7 @@ class Evidence:
 
     @property
     def failures(self) -> list[Failure]:
-        """All cases that did not pass, on whatever wire."""
+        """All cases that did not pass, on whatever transport."""
         return [*self.summary.failures, *self.gloo_failures]
 
     @property
@@ -49,15 +54,14 @@ def gather_evidence(
 
     Args:
         seeds: of the cases on loopback.
-        workers: processes for these.
+        workers: processes for these and for the mutants.
         gloo: start processes too; without them the mutants that need some are left out.
         told: hears what is going on and how many of it are done.
     """
     evidence = Evidence()
-    for mutant in MUTANTS:
-        if mutant.case != "gloo":
-            evidence.verdicts.append(judge(mutant))
-            told("mutants", len(evidence.verdicts))
+    for verdict in _verdicts(workers):
+        evidence.verdicts.append(verdict)
+        told("mutants", len(evidence.verdicts))
     evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))
     if gloo:
         for world in WORLDS:
@@ -66,21 +70,43 @@ def gather_evidence(
     return evidence
 
 
+def _verdicts(workers: int) -> Iterator[Verdict]:
+    """Yield the verdicts on the mutants that need no processes of their own, in their order."""
+    names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
+    if workers == 1:
+        yield from map(_judge_named, names)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for name, (caught_by, how, findings) in zip(names, pool.map(_told_of, names)):
+            yield Verdict(_named(name), caught_by, how, findings)
+
+
+def _named(name: str) -> Mutant:
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def _judge_named(name: str) -> Verdict:
+    return judge(_named(name))
+
+
+def _told_of(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
+    """Return a verdict without its mutant, whose functions do not travel between processes."""
+    verdict = _judge_named(name)
+    return verdict.caught_by, verdict.how, verdict.findings
+
+
 def _run_world(world: int, evidence: Evidence) -> None:
-    """Run the cases of one world, in that of the fixed case its mutants too."""
+    """Run the cases of one world, in that of the fixed cases their mutants too."""
     cases = cases_for(world, GLOO_CASES[world])
-    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo" and world == GLOO.grid.world]
-    found = run_on_gloo([*map(Job, cases), *(Job(GLOO, mutant.patch) for mutant in mutants)])
-    for case, errors in zip(cases, found):
-        wrong = failures(case, errors)
+    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo" and world == GLOO[0].grid.world]
+    planted = [Job(case, mutant.patch) for mutant in mutants for case in GLOO]
+    found = run_on_gloo([*map(Job, cases), *planted])
+    for ran in found[: len(cases)]:
+        wrong = failures(ran.case, ran.errors)
         if wrong:
             reason = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())
-            evidence.gloo_failures.append(Failure(case, f"on {world} processes: {reason}"))
-    evidence.verdicts += [_verdict(mutant, errors) for mutant, errors in zip(mutants, found[len(cases) :])]
+            evidence.gloo_failures.append(Failure(ran.case, f"on {world} processes: {reason}"))
+    for number, mutant in enumerate(mutants):
+        first = len(cases) + number * len(GLOO)
+        evidence.verdicts.append(judge_on_gloo(mutant, found[first : first + len(GLOO)]))
     evidence.worlds[world] = len(cases)
-
-
-def _verdict(mutant: Mutant, errors: dict[str, float]) -> Verdict:
-    wrong = failures(GLOO, errors)
-    how = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())
-    return Verdict(mutant, "numbers" if wrong else "nobody", how)

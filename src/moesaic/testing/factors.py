@@ -8,6 +8,7 @@ again on other meshes, chosen such that the explanations that are left differ th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -19,7 +20,7 @@ from torch import Tensor
 from moesaic.program.grid import Grid
 
 S = TypeVar("S")
-Sizes = Mapping[str, int]
+CallSizes = Mapping[str, int]
 """What a factor may be made of, by name: the axes of the mesh, top_k, chunks."""
 Factors = Mapping[str, float | None]
 """Quantity to the factor by which all its values are off, 1 where it is right; None where no single factor is."""
@@ -27,6 +28,8 @@ Factors = Mapping[str, float | None]
 AXES = ("ep", "etp", "tp", "dp", "edp")
 MOST_RUNS = 8
 """Meshes on which a factor is measured again."""
+MOST_NAMED = 3
+"""Explanations that are named where no mesh tells them apart."""
 MISSING = "missing altogether"
 CLOSE = 1e-4
 """Relative difference of two factors that are the same."""
@@ -40,12 +43,17 @@ class Product:
     under: tuple[str, ...] = ()
     number: float = 1.0
 
-    def value(self, sizes: Sizes) -> float:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sizes that it is made of."""
+        return (*self.over, *self.under)
+
+    def value(self, sizes: CallSizes) -> float:
         """Return the product for given sizes."""
         return self.number * math.prod(sizes[n] for n in self.over) / math.prod(sizes[n] for n in self.under)
 
     def __str__(self) -> str:
-        if not self.over and not self.under:
+        if not self.names:
             return f"{self.number:.4g}"
         return ("*".join(self.over) or "1") + "".join(f"/{name}" for name in self.under)
 
@@ -56,7 +64,7 @@ class Cause:
 
     factor: float
     """On the first mesh."""
-    sizes: Sizes
+    sizes: CallSizes
     """Of the first mesh."""
     products: tuple[Product, ...]
     """The simplest explanation, then others that no mesh could tell from it; empty where there is none."""
@@ -82,12 +90,12 @@ class Cause:
         if self.factor < CLOSE:
             return ""
         if not self.products:
-            return "no product of the sizes of the mesh explains it"
+            return "is no product of the sizes of the mesh"
         return "looks like " + ", or like ".join(map(self._reason, self.products))
 
     def _reason(self, product: Product) -> str:
-        if not product.over and not product.under:
-            return f"the same factor on every mesh ({self.runs} tried), no axis of any"
+        if not product.names:
+            return f"the same factor on every mesh ({self.runs} tried), so no axis"
         parts = [f"a missing division by {self._with_sizes(product.over)}"] if product.over else []
         parts += [f"one division too many by {self._with_sizes(product.under)}"] if product.under else []
         return " and ".join(parts)
@@ -128,17 +136,30 @@ def is_right(factor: float | None) -> bool:
 
 
 def products(names: Sequence[str]) -> Iterator[Product]:
-    """Yield products of up to three sizes, the simplest first."""
+    """Yield products of up to three sizes, the simplest first, none that is the same on every mesh as an earlier one."""
+    seen = set()
     for count in (1, 2, 3):
         for num_under in range(count + 1):
             for over in combinations_with_replacement(names, count - num_under):
                 for under in combinations_with_replacement(names, num_under):
-                    if not set(over) & set(under):
+                    key = _on_every_mesh(over, under)
+                    if not set(over) & set(under) and key not in seen:
+                        seen.add(key)
                         yield Product(over, under)
 
 
+def _on_every_mesh(over: Sequence[str], under: Sequence[str]) -> frozenset[tuple[str, int]]:
+    """Return the powers of the sizes in a product, dp written out: dp * tp = edp * ep * etp."""
+    powers = Counter(over)
+    powers.subtract(under)
+    of_dp = powers.pop("dp", 0)
+    for name, sign in (("edp", 1), ("ep", 1), ("etp", 1), ("tp", -1)):
+        powers[name] += sign * of_dp
+    return frozenset((name, power) for name, power in powers.items() if power)
+
+
 def explain(
-    first: S, others: Sequence[S], sizes_of: Callable[[S], Sizes], measure: Callable[[S], Factors]
+    first: S, others: Sequence[S], sizes_of: Callable[[S], CallSizes], measure: Callable[[S], Factors]
 ) -> tuple[Factors, dict[str, Cause]]:
     """Find what the wrong factors of a setting are made of; returns them, and a cause for each that is not 1.
 
@@ -155,7 +176,7 @@ def explain(
     while left and runs <= MOST_RUNS:
         setting = max(left, key=lambda other: _told_apart(open_for, sizes_of(other)))
         left.remove(setting)
-        if not _told_apart(open_for, sizes_of(setting)):
+        if runs > 1 and not _told_apart(open_for, sizes_of(setting)):
             break
         try:
             again = measure(setting)
@@ -167,30 +188,34 @@ def explain(
                 open_for[what] = _agreeing(candidates, again[what], sizes_of(setting))
     causes = {}
     for what, candidates in open_for.items():
-        apart = [c for c in candidates[1:] if any(not _agree(candidates[0], c, sizes_of(other)) for other in left)]
-        causes[what] = Cause(wrong[what], sizes, (*candidates[:1], *apart[:2]), runs)
+        named = [candidate for candidate in candidates if runs > 1 or candidate.names]  # once is not always
+        simplest = [candidate for candidate in named if len(candidate.names) <= max(len(named[0].names), 1)]
+        causes[what] = Cause(wrong[what], sizes, tuple(simplest[:MOST_NAMED]), runs)
     return found, causes
 
 
-def _candidates(factor: float, sizes: Sizes) -> list[Product]:
-    """Return what explains a factor on one setting, the simplest first; that it is a number comes after single sizes."""
+def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
+    """Return what explains a factor on one setting, the simplest first; a whole number, or one over it, comes after single
+    sizes."""
     if factor < CLOSE:
         return []
     found = [p for p in products(list(sizes)) if _same(p.value(sizes), factor)]
-    single = [p for p in found if len(p.over) + len(p.under) == 1]
-    return [*single, Product(number=factor), *found[len(single) :]]
+    single = [p for p in found if len(p.names) == 1]
+    whole = factor if factor > 1 else 1 / factor
+    number = [Product(number=factor)] if abs(whole - round(whole)) <= CLOSE else []
+    return [*single, *number, *found[len(single) :]]
 
 
-def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: Sizes) -> int:
+def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: CallSizes) -> int:
     """Return how many candidates a setting tells from the simplest of their quantity."""
     return sum(not _agree(candidates[0], c, sizes) for candidates in open_for.values() for c in candidates[1:])
 
 
-def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: Sizes) -> list[Product]:
+def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: CallSizes) -> list[Product]:
     return [c for c in candidates if factor is not None and _same(c.value(sizes), factor)]
 
 
-def _agree(one: Product, other: Product, sizes: Sizes) -> bool:
+def _agree(one: Product, other: Product, sizes: CallSizes) -> bool:
     return _same(one.value(sizes), other.value(sizes))
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.experts import AbstractExperts
 from moesaic.plan import Compiled
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.passes.route_links import route_links
+from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime import function
@@ -48,7 +48,7 @@ def observed() -> Iterator[list[Observed]]:
 
     def watching(
         program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
-    ) -> Generator[Transfer | Ticket, Ticket | None, Environment]:
+    ) -> Generator[Transfer | Handle, Handle | None, Environment]:
         environment = yield from interpret(program, values, call)  # all of it, not only what is wanted
         runs.append(Observed(program, call, environment))
         return environment
@@ -60,7 +60,7 @@ def observed() -> Iterator[list[Observed]]:
 def disagreements(runs: list[Observed]) -> list[str]:
     """Return the slots that are replicated or identical on an axis and yet differ between ranks, bit for bit.
 
-    Weights of lent copies are replicated rank by rank as the copies need them: no two ranks need hold the same.
+    Weights of replicated copies are replicated rank by rank as the copies need them: no two ranks need hold the same.
 
     Args:
         runs: of all ranks, each rank's in the same order.
@@ -93,13 +93,13 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
     for number, task in enumerate(compiled.logical.moves()):
         alone = one_task(compiled.logical, task)
         source, target = (alone.slot(name) for name in (*alone.inputs, *alone.outputs))
-        lends = source.kind is Kind.WEIGHT and target.layout.chunk in (
+        replicates = source.kind is Kind.WEIGHT and target.layout.chunk in (
             "near",
             "here",
         )  # to each helper others: no one value to pair
-        if source.kind is Kind.INDEX or lends:
+        if source.kind is Kind.INDEX or replicates:
             continue
-        forward, backward = (route_links(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
+        forward, backward = (route_all_to_all(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
         x = [_values(source, call, seed + 2 * number) for call in calls]
         y = [_values(_dual(target), call, seed + 2 * number + 1) for call in calls]
         given = [{source.name: _as_value(source, value)} for value in x]
@@ -130,9 +130,9 @@ class _RowsAsWeights:
 def _run(program: Program, wanted: str, given: list[dict[str, Value]], calls: list[Call]) -> list[Tensor]:
     """Run a program of one movement on all ranks."""
 
-    def rank(wire: AbstractWire) -> Tensor:
-        call = replace(calls[wire.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0)
-        out = drive(interpret(program, given[wire.rank], call), wire)[wanted]
+    def rank(transport: AbstractTransport) -> Tensor:
+        call = replace(calls[transport.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0)
+        out = drive(interpret(program, given[transport.rank], call), transport)[wanted]
         return out if isinstance(out, Tensor) else out[0]
 
     return run_ranks(len(calls), rank)
@@ -173,7 +173,7 @@ def _same_on(slot: Slot) -> list[Axis]:
 
 def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
     """Yield pairs of ranks that must have the same values; no pair twice."""
-    if slot.kind is Kind.PARCELS:
+    if slot.kind is Kind.PACKETS:
         return
     for axis in _same_on(slot):
         for rank in range(grid.world):

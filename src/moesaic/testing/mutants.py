@@ -5,7 +5,7 @@ Where a bug was seen is written as repository#number of a public thread, or as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,7 +19,7 @@ from moesaic.runtime import movements, sharing
 from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
-from moesaic.testing.equivalence import Patch, Ran, ran_case
+from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
 
 Catcher = Literal["validator", "crash", "numbers", "nobody"]
 """What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "arbiter": replace(
         BASE,
         grid=_ACROSS,
-        plan=Plan(lending="arbiter"),
+        plan=Plan(replication="arbiter"),
         lengths=((4, 3, 5, 2),),
         recompute=True,
         evaluate=False,
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "experts": replace(
         BASE,
         grid=Grid(world=4, ep=4, etp=1, ranks_per_node=2),
-        plan=Plan(schedule="s1", lending="shadow"),
+        plan=Plan(schedule="s1", replication="shadow"),
         num_experts=8,
         lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
         by_policy=True,
@@ -110,8 +110,16 @@ CASES: dict[str, Case] = {
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
 }
 """The few cases that mutants are run on."""
-GLOO = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3), (3, 4)), seed=19)
-"""The case for mutants of what needs processes."""
+GLOO = tuple(
+    replace(
+        BASE,
+        grid=Grid(world=4, tp=tp, ep=ep, etp=etp),
+        lengths=((4, 3, 2, 4)[: 4 // tp], (3, 4, 2, 3)[: 4 // tp]),
+        seed=19,
+    )
+    for tp, ep, etp in ((2, 2, 2), (2, 2, 1), (4, 2, 1), (1, 4, 1), (1, 1, 2))
+)
+"""The cases for mutants of what needs processes, on several meshes of as many ranks."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Parm; torchtitan#2416",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", lambda wire, group, value: value.view_as(value)),
+        plants.replaced(sharing, "share", lambda transport, group, value: value.view_as(value)),
     ),
     Mutant(
         "S1: the gate's gradient averaged over tp",
@@ -263,7 +271,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Automodel#1408; ScheMoE",
         "step",
         "numbers",
-        plants.layer_attribute("inject_loss", plants.loss_returned_and_dropped),
+        plants.loss_never_used,
         looks_like=("input gradients from the auxiliary losses", "0"),
     ),
     Mutant("auxiliary losses of a rank's own tokens", "own", "step", "numbers", plants.losses_of_own_tokens),
@@ -273,6 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "step",
         "numbers",
         plants.load_balance(plants.balance_over_wrong_pairs),
+        looks_like=("input gradients from load_balance", "0"),
     ),
     Mutant(
         "load-balance loss without the number of experts",
@@ -342,7 +351,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("drops per rank instead of global", "the papers", "drops", "numbers", plants.drops_per_rank),
     Mutant("counts over the wrong axis", "FastMoE", "baseline", "crash", plants.counted_over_tp),
     Mutant(
-        "gradient norm without experts", "Megatron-LM#5916, FastMoE#29", "gloo", "numbers", plants.norm_without_experts
+        "gradient norm without experts",
+        "Megatron-LM#5916, FastMoE#29",
+        "gloo",
+        "numbers",
+        plants.norm_without_experts,
+        looks_like=("squares of the gradient norm from the experts", "0"),
     ),
     Mutant("gradient norm counts replicas", "own", "gloo", "numbers", plants.norm_with_replicas),
     Mutant(
@@ -441,7 +455,7 @@ MUTANTS: tuple[Mutant, ...] = (
         change=plants.backward_scale_dropped,
         looks_like=("expert gradients", "tp"),
     ),
-    Mutant("visits off by one", "own", "multicast", "numbers", plants.visits_off_by_one),
+    Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
     Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
     Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),
@@ -487,6 +501,19 @@ def judge(mutant: Mutant) -> Verdict:
         return Verdict(mutant, "validator", str(error))
     except Exception as error:  # any error catches a bug
         return Verdict(mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> Verdict:
+    """Say who catches a mutant that needs processes.
+
+    Args:
+        mutant: it.
+        ran: the cases `GLOO`, run with it.
+    """
+    by_case = {of_case.case: of_case for of_case in ran}
+    first = next((of_case.case for of_case in ran if failures(of_case.case, of_case.errors)), GLOO[0])
+    others = [case for case in by_case if case != first]
+    return verdict_of(mutant, diagnose(first, by_case.__getitem__, others))
 
 
 def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> Verdict:

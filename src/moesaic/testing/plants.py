@@ -5,7 +5,7 @@ Each is a real mistake, made in one place; what it imitates stands with the muta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,28 +16,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import moesaic.layer as layer_module
+import moesaic.parallel as norm_module
 from moesaic.comm.collectives import all_reduce_sum, share
-from moesaic.comm.wire import AbstractWire, Ticket, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
+from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
+from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.links import LINKS, Hier2D
-from moesaic.program.links.link import Leg, Places, legs_of
 from moesaic.program.task import Op, Program, State, Task
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity
-from moesaic.routing.gates import SigmoidTopK
 from moesaic.routing.losses import LoadBalance, RouterStatistics
 from moesaic.routing.peers import Gathered
+from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import compute, function, gradients, interpret, on_mesh, parcels, peers
-from moesaic.runtime.tape import RoutingTape
-from moesaic.runtime.visits import Visits, find_visits
+from moesaic.runtime import compute, expert_parallel, function, gradients, interpret, packets, peers
+from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
+from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
-from moesaic.train import norm as norm_module
 
 
 def replaced(owner: object, name: str, value: object) -> Patch:
@@ -107,11 +106,11 @@ def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
 
 def _after_experts(program: Program) -> set[str]:
     """Return the tasks that depend on an expert."""
-    late: set[str] = set()
+    deferred_wgrad: set[str] = set()
     names = set()
     for task in program.tasks:
-        if task.op is Op.EXPERT or late.intersection(task.reads):
-            late.update(task.writes)
+        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
+            deferred_wgrad.update(task.writes)
             names.add(task.name)
     return names
 
@@ -162,7 +161,7 @@ def experts_summed_over(axis: Axis | None) -> Patch:
         for name, parameter in module.named_parameters():
             if id(parameter) in spread and parameter.grad is not None:
                 local = before.get(name, torch.zeros_like(parameter.grad))
-                parameter.grad.copy_(all_reduce_sum(mesh.wire, group, local) / mesh.grid.dp)
+                parameter.grad.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)
 
     return gradients_then(summed)
 
@@ -179,12 +178,12 @@ def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]
     group = mesh.grid.group(mesh.rank, ("edp",))
     for name, parameter in module.named_parameters():
         if name.startswith("shared") and name in before:
-            parameter.grad = all_reduce_sum(mesh.wire, group, before[name]) / mesh.grid.dp
+            parameter.grad = all_reduce_sum(mesh.transport, group, before[name]) / mesh.grid.dp
 
 
-def averaged_over_peers(wire: AbstractWire, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
+def averaged_over_peers(transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
     """What ranks use on slices of their own gets the mean of their gradients, where it must get the sum."""
-    return share(wire, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
+    return share(transport, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -202,12 +201,12 @@ class _ScaledGradient(torch.autograd.Function):
 
 def input_gradient_summed_over_tp() -> AbstractContextManager[object]:
     """What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
-    original = on_mesh.OnMesh.run_experts
+    original = expert_parallel.ExpertParallel.run_experts
 
     def wrapped(self: Any, experts: Any, x_TD: Tensor, *rest: Any) -> Tensor:
         return original(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest)
 
-    return mock.patch.object(on_mesh.OnMesh, "run_experts", wrapped)
+    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
 
 
 def weights_without_gradient() -> AbstractContextManager[object]:
@@ -220,7 +219,7 @@ def weights_without_gradient() -> AbstractContextManager[object]:
 
 def weights_of_local_experts() -> AbstractContextManager[object]:
     """Routing weights get a gradient from the experts of their own rank only."""
-    original = on_mesh.OnMesh.run_experts
+    original = expert_parallel.ExpertParallel.run_experts
 
     def wrapped(self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any) -> Tensor:
         routing = routed.routing
@@ -228,23 +227,22 @@ def weights_of_local_experts() -> AbstractContextManager[object]:
         weight = torch.where(local, routing.weight, routing.weight.detach())
         return original(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
 
-    return mock.patch.object(on_mesh.OnMesh, "run_experts", wrapped)
+    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
 
 
 def norm_with(
     of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
 ) -> AbstractContextManager[object]:
     """The norm's square is a sum in which the experts' part or that of all others has a factor."""
-    original = norm_module.gradient_norm
 
-    def wrapped(parameters: Iterable[nn.Parameter], ranks: Any, experts: Iterable[nn.Parameter]) -> Tensor:
-        spread, grid = list(experts), ranks.mesh.grid
+    def wrapped(layer: MoE, mesh: Any) -> float:
+        spread = list(gradients.expert_parameters(layer))
         known = {id(parameter) for parameter in spread}
-        others = [parameter for parameter in parameters if id(parameter) not in known]
-        of_spread = original(spread, ranks, spread).square() * of_experts(grid)
-        return (of_spread + original(others, ranks).square() * of_others(grid)).sqrt()
+        others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
+        of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
+        return float((of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt())
 
-    return mock.patch.object(processes, "gradient_norm", wrapped)
+    return mock.patch.object(processes, "_norm", wrapped)
 
 
 def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
@@ -286,12 +284,12 @@ def norm_with_replicas() -> Iterator[None]:
 
 def loss_share(factor: Callable[[Any], float]) -> Patch:
     """Replace what a loss over all ranks' tokens is multiplied by."""
-    return replaced(on_mesh.OnMesh, "loss_share", property(lambda self: factor(self.grid)))
+    return replaced(expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid)))
 
 
-def loss_returned_and_dropped(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+def loss_never_used() -> AbstractContextManager[object]:
     """The auxiliary loss is computed and nobody uses it."""
-    return y
+    return mock.patch.object(MoE, "inject_loss", lambda self, y, *_: y)
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
@@ -300,7 +298,7 @@ def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
 
     def wrapped(self: MoE, *args: Any) -> Any:
         routed = original(self, *args)
-        replaying = self.tape is not None and self.tape.is_replaying
+        replaying = self.routing_cache is not None and self.routing_cache.is_replaying
         if also(self, routed, replaying):
             self.step_counts += routed.routing.requested
         return routed
@@ -369,7 +367,7 @@ def noise_of_every_rank() -> AbstractContextManager[object]:
             torch.manual_seed(self.rank)
             return router.draw(len(x_TD), x_TD.device)
 
-    return mock.patch.object(on_mesh.OnMesh, "_draw", draw)
+    return mock.patch.object(expert_parallel.ExpertParallel, "_draw", draw)
 
 
 def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Patch:
@@ -470,8 +468,8 @@ def bias_each_micro_batch() -> AbstractContextManager[object]:
 
 def routes_again() -> AbstractContextManager[object]:
     """A recomputation routes again, with noise of its own."""
-    original = RoutingTape.read
-    return mock.patch.object(RoutingTape, "read", lambda tape, layer: original(tape, layer) and None)
+    original = RoutingCache.read
+    return mock.patch.object(RoutingCache, "read", lambda routing_cache, layer: original(routing_cache, layer) and None)
 
 
 def drops_per_rank() -> AbstractContextManager[object]:
@@ -483,10 +481,10 @@ def counted_over_tp() -> AbstractContextManager[object]:
     """Counts are exchanged over the tensor group, whose ranks have the same tokens."""
     original = peers.Peers.__init__
 
-    def wrapped(self: Any, wire: AbstractWire, grid: Any, *rest: Any, **options: Any) -> None:
-        original(self, wire, grid, *rest, **options)
-        self.ranks = grid.group(wire.rank, ("tp",))
-        self.number, self.place = len(self.ranks), self.ranks.index(wire.rank)
+    def wrapped(self: Any, transport: AbstractTransport, grid: Any, *rest: Any, **options: Any) -> None:
+        original(self, transport, grid, *rest, **options)
+        self.ranks = grid.group(transport.rank, ("tp",))
+        self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
 
     return mock.patch.object(peers.Peers, "__init__", wrapped)
 
@@ -511,7 +509,7 @@ def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sum
 class StrideByColumns(Hier2D):
     """2DH with algorithm 2's printed index: it divides by the number of nodes where the ranks per node are meant."""
 
-    def path(self, places: Places, source: int, target: int) -> tuple[Leg, ...]:
+    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         number = places.ranks.index(target)
         nodes = len({places.node(rank) for rank in places.ranks})
         local, node = divmod(number, nodes)
@@ -524,18 +522,18 @@ class StrideByColumns(Hier2D):
 @contextmanager
 def stride_by_columns() -> Iterator[None]:
     """Plant `StrideByColumns`; legs are remembered, so what was found before is forgotten on both sides."""
-    with mock.patch.dict(LINKS, {"hier2d": StrideByColumns()}):
-        parcels._legs.cache_clear()
+    with mock.patch.dict(ALL_TO_ALLS, {"hier2d": StrideByColumns()}):
+        packets._legs.cache_clear()
         try:
             yield
         finally:
-            parcels._legs.cache_clear()
+            packets._legs.cache_clear()
 
 
 @contextmanager
 def own_rows_coded() -> Iterator[None]:
     """Rows that stay on their rank go through the codec too."""
-    original = parcels.pack
+    original = packets.pack
 
     def wrapped(task: Task, slots: Any, value: Tensor, call: Any) -> Any:
         packed, codec = original(task, slots, value, call), codec_named(task.codec or "none")
@@ -548,11 +546,11 @@ def own_rows_coded() -> Iterator[None]:
 
 
 @contextmanager
-def visits_off_by_one() -> Iterator[None]:
+def node_tokens_off_by_one() -> Iterator[None]:
     """Every copy is taken from the next token that visits the node."""
-    original = find_visits
+    original = find_node_tokens
 
-    def wrapped(*args: Any) -> Visits:
+    def wrapped(*args: Any) -> NodeTokens:
         found = original(*args)
         counts = found.counts.flatten()[found.counts.flatten() > 0]
         last = int(counts.min()) if len(counts) else 1
@@ -560,43 +558,43 @@ def visits_off_by_one() -> Iterator[None]:
             found, copy_index=torch.where(found.copy_index + 1 < last, found.copy_index + 1, found.copy_index)
         )
 
-    with mock.patch.object(on_mesh, "find_visits", wrapped):
+    with mock.patch.object(expert_parallel, "find_node_tokens", wrapped):
         yield
 
 
 def read_before_waiting() -> AbstractContextManager[object]:
     """A program's waits all come at its end."""
 
-    def late(steps: Any, wire: AbstractWire) -> Any:
-        open_tickets: list[Ticket] = []
-        answer: Ticket | None = None
+    def deferred_wgrad(steps: Any, transport: AbstractTransport) -> Any:
+        open_handles: list[Handle] = []
+        answer: Handle | None = None
         while True:
             try:
                 request = steps.send(answer)
             except StopIteration as end:
-                for ticket in open_tickets:
-                    wire.wait(ticket)
+                for handle in open_handles:
+                    transport.wait(handle)
                 return end.value
-            answer = wire.issue(request) if isinstance(request, Transfer) else None
-            if isinstance(request, Ticket):
-                open_tickets.append(request)
+            answer = transport.issue(request) if isinstance(request, Transfer) else None
+            if isinstance(request, Handle):
+                open_handles.append(request)
 
-    return mock.patch.object(function, "drive", late)
+    return mock.patch.object(function, "drive", deferred_wgrad)
 
 
 def messages_swapped() -> AbstractContextManager[object]:
     """What two peers sent is taken for each other's where it has the same size."""
 
-    def swapped(steps: Any, wire: AbstractWire) -> Any:
+    def swapped(steps: Any, transport: AbstractTransport) -> Any:
         answer = None
         while True:
             try:
                 request = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            answer = wire.issue(request) if isinstance(request, Transfer) else None
-            if isinstance(request, Ticket):
-                wire.wait(request)
+            answer = transport.issue(request) if isinstance(request, Transfer) else None
+            if isinstance(request, Handle):
+                transport.wait(request)
                 buffers = list(request.transfer.receives.values())
                 if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
                     first, second = buffers[0].clone(), buffers[1].clone()
@@ -614,8 +612,3 @@ def padding_routed() -> AbstractContextManager[object]:
 def bias_of_every_shard() -> AbstractContextManager[object]:
     """Every shard of an expert adds the whole output bias."""
     return mock.patch.object(compute, "_shards", return_value=1)
-
-
-def layer_attribute(name: str, value: object) -> Patch:
-    """Replace a function that the layer calls."""
-    return replaced(layer_module, name, value)

@@ -55,7 +55,7 @@ def slots_reversed() -> Iterator[None]:
 
 @contextmanager
 def counts_by_number() -> Iterator[None]:
-    """Experts are in other slots, and sizes and lending are told counts by their numbers."""
+    """Experts are in other slots, and sizes and replication are told counts by their numbers."""
 
     def by_number(self: ExpertOrder, counts: np.ndarray) -> np.ndarray:
         return counts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 if TYPE_CHECKING:
-    from moesaic.comm.wire import AbstractWire
+    from moesaic.comm.transport import AbstractTransport
     from moesaic.program.grid import Grid
     from moesaic.testing.your_layer import Rank
 
@@ -46,8 +46,8 @@ def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
     from moesaic.testing.your_layer import Rank
 
     def run(function: Callable[[Rank], T]) -> list[T]:
-        def rank(wire: AbstractWire) -> T:
-            return function(Rank(Mesh(moe_mesh, wire)))
+        def rank(transport: AbstractTransport) -> T:
+            return function(Rank(Mesh(moe_mesh, transport)))
 
         return run_ranks(moe_mesh.world, rank)
 

@@ -24,13 +24,11 @@ from torch.multiprocessing.spawn import spawn
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
-from moesaic.runtime.gradients import expert_parameters
+from moesaic.parallel import clip_grad_norm_
 from moesaic.testing.cases import Case, draw_case
-from moesaic.testing.equivalence import Errors, Patch, RankResult, compare, compile_case, run_rank
+from moesaic.testing.equivalence import Patch, Ran, RankResult, compile_case, run_rank
 from moesaic.testing.expected import expect
 from moesaic.testing.workload import draw_workload
-from moesaic.train.norm import gradient_norm
-from moesaic.train.ranks import Ranks
 
 WORLDS = (2, 4, 8)
 TIMEOUT_SECONDS = 120
@@ -45,25 +43,25 @@ class Job:
     """A function of a module, so that each process finds it by its name."""
 
 
-def run_on_gloo(jobs: Sequence[Job]) -> list[Errors]:
+def run_on_gloo(jobs: Sequence[Job]) -> list[Ran]:
     """Run cases of one world size, each rank a process.
 
     Args:
         jobs: at least one; all with the same number of ranks.
 
     Returns:
-        the errors per job, over all ranks.
+        what each job's ranks have at the end.
     """
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
     with tempfile.TemporaryDirectory() as folder:
         spawn(_process, args=(world, list(jobs), folder), nprocs=world)
         found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    errors = []
-    for job, results in zip(jobs, zip(*found)):
-        work = draw_workload(job.case)
-        errors.append(compare(job.case, work, expect(job.case, work), list(results)))
-    return errors
+    works = [draw_workload(job.case) for job in jobs]
+    return [
+        Ran(job.case, work, expect(job.case, work), list(results))
+        for job, work, results in zip(jobs, works, zip(*found))
+    ]
 
 
 def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
@@ -102,5 +100,5 @@ def _run(job: Job) -> RankResult:
 
 def _norm(layer: MoE, mesh: AbstractMesh) -> float:
     assert isinstance(mesh, Mesh)
-    norm = float(gradient_norm(layer.parameters(), Ranks(mesh), expert_parameters(layer)))
+    norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf

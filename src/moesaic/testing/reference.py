@@ -20,8 +20,8 @@ from torch import Tensor
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.layer import MoE
 from moesaic.routing.capacity import AbstractCapacity, Capacity
-from moesaic.routing.gates import SigmoidTopK, SoftmaxTopK
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 
 
 class Copy(NamedTuple):

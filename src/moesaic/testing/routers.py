@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 
 from moesaic.errors import InputError
-from moesaic.routing.gates import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited
+from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited
 
 DIM = 4
 """Width of a token."""

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moesaic.plan.replication import REPLICATION_POLICIES
 from moesaic.testing.cases import Case, Refusals, draw_case
-from moesaic.testing.equivalence import Errors, failures, run_case
+from moesaic.testing.diagnosis import diagnose
+from moesaic.testing.equivalence import Errors, failures, ran_case, run_case
 from moesaic.testing.invariants import disagreements, observed
 
 PART = 20
@@ -108,11 +110,19 @@ def check_case(case: Case) -> tuple[Errors, str]:
     return errors, ", ".join([*wrong, *apart[:3]])
 
 
+def looks_like(case: Case) -> list[str]:
+    """Return what a case that fails looks like, a line per quantity; none where it raises or its numbers are right."""
+    try:
+        return [str(finding) for finding in diagnose(case, ran_case).findings]
+    except Exception:  # the case's own failure is reported; this only explains it
+        return []
+
+
 def answers(case: Case) -> list[str]:
     """Return how a case answers skewed routing, in the words of `BALANCE`."""
-    at_random = {} if case.by_policy else {"shadow": "lending at random", "arbiter": "arbiter at random"}
-    lending = case.plan.lending
-    found = [] if lending == "none" else [at_random.get(lending, lending)]
+    at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
+    replication = case.plan.replication
+    found = [] if replication == "none" else [at_random.get(replication, replication)]
     found += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
     holds = {
         "experts in random orders": case.experts_move,
@@ -124,7 +134,7 @@ def answers(case: Case) -> list[str]:
 
 
 BALANCE = (
-    "shadow", "published", "spill", "least_loaded", "lending at random", "arbiter", "arbiter at random", "samples anywhere",
+    *REPLICATION_POLICIES, "replication at random", "arbiter", "arbiter at random", "samples anywhere",
     "samples by policy", "experts in random orders", "token budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
 """Answers to skewed routing that cases give; docs/balance.md."""
@@ -146,7 +156,7 @@ def features(case: Case) -> list[str]:
         "chunks",
         "peer_groups",
         "gather_weights",
-        "lending",
+        "replication",
     )
     found += [f"{name}={getattr(plan, name)}" for name in names]
     found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]

@@ -77,6 +77,8 @@ def _cloned(module: M) -> M:
     for name, value in vars(module).items():
         if isinstance(value, dict):  # hooks: what is registered on a copy stays there
             setattr(twin, name, copy.copy(value))
+        elif isinstance(value, Tensor):
+            setattr(twin, name, value.clone())
     twin._parameters = {
         name: None if value is None else nn.Parameter(value.detach().clone())
         for name, value in module._parameters.items()

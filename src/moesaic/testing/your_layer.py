@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import AbstractWire, Transfer
+from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.program.grid import Axis, Grid
+from moesaic.testing.factors import Factors, axes_of, explain, fit
 
 Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
 """(name of a rank's parameter, the reference's gradients by name, the rank) -> what its gradient must be."""
@@ -43,11 +44,11 @@ class Rank:
 
     def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
         """Return the sum over a group; not differentiable."""
-        return all_reduce_sum(self.mesh.wire, self.group(*axes), tensor)
+        return all_reduce_sum(self.mesh.transport, self.group(*axes), tensor)
 
     def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
         """Return every rank's tensor of a group, all of one shape; not differentiable."""
-        return all_gather(self.mesh.wire, self.group(*axes), tensor)
+        return all_gather(self.mesh.transport, self.group(*axes), tensor)
 
     def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
         """Send part i to the i-th rank of a group and return what its ranks sent here; not differentiable.
@@ -56,7 +57,7 @@ class Rank:
             parts: one per rank of the group, (rows, ...); rows may differ, the rest may not.
             axes: of the group.
         """
-        peers, wire = self.group(*axes), self.mesh.wire
+        peers, transport = self.group(*axes), self.mesh.transport
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
@@ -66,7 +67,7 @@ class Rank:
             peer: part.detach().contiguous() for peer, part in zip(peers, parts) if peer != self.number and len(part)
         }
         receives = {peer: buffer for peer, buffer in zip(peers, received) if peer != self.number and len(buffer)}
-        wire.wait(wire.issue(Transfer(self.number, wire.take_tags(1), sends, receives)))
+        transport.wait(transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives)))
         return received
 
 
@@ -124,6 +125,46 @@ def assert_equivalent(
     Raises:
         AssertionError: naming what is wrong, on which mesh and rank, and by which factor if it is one.
     """
+
+    def run(mesh: Grid) -> dict[str, list[Compared]]:
+        return _compared(make_layer, reference, mesh, dim, shard, finish, tokens, seed)
+
+    for what, values in run(grid).items():
+        for value in values:
+            wrong = value.wrong(tolerance)
+            if wrong:
+                raise AssertionError(f"{what} {value.where}: {wrong}{_looks_like(what, grid, run, tolerance)}")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A value of one rank beside what it must be."""
+
+    where: str
+    actual: Tensor
+    right: Tensor
+
+    def wrong(self, tolerance: float) -> str:
+        """Say what is wrong; empty if nothing is."""
+        if self.actual.shape != self.right.shape:
+            return f"shape {tuple(self.actual.shape)}, expected {tuple(self.right.shape)}"
+        if not self.right.numel():
+            return ""
+        error = float((self.actual - self.right).abs().max()) / max(float(self.right.abs().max()), 1e-6)
+        return "" if error <= tolerance else f"relative error {error:.1e}"
+
+
+def _compared(
+    make_layer: Callable[[Rank], nn.Module],
+    reference: nn.Module,
+    grid: Grid,
+    dim: int,
+    shard: Shard,
+    finish: Callable[[nn.Module, Rank], None],
+    tokens: Sequence[int],
+    seed: int,
+) -> dict[str, list[Compared]]:
+    """Run both layers; return every quantity of every rank that has it."""
     generator = torch.Generator().manual_seed(seed)
     counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
     xs, dys = ([torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts] for _ in range(2))
@@ -136,39 +177,44 @@ def assert_equivalent(
     zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
     gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
 
-    def run(wire: AbstractWire) -> None:
-        rank = Rank(Mesh(grid, wire))
+    def run(transport: AbstractTransport) -> dict[str, Compared]:
+        rank = Rank(Mesh(grid, transport))
         group = grid.coordinate(rank.number, "dp")
         layer, x = make_layer(rank), xs[group].clone().requires_grad_()
         y = layer(x)
         (y * dys[group]).sum().backward()
         finish(layer, rank)
         where = f"on tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks, rank {rank.number}"
-        _check("output", where, y.detach(), right_y[group], tolerance)
-        _check("gradient of the input", where, x.grad, right_dx[group], tolerance)
-        for name, parameter in layer.named_parameters():
-            _check(f"gradient of {name}", where, parameter.grad, shard(name, gradients, rank), tolerance)
+        pairs = {"output": (y.detach(), right_y[group]), "gradient of the input": (x.grad, right_dx[group])}
+        pairs |= {f"gradient of {n}": (p.grad, shard(n, gradients, rank)) for n, p in layer.named_parameters()}
+        return {
+            what: Compared(where, torch.zeros_like(right) if actual is None else actual, right)
+            for what, (actual, right) in pairs.items()
+        }
 
-    run_ranks(grid.world, run, seed=seed)
-
-
-def _check(what: str, where: str, actual: Tensor | None, right: Tensor, tolerance: float) -> None:
-    actual = torch.zeros_like(right) if actual is None else actual
-    assert actual.shape == right.shape, f"{what} {where}: shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
-    if not right.numel():
-        return
-    scale = max(float(right.abs().max()), 1e-6)
-    error = float((actual - right).abs().max()) / scale
-    assert error <= tolerance, f"{what} {where}: relative error {error:.1e}{_factor(actual, right, tolerance)}"
+    by_rank = run_ranks(grid.world, run, seed=seed)
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    return {name: [of_rank[name] for of_rank in by_rank if name in of_rank] for name in names}
 
 
-def _factor(actual: Tensor, right: Tensor, tolerance: float) -> str:
-    """Say by which factor all values are off, where it is one."""
-    square = float((right * right).sum())
-    factor = float((actual * right).sum()) / square if square else 0.0
-    off = float((actual - factor * right).abs().max())
-    return (
-        f": it is {factor:.4g} times what it should be"
-        if off <= tolerance * max(float(right.abs().max()), 1e-6)
-        else ""
-    )
+def _looks_like(what: str, grid: Grid, run: Callable[[Grid], dict[str, list[Compared]]], tolerance: float) -> str:
+    """Say by which factor a quantity is off and, from other meshes that the layer runs on, which axis that factor is."""
+
+    def measure(mesh: Grid) -> Factors:
+        values = run(mesh)[what]
+        if any(value.actual.shape != value.right.shape for value in values):
+            return {what: None}
+        right = torch.cat([value.right.flatten() for value in values])
+        if not len(right) or not float(right.abs().max()):
+            return {}
+        actual = torch.cat([value.actual.detach().flatten() for value in values])
+        factor = fit(actual, [right], max(tolerance, 1e-9))
+        return {what: None if factor is None else factor[0]}
+
+    axes: list[Axis] = [axis for axis in ("tp", "ep", "etp") if grid.size(axis) > 1]  # others it may not know
+    others = [mesh for mesh in small_meshes(max(grid.world, 4), axes) if mesh != grid]
+    factors, causes = explain(grid, others, lambda mesh: axes_of(mesh), measure)
+    if what in causes:
+        reason = causes[what].reason
+        return f": it is {causes[what].factor:.4g} times what it should be" + (f", which {reason}" if reason else "")
+    return ": no single factor explains it" if factors.get(what, 0.0) is None else ""

@@ -26,10 +26,8 @@ from moesaic.plan.words import plan_in_words
 from moesaic.train.balance import DecisionMeter
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
+from moesaic.train.run_folder import PLAN_TABLE
 from moesaic.train.state import RunState
-
-FILE = "plan-table.json"
-"""In the run folder: what the table knows, written with every checkpoint."""
 
 
 def with_planned(config: TrainConfig) -> TrainConfig:
@@ -101,7 +99,7 @@ class AutoPlanner:
     """
 
     def __init__(self, run: RunState, candidates: Candidates | None) -> None:
-        self._run, self._ranks, self._path = run, run.ranks, run.folder / FILE
+        self._run, self._ranks, self._path = run, run.ranks, run.folder / PLAN_TABLE
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
@@ -216,7 +214,7 @@ class AutoPlanner:
         key = (number, bool(layer.experts.names[1]))
         if key not in self._compiled:
             mesh = self._ranks.mesh
-            on_cpu = mesh.wire.device.type == "cpu"
+            on_cpu = mesh.transport.device.type == "cpu"
             self._compiled[key] = compile_plan(
                 self.table.plans[number], mesh.grid, bias=key[1], host_runs_compute=on_cpu
             )

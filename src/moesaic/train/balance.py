@@ -18,9 +18,9 @@ from moesaic.plan import Compiled
 from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
 from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.lending.cost import LendingCosts
 from moesaic.plan.model import job_of
-from moesaic.plan.placement import AbstractPlacer, Stay, TwoStage, Weighed
+from moesaic.plan.placement import PLACERS, AbstractPlacer, PlacerOptions
+from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.program.grid import Grid
 from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
@@ -48,7 +48,7 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
         layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
         return arbiter_for(simulator, compiled, layer, **how)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
-    costs = LendingCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
+    costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
     return Arbiter(costs=costs, **how)
 
 
@@ -166,7 +166,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         return {}
     alone, decided = (np.array([verdict.rows[side] for verdict in verdicts]).mean(0).tolist() for side in (0, 1))
     mean: dict[str, list[float]] = {
-        "copies_lent": [verdict.copies_lent for verdict in verdicts],
+        "copies_replicated": [verdict.copies_replicated for verdict in verdicts],
         "token_bytes_alone": [verdict.token_bytes[0] for verdict in verdicts],
         "token_bytes": [verdict.token_bytes[1] for verdict in verdicts],
         "weight_bytes": [verdict.weight_bytes for verdict in verdicts],
@@ -206,11 +206,9 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    if config.balance.placement == "weighed":
-        return Weighed(_machine(config, grid), least_gain=config.balance.least_gain, rest=config.balance.rest)
-    if config.balance.placement == "stay":
-        return Stay()
-    return TwoStage(least_gain=config.balance.least_gain, rest=config.balance.rest)
+    balance = config.balance
+    options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
+    return PLACERS[balance.placement](options)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:

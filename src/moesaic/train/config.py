@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.expert_placement import EXPERT_PLACERS
+from moesaic.plan.placement import PLACERS
 from moesaic.plan.plan import Plan
+
+if TYPE_CHECKING:
+    ExpertPolicy: TypeAlias = str
+    Placement: TypeAlias = str
+else:
+    ExpertPolicy = Literal[tuple(EXPERT_PLACERS)]
+    Placement = Literal[("none", *PLACERS)]
+"""Names of registries; a command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +27,11 @@ class DataConfig:
     """What is read, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
-    """Text files, globs, folders (every file in them that has no zero byte among its first 8192), or `.bin` files of tokens
-    (raw little-endian integers, memory mapped). Empty: the source text of this Python's standard library, without its tests."""
+    """Files, globs or folders of text, of JSON lines, of Arrow or Parquet tables (which need pyarrow), told apart by their
+    content and compressed or not; or `.bin` files of tokens (raw little-endian integers, memory mapped). Empty: the source text
+    of this Python's standard library, without its tests."""
+    text_field: str = "text"
+    """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON is text as it stands."""
     val_path: tuple[str, ...] = ()
     """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
     `.bin` files, the last val_share of the tokens."""
@@ -58,10 +71,11 @@ class OptimizerConfig:
     """Largest norm of the gradient over all parameters; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise InputError(f"optimizer.lr={self.lr}: must be above 0")
-        if self.warmup_steps < 0 or self.clip_norm < 0 or self.weight_decay < 0:
-            raise InputError("optimizer: warmup_steps, clip_norm and weight_decay must be 0 or more")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
+        for name in ("warmup_steps", "clip_norm", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
@@ -148,31 +162,34 @@ class PlaceExpertsConfig:
 
     every: int = 0
     """Optimizer steps between decisions; 0: experts stay where they are."""
-    policy: Literal["balanced", "smartmoe"] = "balanced"
+    policy: ExpertPolicy = "balanced"
     """balanced: moves where the gain until the next decision pays for it. smartmoe: as published, whatever a move costs."""
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank, by which balanced weighs computing, travelling and moving; those of planner.cluster or
     planner.profile take their place where one is named."""
 
     def __post_init__(self) -> None:
+        if self.policy not in EXPERT_PLACERS:
+            known = ", ".join(EXPERT_PLACERS)
+            raise InputError(f"place_experts.policy={self.policy!r} is unknown: choose one of {known}")
         if self.every < 0:
             raise InputError(f"place_experts.every={self.every}: must be 0 (off) or a number of steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """What moves where routing is skewed, besides what `plan.lending` says; docs/balance.md."""
+    """What moves where routing is skewed, besides what `plan.replication` says; docs/balance.md."""
 
-    placement: Literal["none", "stay", "two_stage", "weighed"] = "none"
+    placement: Placement = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
-    programs. With plan.lending=arbiter, samples move in the calls in which that gains most."""
+    programs. With plan.replication=arbiter, samples move in the calls in which that gains most."""
     margin: float = 0.05
-    """For plan.lending=arbiter: leave an option only for one that is faster by this share."""
+    """For plan.replication=arbiter: leave an option only for one that is faster by this share."""
     memory: float = 0.25
-    """For plan.lending=arbiter: how much earlier calls count, 0 to below 1."""
+    """For plan.replication=arbiter: how much earlier calls count, 0 to below 1."""
     learn: bool = True
-    """For plan.lending=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
+    """For plan.replication=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
     that a run can be repeated bit by bit."""
     least_gain: float = 0.1
     """For placement: share of the rows between nodes that a move must save, else nobody moves."""
@@ -180,6 +197,9 @@ class BalanceConfig:
     """For placement: passes in which it is not asked after some in which nobody moved; 0 to ask in every pass."""
 
     def __post_init__(self) -> None:
+        if self.placement not in ("none", *PLACERS):
+            known = ", ".join(("none", *PLACERS))
+            raise InputError(f"balance.placement={self.placement!r} is unknown: choose one of {known}")
         for name in ("margin", "memory", "least_gain"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"balance.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
@@ -299,8 +319,9 @@ class TrainConfig:
             ),
             (self.planner.auto, "planner.auto, whose plans are predicted for samples that stay"),
             (
-                self.plan.lending not in ("none", "arbiter"),
-                f"plan.lending={self.plan.lending}, which cuts copies by helper and not by sample: choose none or arbiter",
+                self.plan.replication not in ("none", "arbiter"),
+                f"plan.replication={self.plan.replication}, which cuts copies by helper and not by sample: "
+                "choose none or arbiter",
             ),
         )
         for holds, what in reasons:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
+from moesaic.train.documents import holds_table, is_left_out, read_documents
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
 
 FEW_FILES = 20
 """Below this many files the validation data is the end of the text rather than whole files."""
-TEXT_CHECK_BYTES = 8192
-"""A file of a folder with a zero byte among its first so many is no text."""
+SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""What datasets.save_to_disk writes beside its tables; no training data."""
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
 """What of the training data is hashed at most."""
 ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
@@ -70,7 +71,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
-    train_documents, val_documents = _read(files), _read(val_files)
+    train_documents, val_documents = _read(files, config.text_field), _read(val_files, config.text_field)
     if not val_documents:
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
@@ -99,7 +100,7 @@ def standard_library() -> tuple[list[Path], Path]:
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     """Return the files behind paths, folders and globs, sorted; text files and `.bin` files do not mix.
 
-    Of a folder, hidden files and files that are neither text nor `.bin` are left out.
+    Of a folder, hidden files are left out, and those that are neither `.bin` nor of a kind that `read_documents` reads.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -107,8 +108,7 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
         if path.is_file():
             found.add(path)
         elif path.is_dir():
-            inside = [p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path))]
-            found.update(p for p in inside if p.suffix == ".bin" or _is_text(p))
+            found.update(_inside(path, where))
         else:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
@@ -121,17 +121,25 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     return sorted(found)
 
 
+def _inside(folder: Path, where: str) -> list[Path]:
+    """Return the files of a folder that hold data; of what `datasets.save_to_disk` wrote, the tables."""
+    inside = [p for p in folder.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(folder))]
+    for path in inside:
+        splits = sorted(p.parent for p in path.parent.glob("*/dataset_info.json"))
+        if path.name == "dataset_dict.json" and len(splits) > 1:
+            raise InputError(
+                f"{where}: {path.parent} holds a dataset of several splits ({', '.join(split.name for split in splits)}): "
+                f"name one, as {splits[0]}"
+            )
+    saved = {
+        p.parent for p in inside if p.name == "dataset_info.json" and any(map(holds_table, p.parent.glob("*.arrow")))
+    }
+    inside = [p for p in inside if not (p.parent in saved and p.name in SIDECARS)]
+    return [p for p in inside if p.suffix == ".bin" or not is_left_out(p)]
+
+
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def _is_text(path: Path) -> bool:
-    """Whether the start of a file holds no zero byte; one that cannot be opened passes, and is refused when read."""
-    try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(TEXT_CHECK_BYTES)
-    except OSError:
-        return True
 
 
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
@@ -247,14 +255,8 @@ def as_batch(tokens: np.ndarray, windows: list[int], seq_len: int) -> tuple[Tens
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def _read(files: list[Path]) -> list[bytes]:
-    documents = []
-    for path in files:
-        try:
-            documents.append(path.read_bytes())
-        except OSError as error:
-            raise InputError(f"data: {path} cannot be read ({error.strerror})") from error
-    documents = [data for data in documents if data]
+def _read(files: list[Path], field: str) -> list[bytes]:
+    documents = [document for path in files for document in read_documents(path, field)]
     if files and not documents:
         raise InputError(
             f"data: {files[0]}{' and all others' if len(files) > 1 else ''} is empty: give files with text"

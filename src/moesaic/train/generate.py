@@ -50,5 +50,5 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = (logits / temperature).softmax(-1)
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # no temperature overflows it
     return int(torch.multinomial(probabilities, 1, generator=generator))

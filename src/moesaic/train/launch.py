@@ -1,4 +1,8 @@
-"""Several processes, as torchrun starts them: joining them into a group, and one line on behalf of all when one fails."""
+"""Several processes, as a launcher starts them: joining them into a group, and one line on behalf of all when one fails.
+
+Any launcher will do that sets what torch's env:// asks for: torchrun, `accelerate launch`, or srun and mpirun through a line
+that names the variables (docs/training.md).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,29 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
+
+from moesaic.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch's env:// asks of a launcher."""
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+"""How often torchrun has started the ranks anew."""
+OTHERS = (
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+"""Launchers that say under names of their own which rank this is, of how many, and which of its node."""
+
 
 class Launch:
-    """This process's place among those that torchrun started; alone without torchrun.
+    """This process's place among those that a launcher started; alone without one.
 
     Args:
         store: which all of them reach; None for one alone.
@@ -29,14 +48,29 @@ class Launch:
         """Whether this process talks to people."""
         return self._store is None or dist.get_rank() == 0
 
-    def fails_first(self) -> bool:
-        """Note that this process fails; return whether no other did before, in which case it should say why."""
+    def fails_first(self, error: Exception) -> bool:
+        """Note that this process fails; return whether no other did before, in which case it should say why.
+
+        The first failure is also written down for torchrun, whose summary then holds it.
+
+        Args:
+            error: why it fails.
+
+        Raises:
+            ConnectionError: if nobody can be asked, because the store is gone with the process that kept it.
+        """
         if self._store is None:
             return True
         try:
-            return bool(self._store.add("moesaic/failures", 1) == 1)
-        except RuntimeError:  # the store went away with the process that failed first
-            return False
+            is_first = bool(self._store.add("moesaic/failures", 1) == 1)
+        except RuntimeError as lost:
+            raise ConnectionError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
+                f"gone, look at what rank 0 and its node said last (here: {_first_line(error)})"
+            ) from lost
+        if is_first:
+            get_error_handler().record_exception(error)
+        return is_first
 
     def leave(self) -> None:
         """End the process after a run that went well; return where there are no others.
@@ -52,16 +86,53 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Join the processes that torchrun started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
+    """Join the processes that a launcher started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
 
-    CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU.
+    CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU. Where torchrun
+    starts ranks anew (--max-restarts), they do not see what earlier ones left in the store.
+
+    Raises:
+        InputError: if a launcher started several processes and did not say enough for them to meet.
     """
-    if not dist.is_available() or not dist.is_torchelastic_launched():
+    if not dist.is_available() or not _has_company():
         return Launch()
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return Launch(store)
+
+
+def _has_company() -> bool:
+    """Whether a launcher started this process among others, or torchrun alone."""
+    said = {name: os.environ.get(name, "") for name in NEEDED}
+    if not said["RANK"] and not said["WORLD_SIZE"]:
+        for launcher, rank, world, local in OTHERS:
+            if rank in os.environ and os.environ.get(world, "1") != "1":
+                raise InputError(
+                    f"{launcher} started {os.environ[world]} processes, which RANK and WORLD_SIZE do not say: start each as "
+                    f"sh -c 'RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local} exec python -m moesaic train ...', with "
+                    "MASTER_ADDR and MASTER_PORT set to the first one's host and a free port of it"
+                )
+        return False
+    if said["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
+        return False
+    missing = [name for name, value in said.items() if not value]
+    if missing:
+        there = ", ".join(f"{name}={value}" for name, value in said.items() if value)
+        raise InputError(
+            f"a launcher set {there} but not {' and '.join(missing)}: set all of {', '.join(NEEDED)}, or start the ranks "
+            "with torchrun --nproc-per-node N -m moesaic train ..."
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not said[name].isdecimal():
+            raise InputError(f"{name}={said[name]}: must be a whole number: correct what the launcher sets")
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else '':.200}"

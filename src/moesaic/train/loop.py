@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
 from moesaic.layer import balance_on_step
-from moesaic.routing.losses import set_loss_scale
+from moesaic.models.split import local_part
+from moesaic.parallel import clip, gradient_norm
+from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
-from moesaic.runtime.gradients import expert_parameters
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
@@ -30,9 +31,9 @@ from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
-from moesaic.train.norm import clip, gradient_norm, largest_parameter
 from moesaic.train.place_experts import ExpertMover
 from moesaic.train.progress import TrainingProgress, status
+from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver
 from moesaic.train.record_files import check_routing
 from moesaic.train.state import RunState, open_run, rng_state
@@ -72,7 +73,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     check_routing(config)
     candidates = find_candidates(config)
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
+    try:
+        return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
+    finally:
+        run.claim.release()
 
 
 class Trainer:
@@ -145,8 +149,8 @@ class Trainer:
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
-            norm = gradient_norm(self.model.parameters(), self.ranks, expert_parameters(self.model))
-            clip(self.model.parameters(), norm, config.optimizer.clip_norm)
+            norm = gradient_norm(self.model.parameters())
+            clip(self.model.parameters(), norm, config.optimizer.clip_norm or math.inf)
             if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
                 self._require_finite(loss, norm)
             rate = learning_rate(state.step, config.steps, config.optimizer)
@@ -264,8 +268,10 @@ class Trainer:
         return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
 
     def _save(self) -> None:
-        self.routing.flush()
         state = self.state
+        with self.ranks.together():
+            state.claim.require()
+        self.routing.flush()
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
@@ -311,6 +317,16 @@ class Trainer:
             return ""
         grid = self.ranks.mesh.grid
         return f" x {grid.world} ranks (dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
+
+
+@torch.no_grad()
+def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
+    """Return the largest absolute value of any parameter on any rank; not finite if one is not."""
+    parts = [local_part(parameter.detach()) for parameter in model.parameters()]
+    largest = nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
+    if ranks.mesh is not None:  # a maximum over ranks may lose what is not a number
+        largest = largest.nan_to_num(nan=math.inf)
+    return float(ranks.largest(largest))
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -13,6 +13,9 @@ from typing import Any
 
 from moesaic.errors import InputError
 
+METRICS = "metrics.jsonl"
+"""The file, in a run folder."""
+
 
 class Metrics:
     """Appends lines to a run's metrics.
@@ -24,7 +27,7 @@ class Metrics:
     """
 
     def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
-        self.path = run_folder / "metrics.jsonl"
+        self.path = run_folder / METRICS
         kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
         self._written = {(line["kind"], line["step"]) for line in kept}
         aside = self.path.with_suffix(".writing")
@@ -32,6 +35,7 @@ class Metrics:
             aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(aside, self.path)
             self._file = self.path.open("a", encoding="utf-8")
+            self._opened = os.stat(self.path)
         except OSError as error:
             aside.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
@@ -44,6 +48,8 @@ class Metrics:
             InputError: if the disk is full, or the file cannot be written.
         """
         try:
+            if not os.path.samestat(os.stat(self.path), self._opened):
+                raise FileNotFoundError(errno.ENOENT, "another file took its place")
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
         except OSError as error:
@@ -84,16 +90,21 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: if the run has no metrics, or a line before the last is damaged.
     """
-    path = run_folder / "metrics.jsonl"
+    path = run_folder / METRICS
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no metrics there: name the folder of a run") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
-            parsed.append(json.loads(line))
-        except ValueError as error:
+            found = json.loads(line)
+            if not (isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)):
+                raise ValueError("no object with kind and step")
+            parsed.append(found)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise InputError(f"{path}: line {number} is damaged ({error}): remove it") from error

@@ -1,10 +1,7 @@
-"""Sharding a model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
+"""Sharding our model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
 
 The model comes in whole and the same on every rank, drawn from the seed, so the weights do not depend on the mesh; each
-rank keeps its part. After a backward pass of each rank's mean loss every gradient is that of the mean over all tokens:
-
-    dense part   averaged over dp by FSDP2; complete on every rank of a tp group, or split like its parameter
-    experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
+rank keeps its part.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,9 +27,10 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, Block, Dense
 from moesaic.models.short_conv import ShortConv
-from moesaic.models.split import Norm, local_part
+from moesaic.models.split import Norm
+from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.lending.lender import AbstractLender
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
@@ -45,7 +42,7 @@ def parallelize(
     plan: Plan,
     *,
     sequence_parallel: bool = False,
-    lender_of: Callable[[Compiled], AbstractLender | None] = lambda _: None,
+    policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
 ) -> None:
     """Split a model over a mesh, in place.
 
@@ -54,24 +51,25 @@ def parallelize(
         mesh: of more than one rank.
         plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
-        lender_of: from the compiled plan to what decides which copies are lent; None takes the policy that the plan names.
+        policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
+            plan names.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
     compiled: dict[bool, Compiled] = {}
-    lenders: dict[bool, AbstractLender | None] = {}
+    policies: dict[bool, AbstractReplicationPolicy | None] = {}
     for module in model.modules():
         if isinstance(module, MoE):
             bias = bool(module.experts.names[1])
             if bias not in compiled:
-                on_cpu = mesh.wire.device.type == "cpu"
+                on_cpu = mesh.transport.device.type == "cpu"
                 compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
-                lenders[bias] = lender_of(compiled[bias])
-            module.parallelize(mesh, compiled[bias], lenders[bias])
+                policies[bias] = policy_of(compiled[bias])
+            module.parallelize(mesh, compiled[bias], policies[bias])
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
-    shard_over_data(model, mesh)
+    shard_over_data(model, mesh, model.blocks)
 
 
 def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
@@ -166,53 +164,3 @@ def _split_positions(mesh: DeviceMesh, _: nn.Module, __: tuple[Any, ...], output
     if isinstance(output, tuple):
         return (move(output[0], mesh, Replicate(), Shard(1)), *output[1:])
     return move(output, mesh, Replicate(), Shard(1))
-
-
-def shard_over_data(model: GPT, mesh: Mesh) -> None:
-    """Apply FSDP2: a unit per block over dp, experts over edp; axes of one rank are left out."""
-    dp, edp = mesh.grid.dp, mesh.grid.edp
-    unsharded: set[nn.Parameter] = set()
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        if isinstance(block.ffn, MoE):
-            if edp > 1:
-                _shard(block.ffn.experts, mesh.sparse["edp"], divide_by=dp)
-            else:
-                unsharded |= set(block.ffn.experts.parameters())
-    if dp == 1:
-        return
-    for parameter in unsharded:
-        parameter.register_hook(lambda gradient: gradient / dp)
-    for block in model.blocks:
-        _shard(block, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
-    _shard(model, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, *, divide_by: int, leave_out: set[nn.Parameter] | None = None) -> None:
-    """Make a module a unit of FSDP2 whose gradients are summed over `mesh` and divided by `divide_by`."""
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, mesh.size()))
-
-    # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, shard_placement_fn=place, ignored_params=leave_out)
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(divide_by)
-    module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
-
-
-def shard_dim(parameter: Tensor, parts: int) -> int:
-    """Return the dimension to split over data parallel ranks.
-
-    One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
-    checkpoint understands. Else one with equal parts; else the first.
-
-    Args:
-        parameter: perhaps split over model axes already.
-        parts: how many.
-    """
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    split = {place.dim for place in placements if isinstance(place, Shard)}
-    sizes = local_part(parameter).shape
-    even = [dim for dim, size in enumerate(sizes) if size % parts == 0]
-    return next((dim for dim in even if dim not in split), even[0] if even else 0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.mesh import DeviceType, Mesh, check_same, open_wire
+from moesaic.comm.mesh import DeviceType, Mesh, check_same, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
 
@@ -134,7 +134,7 @@ class Ranks:
 
 
 def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
-    check_same(open_wire(device_type), _flat(asdict(config)))
+    check_same(open_transport(device_type), _flat(asdict(config)))
     chosen = config.mesh
     return Mesh.create(
         tp=chosen.tp,

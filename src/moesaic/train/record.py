@@ -3,9 +3,9 @@
     train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
     train --replay-routing FILE      experts come from a trace, weights from the router's scores
 
-Recording reads the tape that also serves activation checkpointing (`runtime/tape.py`), so nothing is recorded twice where
-blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a time. Where samples move between
-ranks, a trace has them where they are at home: whatever moved, it is the trace of the batch.
+Recording reads the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
+recorded twice where blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a
+time. Where samples move between ranks, a trace has them where they are at home: whatever moved, it is the trace of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moesaic.layer import MoE
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
 from moesaic.runtime.relocate import SampleTrip
-from moesaic.runtime.tape import RoutingTape, TapedModule
+from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.file import Segment, read_header, write_segment
 from moesaic.traces.trace import (
     FOLDER,
@@ -149,16 +149,16 @@ class _Recorder:
     @contextmanager
     def recording(self, step: int, micro: int, trip: Callable[[], SampleTrip | None]) -> Iterator[None]:
         """Record the layers' next calls, one each; `trip` then returns the forward pass, if samples moved in it."""
-        tape = _RecordingTape()
-        before = [layer.tape for layer in self._layers]
+        routing_cache = _RecordingCache()
+        before = [layer.routing_cache for layer in self._layers]
         try:
             for layer in self._layers:
-                layer.tape = tape
+                layer.routing_cache = routing_cache
             yield
         finally:
             for layer, earlier in zip(self._layers, before):
-                layer.tape = earlier
-        tables = torch.stack([self._table(layer, tape.records[layer]) for layer in self._layers]).cpu().numpy()
+                layer.routing_cache = earlier
+        tables = torch.stack([self._table(layer, routing_cache.records[layer]) for layer in self._layers]).cpu().numpy()
         self._was_sliced = self._is_sliced
         if micro == 0:
             self._steps.append(step)
@@ -225,19 +225,19 @@ class _Recorder:
         return parts
 
 
-class _RecordingTape(RoutingTape):
+class _RecordingCache(RoutingCache):
     """Keeps the record of each layer's one call; nothing is replayed from it."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.records: dict[TapedModule, RoutingRecord] = {}
+        self.records: dict[RoutingCached, RoutingRecord] = {}
 
-    def write(self, layer: TapedModule, record: RoutingRecord) -> None:
+    def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
         """Keep a record."""
         assert layer not in self.records
         self.records[layer] = record
 
-    def read(self, layer: TapedModule) -> RoutingRecord | None:
+    def read(self, layer: RoutingCached) -> RoutingRecord | None:
         """Return nothing: the layer routes."""
         return None
 

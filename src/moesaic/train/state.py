@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
@@ -33,6 +33,7 @@ from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
+from moesaic.train.run_folder import CONFIG, TOKENIZER, RunFolder
 from moesaic.train.token_budget import hold_to_budget
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
@@ -62,6 +63,8 @@ class RunState:
     """Spent in training steps by earlier processes."""
     ranks: Ranks
     """That share the model."""
+    claim: RunFolder
+    """The folder, which the first rank has to itself."""
 
 
 def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
@@ -78,15 +81,24 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
         InputError: for a folder that holds a run already, bad data, a mesh that does not fit; and on resuming for another
             architecture, precision or training data. What one rank refuses, all refuse.
     """
+    claim = RunFolder(Path(config.out))
+    try:
+        return _open(config, claim, say)
+    except BaseException:
+        claim.release()
+        raise
+
+
+def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
-    folder = Path(config.out)
-    saved, dtype = ranks.first_says(_look_up(config, device, ranks, say))
+    folder = claim.path
+    saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))
     config = replace(config, precision=precision_name(dtype))
     with ranks.together():
-        corpus = load_corpus(config.data, folder / "tokenizer.json" if saved else None)
+        corpus = load_corpus(config.data, folder / TOKENIZER if saved else None)
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part)
         corpus_hash = fingerprint(corpus.train)
@@ -102,7 +114,7 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
             restore_rng(saved, device)
     with ranks.together():
         if ranks.is_first:
-            _write_folder(folder, config, corpus.tokenizer, is_new=saved is None)
+            _write_folder(claim, config, corpus.tokenizer, is_new=saved is None)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
     return RunState(
         config,
@@ -118,27 +130,31 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
         corpus_hash,
         seconds,
         ranks,
+        claim,
     )
 
 
 def _look_up(
-    config: TrainConfig, device: torch.device, ranks: Ranks, say: Callable[[str], None]
+    config: TrainConfig, device: torch.device, ranks: Ranks, claim: RunFolder, say: Callable[[str], None]
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
     """On the first rank, which decides for all: return the checkpoint to go on from, if any, and the forward pass's dtype."""
     found = None
     with ranks.together():
         if ranks.is_first:
-            folder = Path(config.out)
-            occupied = (folder / "config.json").exists()
+            folder = claim.path
+            occupied = claim.is_a_run()
             if occupied and config.existing == "refuse":
                 raise InputError(
                     f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out"
                 )
+            if occupied:
+                claim.claim()
             resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
             saved = None
             if resuming:
                 # Several ranks read their own parts later.
                 saved = load_checkpoint(folder / "checkpoints", say, with_tensors=ranks.mesh is None)
+                _require_resumable(saved)
                 _require_same_precision(config, saved)
             dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
             found = saved, dtype
@@ -159,7 +175,7 @@ def _build(
             ranks.mesh,
             config.plan,
             sequence_parallel=config.mesh.sequence_parallel,
-            lender_of=partial(make_arbiter, config),
+            policy_of=partial(make_arbiter, config),
         )
         place_samples(model, ranks.mesh, config)
     elif config.balance.placement != "none":
@@ -220,11 +236,30 @@ def rng_state(device: torch.device) -> dict[str, str]:
 def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
     """Put back what `rng_state` returned."""
     for kind, text in checkpoint.extra["rng"].items():
-        state = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        state = _generator_state(text)
         if kind == "cpu":
             torch.set_rng_state(state)
         elif device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
+
+
+def _require_resumable(saved: Checkpoint) -> None:
+    """Raise InputError for a checkpoint whose description does not hold what a run left in it."""
+    found = saved.extra
+    try:
+        sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
+        torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        sound = False
+    if not sound:
+        raise InputError(
+            f"{saved.folder}: its state.json does not hold what a run left there (precision, seconds, rng): delete this "
+            "checkpoint to go on from the one before"
+        )
+
+
+def _generator_state(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
@@ -245,7 +280,7 @@ def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
 
 def _warn_of_changes(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> None:
     """Say in one line which settings that decide the course of training differ from those in the run folder."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
         before = override(TrainConfig(), read_table(path), source=str(path))
     except InputError as error:
@@ -263,18 +298,15 @@ _DECIDE_THE_COURSE = (
 """Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
 
 
-def _write_folder(folder: Path, config: TrainConfig, tokenizer: AbstractTokenizer | None, *, is_new: bool) -> None:
+def _write_folder(claim: RunFolder, config: TrainConfig, tokenizer: AbstractTokenizer | None, *, is_new: bool) -> None:
     """Make the run folder; a new run's is emptied of an earlier run first."""
+    claim.make()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if is_new:
-            for stale in ("checkpoints", "tensorboard"):
-                shutil.rmtree(folder / stale, ignore_errors=True)
-            (folder / "tokenizer.json").unlink(missing_ok=True)
-            if isinstance(tokenizer, BPETokenizer):
-                tokenizer.save(folder / "tokenizer.json")
+            claim.clear()
         # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
-        text = as_json(replace(config, existing="resume"))
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        claim.write(CONFIG, as_json(replace(config, existing="resume")))
+        if is_new and isinstance(tokenizer, BPETokenizer):
+            tokenizer.save(claim.path / TOKENIZER)
     except OSError as error:
-        raise InputError(f"out={folder}: cannot be written ({error.strerror}): choose another --out") from error
+        raise InputError(f"out={claim.path}: cannot be written ({error.strerror}): choose another --out") from error

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.wire import NoWire
+from moesaic.comm.transport import NoTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
@@ -26,7 +26,7 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
         return
     for module in model.modules():
         if isinstance(module, MoE):
-            module.parallelize(Mesh(Grid(world=1), NoWire(device)), Plan(token_budget=plan.token_budget))
+            module.parallelize(Mesh(Grid(world=1), NoTransport(device)), Plan(token_budget=plan.token_budget))
 
 
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:

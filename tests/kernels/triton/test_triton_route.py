@@ -8,7 +8,7 @@ import torch
 from helpers import ODD_LOGITS, ranked
 from moesaic.kernels.triton.route import SCORES, route, route_reference
 from moesaic.kernels.triton.sort import Order, sort
-from moesaic.routing.gates import SigmoidTopK, SoftmaxTopK
+from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.routing.routing import Scores
 
 SIZES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (7, 5, 2), (40, 64, 8), (300, 16, 1)]

@@ -39,12 +39,14 @@ def test_the_corrected_rule_is_the_closed_form() -> None:
 
 
 def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_width_twice() -> None:
-    """Its y is E T M with M in T already: 20,000 * 10; at m = 4 it takes SAA of y, so S2 must be m times cheaper to win."""
-    m, y, sd = 4, 200_000.0, 10_000.0
-    level = (y / m + sd) / y
-    assert published(rates(1.0, 1.0, level * 1.01), LAYER, m, 4) == "s1"
-    assert published(rates(1.0, 1.0, level * 0.99), LAYER, m, 4) == "s2"
-    assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, 4) == "s2"
+    """Its y is E T M N_ESP with M in T already: 20,000 * 10 * s; at m = 4 it takes SAA of y, so S2 must be m times cheaper."""
+    m, sd = 4, 10_000.0
+    for s in (1, 4):
+        y = 200_000.0 * s
+        level = (y / m + sd) / y
+        assert published(rates(1.0, 1.0, level * 1.01), LAYER, m, s) == "s1"
+        assert published(rates(1.0, 1.0, level * 0.99), LAYER, m, s) == "s2"
+        assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, s) == "s2"
 
 
 def test_operations_are_fitted_to_the_simulated_cluster() -> None:

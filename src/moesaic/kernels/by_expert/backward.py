@@ -59,7 +59,7 @@ class _Backward:
         self.d_down_bias = _like(work.down_bias) if wanted.weights and work.down_bias is not None else None
         self.d_ups_of = [gradients.unbind() for gradients in self.d_ups]
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
-        may_wait = wanted.late and work.dispatch is None  # a gather of x would overwrite that of dy
+        may_wait = wanted.deferred_wgrad and work.dispatch is None  # a gather of x would overwrite that of dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         self.left: list[tuple[Part, Part, Sequence[Tensor], Block]] = []
         self._clear_idle()
@@ -109,10 +109,10 @@ class _Backward:
             dots = self._dots_with_results(block, dy, hidden, grad)
             self.d_gates_of[block.index].copy_(dots if early is None else dots.div_(early))
         if weight is not None and early is None:
-            column, late = weight.unsqueeze(1), self.weighted.of(block)
+            column, deferred_wgrad = weight.unsqueeze(1), self.weighted.of(block)
             grad.rows.mul_(column)
-            torch.mul(dy.rows, column, out=late.rows)
-            dy = late
+            torch.mul(dy.rows, column, out=deferred_wgrad.rows)
+            dy = deferred_wgrad
         if self.d_down is not None:
             self._write(dy, hidden, self.d_down_of, block)
         if self.d_down_bias is not None:

@@ -1,4 +1,4 @@
-"""The codecs, one a file: rows to fewer bytes and back. They know no wire.
+"""The codecs, one a file: rows to fewer bytes and back. They know no transport.
 
 `moesaic.codecs.CODECS` lists them: to add one, a new file here and a line there.
 """

@@ -1,4 +1,4 @@
-"""float8 e4m3 with a scale per 128 values of a row: the tiles of DeepSeek-V3 (its section 3.3.2), for the wire only."""
+"""float8 e4m3 with a scale per 128 values of a row: the tiles of DeepSeek-V3 (its section 3.3.2), for the transport only."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton import expert_stage
@@ -51,6 +52,12 @@ def _(
     return x.new_empty(x.shape), pre, x.new_empty(0) if w3 is None else torch.empty_like(pre)
 
 
+@register_flop_formula(torch.ops.moesaic.triton_mlp)
+def _(x, w1, w3, w2, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
+    """One product per matrix, of all copies, those that are not sent among them; arguments are shapes."""
+    return (2 if w3 is None else 3) * 2 * copy[0] * w1[1] * w1[2]
+
+
 @torch.library.custom_op("moesaic::triton_mlp_backward", mutates_args=())
 def mlp_backward(
     dy: Tensor, x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor,
@@ -75,6 +82,12 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_w3 = x.new_empty(0) if w3 is None else w3.new_empty(w3.shape)
     return x.new_empty(x.shape), w1.new_empty(w1.shape), d_w3, w2.new_empty(w2.shape), weight.new_empty(weight.shape)
+
+
+@register_flop_formula(torch.ops.moesaic.triton_mlp_backward)
+def _(dy, x, w1, w3, w2, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
+    """Twice as many products as forward; arguments are shapes."""
+    return (4 if w3 is None else 6) * 2 * copy[0] * w1[1] * w1[2]
 
 
 def moe_mlp(

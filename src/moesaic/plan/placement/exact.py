@@ -12,7 +12,7 @@ from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
-from moesaic.plan.placement.two_stage import AbstractPlacer
+from moesaic.plan.placement.placer import AbstractPlacer
 
 
 def seconds(load: SampleLoad, homes: Homes, intra: float, inter: float) -> float:

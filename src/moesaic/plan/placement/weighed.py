@@ -15,7 +15,8 @@ from moesaic.plan.placement.assign import assign
 from moesaic.plan.placement.exact import seconds
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
-from moesaic.plan.placement.two_stage import LEAST_GAIN, REST, AbstractPlacer, TwoStage, check
+from moesaic.plan.placement.placer import LEAST_GAIN, REST, AbstractPlacer, check
+from moesaic.plan.placement.two_stage import TwoStage
 
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Of the links within nodes, that are tried."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moesaic.program.order.graph import brings_lent_weights, chunk_numbers, in_order
+from moesaic.program.order.graph import brings_replicated_weights, chunk_numbers, in_order
 from moesaic.program.task import Lane, Op, Program, Task
 
 
 def early(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """Return the program in that order; the same on all ranks, since it reads nothing but the program."""
     slots = {slot.name: slot for slot in program.slots}
-    number, is_lent = chunk_numbers(program), brings_lent_weights(program)
+    number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
         chunk = number(slots[task.writes[0]].layout)
-        if is_lent(task):
+        if is_replicated(task):
             return True, 0 if task.lane is Lane.INTER else chunk or 0
         return task.op not in (Op.MOVE, Op.HOP), -1 if chunk is None else chunk
 

@@ -47,21 +47,24 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
     return tuple(ordered)
 
 
-def brings_lent_weights(program: Program) -> Callable[[Task], bool]:
-    """Return what tells the movements of weights to the helpers of lent copies.
+def brings_replicated_weights(program: Program) -> Callable[[Task], bool]:
+    """Return what tells the movements of weights to the helpers of replicated copies.
 
     Nothing waits for them until the experts of the copies that stay are through, so they travel behind all dispatches; and
     where they are passed on inside nodes, that waits for the first movement, so it is issued just before its reader.
     """
-    lent = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here")}
-    return lambda task: task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in lent
+    replicated = {
+        slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here")
+    }
+    return lambda task: task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     """Return what numbers the chunk of a layout, None where it is not one.
 
-    Lent copies come last in a forward program, where their experts wait for weights to arrive. They come first in a backward
-    one, so that the weights' gradients travel home behind everything else (FasterMoE, He et al., PPoPP 2022, section 4.2).
+    Replicated copies come last in a forward program, where their experts wait for weights to arrive. They come first in
+    a backward one, so that the weights' gradients travel home behind everything else (FasterMoE, He et al., PPoPP 2022,
+    section 4.2).
     """
     backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
     last = 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)

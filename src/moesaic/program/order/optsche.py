@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import IntEnum
 
-from moesaic.program.order.graph import brings_lent_weights, chunk_numbers, in_order, predecessors
+from moesaic.program.order.graph import brings_replicated_weights, chunk_numbers, in_order, predecessors
 from moesaic.program.task import Lane, Layout, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
@@ -35,11 +35,11 @@ class _Phase(IntEnum):
 def optsche(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
     """Return the program in that order; `seconds` is not read: it is the order for equal chunks and passes."""
     phases, levels, parts = _phases(program), _levels(program), _parts(program)
-    is_lent, last = brings_lent_weights(program), max(levels.values(), default=0)
+    is_replicated, last = brings_replicated_weights(program), max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
         phase, part = phases[task.name], parts[task.name]
-        if is_lent(task):
+        if is_replicated(task):
             return (_Phase.BEFORE, last, part) if task.lane is Lane.INTER else (_Phase.MIDDLE, part - 1, 3)
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part

@@ -42,10 +42,10 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
             )
         return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)
-    return _fetch(_visit(program), ("etp_inner",), ("etp_inner",), f"r={r}"), factored
+    return _fetch(_node_token(program), ("etp_inner",), ("etp_inner",), f"r={r}"), factored
 
 
-def _visit(program: Program) -> Program:
+def _node_token(program: Program) -> Program:
     """Let rows visit etp_outer only."""
 
     def renamed(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

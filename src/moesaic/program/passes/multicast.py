@@ -24,10 +24,10 @@ from moesaic.program.task import Flow, Kind, Layout, Program, Stage, State
 def multicast(program: Program, grid: Grid) -> Program:
     """Return s1 or s2 with multicast in place of deliver and collect.
 
-    In place of `index` the program reads `stop_index`, each stop's token, and `copy_index`, each copy's stop among those
+    In place of `index` the program reads `rank_token_index`, each stop's token, and `copy_index`, each copy's stop among those
     of its origin at its place of ep (and of its chunk). Where a node has several places of ep (two `Grid.cast_levels`),
-    `stop_index` is each stop's visit, counted the same way on its node, and `visit_index` each visit's token. `Sizes` needs
-    the visits.
+    `rank_token_index` is each stop's visit, counted the same way on its node, and `node_token_index` each visit's
+    token. `CallSizes` needs the visits.
 
     Args:
         program: what one of the two builds.
@@ -52,7 +52,7 @@ def multicast(program: Program, grid: Grid) -> Program:
     tokens, y_layout, tp = _tokens(build, slices)
     index, places, (once, copies, g) = _to_ranks(build, grid, tokens, slices)
     h = build.permute(once, copies, "h", _at_ranks("copies"))
-    sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("stops"))
+    sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("rank_tokens"))
     y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
@@ -65,13 +65,17 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
     Returns:
         the index by which tokens left home; that by which a mate made stops of visits, "" if none did; what arrived.
     """
-    flow: Flow = "visits" if len(grid.cast_levels) > 1 else "stops"
-    stop_index = build.input("stop_index", Kind.INDEX, Layout(flow="stops"), {})
-    index = build.input("visit_index", Kind.INDEX, Layout(flow="visits"), {}) if flow == "visits" else stop_index
+    flow: Flow = "node_tokens" if len(grid.cast_levels) > 1 else "rank_tokens"
+    rank_token_index = build.input("rank_token_index", Kind.INDEX, Layout(flow="rank_tokens"), {})
+    index = (
+        build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
+        if flow == "node_tokens"
+        else rank_token_index
+    )
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
-    sent = {flow: build.permute(tokens, index, flow, Layout(flow=flow), {}), "stop_index": stop_index}
-    if flow == "stops":
-        del sent["stop_index"]
+    sent = {flow: build.permute(tokens, index, flow, Layout(flow=flow), {}), "rank_token_index": rank_token_index}
+    if flow == "rank_tokens":
+        del sent["rank_token_index"]
     sent |= {"copy_index": copy_index, "gates": _gates(build, slices)}
     places = ""
     if _has_mates(grid):
@@ -79,13 +83,13 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
             name: build.move(slot, f"{name}_here", _at_mate(build.flow(slot)), ("node",), {}, Stage.DISPATCH)
             for name, slot in sent.items()
         }
-        if flow == "visits":
-            places = sent.pop("stop_index")
-            rows = build.permute(sent.pop("visits"), places, "stops", _at_mate("stops"))
-            sent = {"stops": rows, **sent}
+        if flow == "node_tokens":
+            places = sent.pop("rank_token_index")
+            rows = build.permute(sent.pop("node_tokens"), places, "rank_tokens", _at_mate("rank_tokens"))
+            sent = {"rank_tokens": rows, **sent}
     group: tuple[Axis, ...] = ("local",) if _has_mates(grid) else ("ep", "etp")
     shards: States = {"etp": State.REPLICATED}
-    names = {"stops": "stops_in", "copy_index": "copy_index_in", "gates": "g"}
+    names = {"rank_tokens": "stops_in", "copy_index": "copy_index_in", "gates": "g"}
     arrived = [
         build.move(slot, names[name], _at_ranks(build.flow(slot)), group, shards, Stage.DISPATCH)
         for name, slot in sent.items()
@@ -97,10 +101,10 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     """Bring the sums of stops home; a mate sums those of a visit, by the index `places`, if it made stops of visits."""
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
-        return build.move(sums, "z", Layout(flow="stops"), ("ep", "etp"), added, Stage.COMBINE)
-    here = build.move(sums, "z_stops", _at_mate("stops"), ("local",), added, Stage.COMBINE)
+        return build.move(sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE)
+    here = build.move(sums, "z_stops", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
     if places:
-        here = build.combine(here, places, "z_here", _at_mate("visits"))
+        here = build.combine(here, places, "z_here", _at_mate("node_tokens"))
     return build.move(here, "z", Layout(flow=build.flow(here)), ("node",), {}, Stage.COMBINE)
 
 

@@ -51,14 +51,14 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Part])
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
     """Split the other tasks into those that may stand before the stretch and those that read from it."""
-    late = {name for task in program.tasks if task.name in inside for name in task.writes}
+    deferred_wgrad = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
     for task in program.tasks:
         if task.name in inside:
             continue
-        if late.intersection(task.reads):
-            late.update(task.writes)
+        if deferred_wgrad.intersection(task.reads):
+            deferred_wgrad.update(task.writes)
             after.append(task)
         else:
             before.append(task)

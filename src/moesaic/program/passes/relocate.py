@@ -60,9 +60,10 @@ def _check(program: Program, rows: str) -> None:
             "sample placement clashes with plan.all_to_all=multicast, whose results come back by the nodes that tokens "
             "visited: choose another plan.all_to_all"
         )
-    if any(layout.chunk in ("lent", "here") for layout in layouts.values()):
+    if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.lending, which cuts runs of copies by helper, not by sample: leave lending none"
+            "sample placement clashes with plan.replication, which cuts runs of copies by helper, not by "
+            "sample: leave replication none"
         )
     if any(task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks):
         raise InputError(

@@ -21,7 +21,7 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
 
     Args:
         program: a forward program, not yet chunked.
-        num_chunks: n; 1 returns the program as it is. `Sizes` must be made for the same n.
+        num_chunks: n; 1 returns the program as it is. `CallSizes` must be made for the same n.
 
     Raises:
         InputError: for fewer than one chunk, or a program that is chunked already.

@@ -1,0 +1,329 @@
+"""What docs/extending.md promises, held against the code: each kind of part is one new file and one line, and works.
+
+The page's code blocks are put into a copy of the package each, as the page says. Counted are the files that this touches.
+The contract tests that CONTRIBUTING.md names for the kind run against the copy. What moves bytes is simulated on 2, 4 and 8
+nodes of a cluster under even routing, once as the planner does it, where a few ranks stand for all if they are known to do
+alike, and once with every row of every rank: the ratio of the two times says whether the planner can be believed about a part
+that it has never seen.
+
+    moesaic bench extending --json benchmarks/results/extending.json
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload, uniform_counts
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.loads import decided, simulate_even
+from moesaic.program.grid import Grid
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KINDS = {
+    "router": "A router",
+    "all-to-all": "An all-to-all",
+    "codec": "A codec",
+    "schedule": "A schedule",
+    "replication policy": "A balancing policy",
+    "expert kernel": "An expert kernel",
+}
+"""The row of CONTRIBUTING.md's table that is about a kind of part, and the page's heading over its code."""
+FIELDS = {"all-to-all": "all_to_all", "codec": "codec", "schedule": "schedule", "replication policy": "replication"}
+"""The field of a plan that names a part of this kind, for those that move bytes."""
+NODES = (2, 4, 8)
+CLUSTER = "25gbe"
+COPIED = (
+    "src",
+    "tests",
+    "docs",
+    "examples",
+    "lab",
+    "benchmarks",
+    "pyproject.toml",
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+)
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendingOptions(BenchmarkOptions):
+    """What to run."""
+
+    tests: bool = True
+    """Run the contract tests, which take minutes."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """An entry of a registry."""
+
+    path: str
+    """Of the registry's file, from the root of the repository."""
+    registry: str
+    imports: str
+    """Lines that the entry needs above it; "" for none."""
+    entry: str
+    """`"name": value,`, over one line or several."""
+
+    @property
+    def name(self) -> str:
+        """The key."""
+        return re.match(r'"([\w-]+)":', self.entry).group(1)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """A part as the page shows it."""
+
+    kind: str
+    path: str
+    """Of its file, from the root of the repository."""
+    code: str
+    lines: tuple[Line, ...]
+
+
+def extensions(page: str) -> list[Extension]:
+    """Return the parts that the text of docs/extending.md shows whole, in the order of `KINDS`."""
+    found = []
+    for kind, heading in KINDS.items():
+        section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0] if f"\n## {heading}\n" in page else ""
+        blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        files = [block for block in blocks if re.match(r"# \S+\.py\n", block)]
+        lines = [_line(block) for block in blocks if re.match(r"# \S+\.py, in \w+\n", block)]
+        if files and lines:
+            assert len(files) == 1, f"{heading}: one file a part, the page shows {len(files)}"
+            path = files[0].split("\n", 1)[0].removeprefix("# ")
+            found.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
+    return found
+
+
+def _line(block: str) -> Line:
+    head, body = block.split("\n", 1)
+    path, registry = head.removeprefix("# ").split(", in ")
+    imports = "".join(f"{line}\n" for line in body.splitlines() if re.match(r"(from|import) ", line))
+    return Line(path=path, registry=registry, imports=imports, entry=body.removeprefix(imports).strip())
+
+
+def install(extension: Extension, root: Path) -> None:
+    """Put a part into a copy of the repository, as the page says."""
+    path = root / extension.path
+    assert not path.exists(), f"{extension.path} is there already"
+    path.write_text(extension.code, encoding="utf-8")
+    for line in extension.lines:
+        file = root / line.path
+        file.write_text(_with(file.read_text(encoding="utf-8"), line), encoding="utf-8")
+
+
+def _with(text: str, line: Line) -> str:
+    """Return a module's text with an entry at the end of one of its dicts, and what the entry needs after its imports."""
+    rows, module = text.splitlines(keepends=True), ast.parse(text)
+    literals = [
+        node.value
+        for node in module.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Dict)
+        and line.registry
+        in [ast.unparse(target) for target in getattr(node, "targets", [getattr(node, "target", None)])]
+    ]
+    assert len(literals) == 1, f"{line.path} has {len(literals)} dicts named {line.registry}"
+    (registry,) = literals
+    last, column = (registry.end_lineno or 0) - 1, (registry.end_col_offset or 0) - 1
+    before = "".join(rows[:last]) + rows[last][:column]
+    comma = "" if before.rstrip().endswith((",", "{")) else ", "
+    rest = rows[last][column:] + "".join(rows[last + 1 :])
+    imported = max(node.end_lineno or 0 for node in module.body if isinstance(node, ast.Import | ast.ImportFrom))
+    head, body = "".join(rows[:imported]), before[len("".join(rows[:imported])) :]
+    return f"{head}{line.imports}{body}{comma}{line.entry}{rest}"
+
+
+def copy_of_repository(target: Path) -> None:
+    """Copy what a part may touch, and what its tests read."""
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=skip)
+        else:
+            shutil.copy(source, target / name)
+
+
+def fingerprints(root: Path) -> dict[str, str]:
+    """Return a digest of every file of the package, by path."""
+    files = (path for path in (root / "src").rglob("*.py"))
+    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def contracts(kind: str, guide: str) -> list[str]:
+    """Return the tests that CONTRIBUTING.md names for a kind of part."""
+    row = next(line for line in guide.splitlines() if line.startswith(f"| {kind} |"))
+    found = re.findall(r"`(tests/[\w/.]+)`", row.rsplit("|", 2)[1])
+    assert found, f"CONTRIBUTING.md names no test for {kind}"
+    return found
+
+
+def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a copy's package; returns what it printed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'lab'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def checked(extension: Extension, *, tests: bool) -> Rows:
+    """Install a part in a copy and return what is found, a row per mesh that it is simulated on, or one."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        copy_of_repository(root)
+        before = fingerprints(root)
+        install(extension, root)
+        after = fingerprints(root)
+        touched = [path for path in after if after[path] != before.get(path)]
+        row: dict[str, Any] = {
+            "kind": extension.kind, "name": extension.lines[0].name, "files_touched": len(touched),
+            "tests_passed": None, "tests_failed": None, "first_failure": "",
+        }  # fmt: skip
+        if tests:
+            row |= tested(root, contracts(extension.kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+        if extension.kind not in FIELDS:
+            return [row]
+        done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
+        if done.returncode:
+            raise InputError(
+                f"{extension.kind} {row['name']} cannot be simulated: {done.stderr.strip().splitlines()[-1]}"
+            )
+        return [row | times for times in json.loads(done.stdout)]
+
+
+def tested(root: Path, paths: list[str]) -> dict[str, Any]:
+    """Run contract tests on a copy; returns how many passed and failed, and the first that failed."""
+    done = run_in(root, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-q", *paths)
+    passed, failed = (
+        sum(int(number) for number in re.findall(rf"(\d+) {word}", done.stdout.strip().splitlines()[-1]))
+        for word in ("passed", "(?:failed|error)")
+    )
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        raise InputError(f"{' '.join(paths)} did not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
+    return {"tests_passed": passed, "tests_failed": failed, "first_failure": first.group(1) if first else ""}
+
+
+def simulated(field: str, value: str) -> Rows:
+    """Return a row per mesh on which a plan with this field compiles: even routing, simulated both ways.
+
+    Raises:
+        InputError: if it compiles on none with so many nodes; the line says why.
+    """
+    found = Rows()
+    for nodes in NODES:
+        spec = read_cluster(CLUSTER, nodes=nodes)
+        simulator, world, refusal, before = Simulator(spec), nodes * spec.devices_per_node, "", len(found)
+        layer = Workload(tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16")
+        for tp in (1, 2):
+            grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=spec.devices_per_node)
+            try:
+                compiled = compile_plan(Plan(**{field: value}), grid)  # type: ignore[arg-type]
+            except InputError as error:
+                refusal = str(error)
+                continue
+            counts = uniform_counts(grid.dp, layer)
+            runs, replicated = decided(simulator, compiled, layer, counts)
+            for number, program in enumerate((runs.forward, runs.backward)):
+                sizes = sizes_of(
+                    program, layer, runs.grid, counts, replicated=replicated, shapes=runs.shapes(layer.num_experts)
+                )
+                exact = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
+                even = simulate_even(simulator, compiled, layer)[number].seconds
+                found.append(
+                    {
+                        "nodes": nodes, "tp": tp, "pass": ("forward", "backward")[number], "even_ms": 1e3 * even,
+                        "exact_ms": 1e3 * exact, "even_over_exact": even / exact,
+                    }
+                )  # fmt: skip
+        if len(found) == before:
+            raise InputError(f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}")
+    return found
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return the figures that documentation quotes."""
+    ratios = [row["even_over_exact"] for row in rows if row.get("even_over_exact") is not None]
+    worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+    failed = [row["tests_failed"] for row in rows]
+    is_tested = all(each is not None for each in failed)
+    return [
+        Claim(
+            name="extending.worst_even_over_exact", value=max(worst, 1 / worst), unit="1", target=1.01, op="<=",
+        ),
+        Claim(
+            name="extending.files_touched", value=max(row["files_touched"] for row in rows), unit="files", target=2, op="<="
+        ),
+        Claim(
+            name="extending.contract_tests_failed", value=sum(failed) if is_tested else None, unit="tests", target=0, op="<=",
+            reason="" if is_tested else "--no-tests",
+        ),
+    ]  # fmt: skip
+
+
+COLUMNS = (
+    Column(key="kind", title="kind", is_text=True), Column(key="name", title="name", is_text=True),
+    Column(key="files_touched", title="files"), Column(key="tests_passed", title="passed"),
+    Column(key="tests_failed", title="failed"), Column(key="nodes", title="nodes"), Column(key="tp", title="tp"),
+    Column(key="pass", title="pass", is_text=True),
+    Column(key="even_ms", title="even, ms", show=lambda value: f"{value:.2f}"),
+    Column(key="exact_ms", title="exact, ms", show=lambda value: f"{value:.2f}"),
+    Column(key="even_over_exact", title="even / exact", show=lambda value: f"{value:.4f}"),
+)  # fmt: skip
+
+
+def cases(options: ExtendingOptions) -> list[Extension]:
+    """Return the parts that the page shows."""
+    parts = extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
+    missing = [kind for kind in KINDS if kind not in [part.kind for part in parts]]
+    if missing:
+        raise InputError(f"docs/extending.md shows no whole file, with its line, of: {', '.join(missing)}")
+    return parts
+
+
+def measure(options: ExtendingOptions, cases: list[Extension], told: Told) -> Rows:
+    """Install, test and simulate part after part."""
+    rows = Rows()
+    for part in cases:
+        told(part.kind)
+        rows += checked(part, tests=options.tests)
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="extending", description="Add the parts that docs/extending.md shows, and hold them against what it promises.",
+    options=ExtendingOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="extending", columns=COLUMNS, group_by=("kind",)),), is_proof=True,
+)  # fmt: skip
+
+if __name__ == "__main__":  # in a copy of the package: one plan field and its value
+    print(json.dumps(simulated(*sys.argv[1:])))

@@ -1,0 +1,234 @@
+"""A model of any modules over a mesh: MoE layers by themselves, the rest by FSDP2 or DDP, and the norm of the whole gradient.
+
+First every MoE layer is parallelized, then one of `shard_over_data` (FSDP2) and `prepare_ddp` is called, or neither, with
+`moesaic.average_gradients` before each step. After a backward pass of each rank's mean loss every gradient is that of the mean
+over all tokens:
+
+    dense part   averaged over dp; complete on every rank of a tp group, or split like its parameter
+    experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
+
+FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses parameters of two meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moesaic.comm.mesh import Mesh
+from moesaic.experts.modules import copies_of
+from moesaic.layer import MoE
+from moesaic.models.split import local_part
+from moesaic.runtime.gradients import expert_parameters
+
+__all__ = [
+    "clip",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "gradient_norm",
+    "prepare_ddp",
+    "shard_dim",
+    "shard_over_data",
+]
+
+
+def shard_over_data(model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = ()) -> None:
+    """Apply FSDP2 in place: experts over edp, all else over dp; axes of one rank are left out.
+
+    Args:
+        model: on its device; its MoE layers are parallelized on `mesh`.
+        mesh: of the layers.
+        units: modules of the model whose parameters are gathered together, such as its blocks, inner ones first; what is in
+            none of them is gathered with the model.
+    """
+    dp, edp = mesh.grid.dp, mesh.grid.edp
+    unsharded: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, MoE) and edp > 1:
+            _shard(module.experts, mesh.sparse["edp"], divide_by=dp)
+        elif isinstance(module, MoE):
+            unsharded |= set(module.experts.parameters())
+    if dp == 1:
+        return
+    for parameter in unsharded:
+        parameter.register_hook(lambda gradient: gradient / dp)
+    for unit in (*units, model):
+        _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
+
+
+def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
+    """Make a model ready for `DistributedDataParallel(model)`, in place: it leaves experts alone, which average themselves.
+
+    DDP knows no parameters of which ranks have parts of their own. It is told to ignore the experts; a hook on each of their
+    gradients sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too).
+
+    Args:
+        model: what DDP will wrap, by hand or by a trainer; its MoE layers are parallelized on `mesh`.
+        mesh: of the layers.
+    """
+    spread = {id(parameter) for parameter in expert_parameters(model)}
+    group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, parameter in model.named_parameters():
+        if id(parameter) in spread:
+            ignored.add(name)
+            parameter.register_hook(partial(_averaged, group=group, dp=mesh.grid.dp))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+def _averaged(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> Tensor:
+    """Return an expert's gradient summed over the copies of the expert and divided by dp."""
+    total = local_part(gradient) / dp
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    if isinstance(gradient, DTensor):
+        return DTensor.from_local(total, gradient.device_mesh, gradient.placements, run_check=False)
+    return total
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, *, divide_by: int, leave_out: set[nn.Parameter] | None = None) -> None:
+    """Make a module a unit of FSDP2 whose gradients are summed over `mesh` and divided by `divide_by`."""
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter, mesh.size()))
+
+    # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
+    fully_shard(module, mesh=mesh, reshard_after_forward=True, shard_placement_fn=place, ignored_params=leave_out)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(divide_by)
+    module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+
+
+def shard_dim(parameter: Tensor, parts: int) -> int:
+    """Return the dimension to split over data parallel ranks.
+
+    One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
+    checkpoint understands. Else one with equal parts; else the first.
+
+    Args:
+        parameter: perhaps split over model axes already.
+        parts: how many.
+    """
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    split = {place.dim for place in placements if isinstance(place, Shard)}
+    sizes = local_part(parameter).shape
+    even = [dim for dim, size in enumerate(sizes) if size % parts == 0]
+    return next((dim for dim in even if dim not in split), even[0] if even else 0)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients in place so that their norm is at most `max_norm`, as torch's function of this name does.
+
+    Parameters may be plain tensors and DTensors of several meshes. With experts that are spread over a mesh all ranks call
+    this together and get the same number, that of the model in one process; one message. Without, it is torch's function.
+
+    Args:
+        model: a model or its parameters, after gradients were averaged over data parallelism.
+        max_norm: the largest norm; `math.inf` only measures.
+        norm_type: p of the p-norm; `math.inf` for the largest absolute value.
+        error_if_nonfinite: raise RuntimeError if the norm is not finite.
+
+    Returns:
+        the norm before, ().
+    """
+    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    if not any(_is_spread(parameter) for parameter in parameters):
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = gradient_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"the gradient's norm is {float(norm)}: nothing was clipped")
+    clip(parameters, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of the whole gradient, (), the same on every rank of the world, which together hold the model.
+
+    norm^p = sum over ranks, over parameters of |this rank's part|^p / (ranks that hold the same part)
+
+    Args:
+        parameters: of the model; those without a gradient count as zero.
+        norm_type: p.
+    """
+    parameters = list(parameters)
+    present = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world == 1:
+        return nn.utils.get_total_norm([local_part(gradient) for _, gradient in present], norm_type)
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter, gradient in present:
+        if local_part(gradient).numel():
+            by_copies.setdefault(num_copies(gradient, _holders(parameter, world)), []).append(local_part(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    for copies, parts in by_copies.items():
+        norm = nn.utils.get_total_norm(parts, norm_type).double()
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
+    if math.isinf(norm_type):
+        total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may lose what is not a number
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        return total
+    dist.all_reduce(total)
+    return total.pow(1 / norm_type)
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale all gradients so that their norm is at most `limit`.
+
+    Args:
+        parameters: of the model.
+        norm: what `gradient_norm` returned for them.
+        limit: the largest norm.
+    """
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for dtype in {part.dtype for part in parts}:
+        same = [part for part in parts if part.dtype == dtype]
+        torch._foreach_mul_(same, factor.to(dtype))
+
+
+def num_copies(tensor: Tensor, holders: int) -> int:
+    """Return how many ranks hold the same part of a tensor as this one.
+
+    Args:
+        tensor: sharded, or a plain one, of which every rank has a copy.
+        holders: ranks that have the tensor, whole or in part.
+    """
+    if not isinstance(tensor, DTensor):
+        return holders
+    shards = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return holders // math.prod(shards)
+
+
+def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+
+
+def _is_spread(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is an expert's, of which other ranks hold others."""
+    return bool({"ep", "edp"} & {*_axes(parameter)}) or copies_of(parameter) is not None
+
+
+def _holders(parameter: nn.Parameter, world: int) -> int:
+    """Return how many ranks have a parameter. Modules of a user are other parameters on ranks of other experts."""
+    if isinstance(parameter, DTensor):
+        axes = _axes(parameter)
+        return parameter.device_mesh.size() if "edp" in axes and "ep" not in axes else world
+    return copies_of(parameter) or world

@@ -1,0 +1,95 @@
+"""Lowering: a movement over ep becomes packing, the hops of an all-to-all algorithm, unpacking.
+
+It comes after the transpose, for each direction by itself, as does the codec. What is sent does not change, only how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.errors import InputError
+from moesaic.program.all_to_all import ALL_TO_ALLS, Linear
+from moesaic.program.all_to_all.all_to_all import Hop, NodeMap, check_link
+from moesaic.program.grid import Grid
+from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
+
+
+def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
+    """Return the program with every movement of rows over ep or between nodes lowered to an algorithm.
+
+    Args:
+        program: forward or backward, not lowered yet.
+        algorithm: a name in `ALL_TO_ALLS`. Under "linear" movements without a codec stay as they are: they are that.
+        grid: the mesh.
+
+    Raises:
+        InputError: for an unknown algorithm, or groups that lie unevenly on the nodes where it needs them even.
+    """
+    if algorithm not in ALL_TO_ALLS:
+        raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(ALL_TO_ALLS)}")
+    if isinstance(ALL_TO_ALLS[algorithm], Linear):
+        return program
+    slots: list[Slot] = list(program.slots)
+    tasks: list[Task] = []
+    for task in program.tasks:
+        if is_long(program, task):
+            check_link(ALL_TO_ALLS[algorithm], algorithm, grid, task.group)
+            lowered, made = lower(program, task, algorithm, "", grid)
+            tasks += lowered
+            slots += made
+        else:
+            tasks.append(task)
+    return replace(program, name=f"{program.name}, {algorithm}", slots=tuple(slots), tasks=tuple(tasks))
+
+
+def compress(program: Program, codec: str, grid: Grid) -> Program:
+    """Return the program with the rows of every movement over ep or between nodes encoded for the way.
+
+    ScheMoE (Shi et al., EuroSys 2024), section 3. Routing weights and indices travel as they are; results that are summed
+    are decoded first, and summed in float32.
+
+    Args:
+        program: forward or backward; routed already, or not.
+        codec: a name of a codec; "none" returns the program as it is.
+        grid: the mesh.
+    """
+    if codec == "none":
+        return program
+    kinds = {slot.name: slot.kind for slot in program.slots}
+    slots: list[Slot] = list(program.slots)
+    tasks: list[Task] = []
+    for task in program.tasks:
+        if task.op in (Op.PACK, Op.UNPACK) and task.of and kinds[task.of[0]] is Kind.ROWS:
+            tasks.append(replace(task, codec=codec))
+        elif is_long(program, task) and kinds[task.reads[0]] is Kind.ROWS:
+            lowered, made = lower(program, task, "linear", codec, grid)
+            tasks += lowered
+            slots += made
+        else:
+            tasks.append(task)
+    return replace(program, name=f"{program.name}, {codec}", slots=tuple(slots), tasks=tuple(tasks))
+
+
+def is_long(program: Program, task: Task) -> bool:
+    """Whether a task moves rows over ep or between nodes."""
+    source = program.slot(task.reads[0])
+    return task.op is Op.MOVE and source.kind is not Kind.WEIGHT and bool({"ep", "node"}.intersection(task.group))
+
+
+def lower(program: Program, task: Task, link: str, codec: str, grid: Grid) -> tuple[list[Task], list[Slot]]:
+    """Return the tasks that do a movement, and the slots in between."""
+    source, target = task.reads[0], task.writes[0]
+    hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(NodeMap(grid, grid.group(0, task.group)))
+    packed = f"{target}@pack"
+    names = [packed, *(f"{target}@{number}" for number in range(len(hops)))]
+    common = replace(task, link=link, of=(source, target))
+    tasks = [
+        replace(common, name=packed, op=Op.PACK, writes=(packed,), codec=codec, lane=Lane.COMPUTE, group=task.group)
+    ]
+    for number, hop in enumerate(hops):
+        reads = tuple(names[read + 1] for read in hop.reads)
+        name = names[number + 1]
+        tasks.append(replace(common, name=name, op=Op.HOP, reads=reads, writes=(name,), hop=number, lane=hop.lane))
+    tasks.append(replace(common, op=Op.UNPACK, reads=tuple(names), codec=codec, lane=Lane.COMPUTE))
+    layout, state = program.slot(source).layout, program.slot(source).state
+    return tasks, [Slot(name=name, kind=Kind.PACKETS, layout=layout, state=state) for name in names]

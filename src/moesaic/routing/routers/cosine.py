@@ -1,0 +1,69 @@
+"""The cosine router: Chi et al., "On the Representation Collapse of Sparse Mixture of Experts" (2022), section 3;
+Hwang et al., "Tutel" (2023), section 5.3, for the projection width and the floor of the temperature.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.errors import InputError
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import chosen, linear_scores, token_choice, top_k_indices
+
+
+class CosineTopK(AbstractRouter):
+    """Logits are cosines between the projected token and each expert's embedding, over a learnt temperature.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        projection: width in which cosines are taken; 256 in Tutel.
+        temperature: initial temperature.
+        floor: the temperature never goes below it.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        projection: int = 256,
+        temperature: float = 0.07,
+        floor: float = 0.01,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        if not 0 < floor <= temperature:
+            raise InputError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
+        self.projection = linear_scores(dim, projection, device, dtype)
+        self.embedding = linear_scores(projection, num_experts, device, dtype)
+        self.log_temperature = nn.Parameter(
+            torch.tensor([math.log(temperature)], device=device, dtype=dtype)
+        )  # FSDP2 takes no scalars
+        self.temperature, self.floor = temperature, floor
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        self.log_temperature.fill_(math.log(self.temperature))
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        projected_TP = F.normalize(F.linear(x_TD, self.projection.to(x_TD.dtype)), dim=-1)
+        cosine_TE = F.linear(projected_TP, F.normalize(self.embedding.to(x_TD.dtype), dim=-1))
+        temperature = self.log_temperature.to(x_TD.dtype).exp().clamp_min(self.floor)
+        logits_TE = cosine_TE / temperature
+        probs_TE = logits_TE.softmax(-1)
+        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        return token_choice(top_k_indices(scores.rank_by, top_k))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return chosen(scores.gates, choice, top_k).reshape(-1)

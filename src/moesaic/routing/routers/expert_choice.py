@@ -1,0 +1,64 @@
+"""Expert-choice routing: Zhou et al., "Mixture-of-Experts with Expert Choice Routing" (2022), section 3."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import linear_scores, top_k_indices
+
+
+class ExpertChoice(AbstractRouter):
+    """Each expert takes the `ceil(top_k * tokens / num_experts)` tokens that score highest for it.
+
+    Load is balanced by construction; a token may be taken by several experts or by none (its output is then zero).
+
+    Causality: whether an expert takes a token depends on every other token of the token set, later positions and other
+    sequences included. In a causal language model that leaks the future in training and cannot be reproduced when
+    decoding token by token; use it for encoders, or know what you do. The token set is all valid tokens of the call:
+    (batch x sequence) of one micro-batch, padding excluded.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
+    """
+
+    takes_best_ranked = False
+
+    @property
+    def looks_across_tokens(self) -> bool:
+        return True
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        probs_TE = logits_TE.softmax(-1)
+        return Scores(logits_TE, probs_TE, probs_TE, probs_TE.detach())
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        rank_by = (
+            scores.rank_by if valid_T is None else scores.rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
+        )
+        num_valid = len(rank_by) if valid_T is None else int(valid_T.sum())
+        each = min(num_valid, -(-top_k * num_valid // self.num_experts))
+        tokens_EC = top_k_indices(rank_by.t(), each)
+        expert = torch.arange(self.num_experts, device=rank_by.device).repeat_interleave(each)
+        return Choice(tokens_EC.reshape(-1), expert, torch.zeros_like(expert))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return scores.gates[choice.token, choice.expert]

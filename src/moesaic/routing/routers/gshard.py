@@ -1,0 +1,76 @@
+"""GShard top-2 with a sampled second choice: Lepikhin et al., "GShard" (2020), section 2.2 and algorithm 1."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
+
+
+class GShardTop2(AbstractRouter):
+    """The best expert always; the second one by chance in training, by rank in evaluation.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are, at least 2.
+        second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
+            Mesh-TensorFlow and DeepSpeed do); "random_dispatch" takes the second best and sends the token there with
+            probability `min(1, 2 * g2)`, g2 its normalised weight, as the GShard paper has it.
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        second: Literal["sampled", "random_dispatch"] = "sampled",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        if second not in ("sampled", "random_dispatch"):
+            raise InputError(f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"')
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+        self.second = second
+
+    def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        if not self.training:
+            return None
+        width = self.num_experts if self.second == "sampled" else 1
+        return torch.rand(num_tokens, width, device=device)
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        probs_TE = logits_TE.softmax(-1)
+        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        first = top_k_indices(scores.rank_by, 1)
+        rest = scores.rank_by
+        if noise is not None and self.second == "sampled":
+            rest = rest - torch.log(-torch.log(noise.to(rest.dtype).clamp_min(torch.finfo(rest.dtype).tiny)))
+        rest = rest.clamp_min(torch.finfo(rest.dtype).min).scatter(1, first, float("-inf"))  # below all others
+        choice = token_choice(torch.cat([first, top_k_indices(rest, 1)], dim=1))
+        if noise is None or self.second == "sampled":
+            return choice
+        second_gate = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)[:, 1]
+        sent = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
+        sent[:, 1] = noise[:, 0] < 2 * second_gate
+        return choice._replace(sent=sent.reshape(-1))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return normalized(chosen(scores.gates, choice, top_k))
+
+    def check_fits(self, top_k: int) -> None:
+        super().check_fits(top_k)
+        if top_k != 2:
+            raise InputError(f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2")

@@ -1,0 +1,77 @@
+"""Hash routing: Roller et al., "Hash Layers For Large Sparse Models" (2021), section 3: a fixed table, nothing learnt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import token_choice
+
+
+class Hash(AbstractRouter):
+    """A token's vocabulary id decides its experts, by a table drawn once from a seed; weights are `1 / top_k`.
+
+    Row i of the table is a random permutation of the experts, so that the `top_k` experts of a token differ.
+
+    Args:
+        dim: width of a token (not read).
+        num_experts: how many experts there are.
+        buckets: rows of the table; ids are taken modulo it.
+        seed: of the table.
+        device: where the table is; None for torch's default device.
+        dtype: taken as by other routers; there is no parameter that it could be of.
+    """
+
+    needs_token_ids = True
+    takes_best_ranked = False
+    table: Tensor
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return True
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        buckets: int = 65_536,
+        seed: int = 0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        if buckets < 1:
+            raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
+        self.buckets, self.seed = buckets, seed
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.register_buffer("table", self._drawn().to(device))
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        self.table.copy_(self._drawn())
+
+    def _drawn(self) -> Tensor:
+        """Return the table of the seed, (buckets, num_experts) int32, on the host."""
+        generator = torch.Generator().manual_seed(self.seed)
+        numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
+        return numbers.argsort(dim=1, stable=True).to(torch.int32)
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        if token_ids is None:
+            raise InputError("the hash router reads token ids: call the layer as moe(x, token_ids=ids)")
+        order_TE = self.table[token_ids % len(self.table)].long()
+        rank_by = torch.zeros_like(order_TE, dtype=x_TD.dtype)
+        places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
+        rank_by.scatter_(1, order_TE, places.expand_as(rank_by))
+        uniform = torch.full_like(rank_by, 1 / self.num_experts)
+        return Scores(torch.zeros_like(rank_by), uniform, torch.ones_like(rank_by), rank_by)
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        return token_choice(scores.rank_by.argsort(dim=1, descending=True, stable=True)[:, :top_k])
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return torch.full_like(choice.expert, 1 / top_k, dtype=scores.gates.dtype)

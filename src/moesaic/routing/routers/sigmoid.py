@@ -1,0 +1,85 @@
+"""Sigmoid scores whose selection is corrected by a bias outside the loss: balance without an auxiliary loss.
+
+Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (2024), section 3;
+DeepSeek-V3 technical report (2024), section 2.1.2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
+
+
+class SigmoidTopK(AbstractRouter):
+    """Experts are ranked by sigmoid score plus a bias; weights come from the scores alone.
+
+    After each optimizer step an expert that got more than the mean load has its bias lowered by `bias_rate`, one that
+    got less has it raised: `b += bias_rate * sign(mean(load) - load)`. The bias is a persistent buffer, in checkpoints.
+    `moesaic.balance_on_step(optimizer, model)` calls the update once per step.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        bias_rate: the step of the bias; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
+        normalize: divide a token's weights by their sum.
+        scale: factor on the normalised weights (`routed_scaling_factor` of DeepSeek-V3).
+        device: where parameters are made; None for torch's default device.
+        dtype: of the matrix (the bias keeps torch's default dtype); None for torch's default dtype.
+    """
+
+    float32_buffers = ("bias",)
+    bias: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        bias_rate: float = 1e-3,
+        normalize: bool = True,
+        scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        self.bias_rate = bias_rate
+        self.normalize = normalize
+        self.scale = scale
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        gates_TE = logits_TE.sigmoid()
+        probs_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
+        return Scores(logits_TE, probs_TE, gates_TE, gates_TE.detach() + self.bias)
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        return token_choice(top_k_indices(scores.rank_by, top_k))
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        gates_TK = chosen(scores.gates, choice, top_k)
+        return self.scale * (normalized(gates_TK) if self.normalize else gates_TK.reshape(-1))
+
+    def check(self, top_k: int) -> None:
+        super().check(top_k)
+        if top_k == 1 and self.normalize and self.num_experts > 1:
+            raise InputError(
+                "top_k=1 with normalize=True gives every token the same weight and the router no gradient: "
+                "use SigmoidTopK(..., normalize=False)"
+            )
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        self.bias.zero_()
+
+    @torch.no_grad()
+    def update(self, load_E: Tensor) -> None:
+        load = load_E.to(self.bias)
+        self.bias += self.bias_rate * torch.sign(load.mean() - load)

@@ -1,0 +1,376 @@
+"""An MoE layer on a mesh: routing that agrees over the ranks, then the compiled programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives import all_gather, broadcast, share_of, slice_rows
+from moesaic.comm.deepep import DeepEP
+from moesaic.comm.transport import AbstractTransport
+from moesaic.errors import InputError
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.plan import Compiled, Plan
+from moesaic.plan.plan import Crossing
+from moesaic.plan.replication.policy import AbstractReplicationPolicy
+from moesaic.plan.replication.slices import Cut
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes
+from moesaic.routing.capacity import AbstractCapacity, Capacity
+from moesaic.routing.losses import AbstractLoss
+from moesaic.routing.route import Batch, Routed, RoutingRecord, route
+from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.arbiter import ProgramSelector
+from moesaic.runtime.budget import TokenBudget
+from moesaic.runtime.by_deepep import run_by_deepep
+from moesaic.runtime.call import Call, Codecs, known_codec
+from moesaic.runtime.counts import counts_of, even_counts, share_of_each
+from moesaic.runtime.fitting import compiled_for, fitting
+from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
+from moesaic.runtime.padding import pad_copies
+from moesaic.runtime.peers import Peers
+from moesaic.runtime.place_experts_order import ExpertOrder
+from moesaic.runtime.sharing import shared_parameters
+from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a layer keeps of one plan: nothing here is as large as a weight."""
+
+    compiled: Compiled
+    slices: bool
+    """Each rank of a tensor group routes a slice of its tokens."""
+    peers: Peers
+    deepep: DeepEP | None
+    chooser: ProgramSelector
+    """Of what a call runs."""
+    budget: TokenBudget
+
+
+class ExpertParallel:
+    """How one layer runs on a mesh under a plan. All ranks make it together.
+
+    Args:
+        grid: the mesh.
+        transport: between its ranks.
+        plan: the choices, compiled for this mesh or not yet.
+        experts: of the layer, sharded already.
+        weight_first: multiply by the routing weight before the expert.
+        replication policy: under plans that replicate copies, decides which; None takes the policy that the plan names.
+        settings, weights: of the layer, as for `fitting`.
+        deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
+
+    Raises:
+        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans or layers.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        transport: AbstractTransport,
+        plan: Plan | Compiled,
+        experts: AbstractExperts,
+        weight_first: bool,
+        policy: AbstractReplicationPolicy | None = None,
+        settings: Mapping[str, object] | None = None,
+        weights: Mapping[str, str] | None = None,
+        deepep: Callable[[], DeepEP] | None = None,
+    ) -> None:
+        compiled = fitting(plan, grid, transport, experts, settings, weights)
+        self._mesh, self.transport, self.rank = grid, transport, transport.rank
+        self.num_experts, self._dim, self._given_policy = experts.num_experts, experts.dim, policy
+        self.codecs: Codecs = known_codec
+        """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
+        self.order = ExpertOrder(experts.num_experts)
+        self._weight_first = weight_first
+        self._tensor_group = grid.group(self.rank, ("tp",))
+        self._place = grid.coordinate(self.rank, "tp")
+        by_deepep = compiled.plan.crossing is Crossing.DEEPEP
+        if by_deepep and weight_first:
+            raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
+        assert deepep is not None or not by_deepep
+        way = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
+        self._ways: dict[Plan | bytes, _Way] = {_key(plan): way}
+        self._enter(way)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
+        """Return how a copy of the layer runs: over the same connections, by the same plans, with nothing learnt yet."""
+        other = object.__new__(ExpertParallel)
+        memo[id(self)] = other
+        other.__dict__.update(self.__dict__)
+        other.order = copy.deepcopy(self.order, memo)
+        other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
+        other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
+        return other
+
+    def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
+        """Run under another plan from the next call on; see `MoE.use_plan`.
+
+        Args:
+            plan: the choices; what was made for them is kept, so that coming back costs a look-up.
+            experts: of the layer.
+
+        Raises:
+            InputError: if the plan does not fit the layer, or wants process groups that the layer does not have.
+        """
+        way = self._ways.get(_key(plan))
+        if way is None:
+            choices = plan if isinstance(plan, Plan) else plan.plan
+            if choices.crossing is Crossing.DEEPEP:
+                raise InputError(
+                    "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
+                    "parallelize the layer with deepep"
+                )
+            way = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
+            self._ways[_key(plan)] = way
+        if way.compiled is not self.compiled:
+            self._enter(way)
+            self.peers.all_agree = False
+
+    def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
+        slices = compiled.routes_slices
+        find = None
+        if compiled.is_multicast:
+            find = partial(_find, self.num_experts, compiled)
+        of_layer = self.num_experts, self._dim
+        chooser = ProgramSelector(compiled, self._given_policy, *of_layer)
+        budget = TokenBudget(compiled, *of_layer, None if self._given_policy is None else self._given_policy.costs)
+        peers = Peers(self.transport, compiled.grid, slices, chooser.digest, find, self.order, tell=chooser.tell)
+        return _Way(compiled, slices, peers, deepep, chooser, budget)
+
+    def _enter(self, way: _Way) -> None:
+        self.compiled, self.grid = way.compiled, way.compiled.grid
+        self._slices, self.peers, self._deepep = way.slices, way.peers, way.deepep
+        self.chooser, self.budget = way.chooser, way.budget
+        self._agreed = False
+
+    @property
+    def loss_share(self) -> int:
+        """What a loss over all ranks' tokens is multiplied by, since gradients are averaged over data-parallel groups."""
+        return self.grid.dp
+
+    def route(
+        self,
+        router: AbstractRouter,
+        x_TD: Tensor,
+        *,
+        top_k: int,
+        capacity: AbstractCapacity,
+        losses: Sequence[AbstractLoss],
+        batch: Batch,
+        replay: RoutingRecord | None,
+    ) -> Routed:
+        """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
+        settings = {"dtype": compute_dtype(x_TD), "top_k": top_k, "capacity": capacity, "losses": losses}
+        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+            self._agreed = False
+        if replay is None:
+            batch = replace(batch, noise=self._draw(router, x_TD))
+        if not self._slices:
+            return route(
+                router,
+                x_TD,
+                top_k=top_k,
+                capacity=capacity,
+                losses=losses,
+                batch=batch,
+                replay=replay,
+                peers=self.peers,
+            )
+        mine = share_of(len(x_TD), self._place, self.grid.tp)
+        sliced = replace(
+            batch,
+            valid_T=None if batch.valid_T is None else batch.valid_T[mine],
+            token_ids=None if batch.token_ids is None else batch.token_ids[mine],
+            noise=None if batch.noise is None else batch.noise[mine],
+            first_token=mine.start,
+            sequence_length=max(len(x_TD) // batch.num_sequences, 1),
+        )
+        x_mine = slice_rows(self.transport, self._tensor_group, x_TD)
+        with shared_parameters(router, self.transport, self._tensor_group):
+            return route(
+                router,
+                x_mine,
+                top_k=top_k,
+                capacity=capacity,
+                losses=losses,
+                batch=sliced,
+                replay=replay,
+                peers=self.peers,
+            )
+
+    def run_experts(self, experts: AbstractExperts, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
+        """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
+
+        Args:
+            experts: of the layer.
+            x_TD: all tokens of the tensor group.
+            routed: what `route` returned.
+            padded_rows: what `padded_rows` returned.
+        """
+        if self._deepep is not None:
+            return run_by_deepep(self._deepep, experts, x_TD, self.order.routed(routed))
+        routing = self.order.in_slots(routed.routing)
+        order = self.peers.order(routing.expert)
+        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        node_tokens = None
+        if padded_rows is not None:
+            gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
+        elif self.compiled.is_multicast:
+            node_tokens = self.peers.node_tokens(routed.record) or self._node_tokens(token, expert, routing.num_tokens)
+        indices = {"index": token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
+        if padded_rows is None or not self._agreed:
+            self._check_digests(routed, together=padded_rows is None)
+        if padded_rows is None:
+            copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
+        else:
+            even = (self.num_experts, routing.num_tokens, padded_rows)
+            copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
+        copies, dtype = self.order.columns(copies), compute_dtype(x_TD)
+
+        def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+            assert gate is not None
+            x, units = x.to(dtype), experts.num_units(sharded)
+            chosen, wanted = self.chooser.choose(routed.record, copies, units)
+            compiled, replicated, cut = self.budget.hold(chosen, wanted, copies, units)
+            sizes = self._sizes(compiled, replicated, copies, tokens, None if cut else node_tokens, units)
+            call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
+            work = Run(compiled, self.transport, call, 0, indices)
+            cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
+            if cut is not None:
+                slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)
+                return run_slices(SlicedRun(work, slices), x, gate, *cast)
+            forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
+            call.first_tag = self.transport.take_tags(forward + backward)
+            work = replace(work, backward_tag=call.first_tag + forward)
+            return self.chooser.timed(routed.record, compiled, replicated, lambda: run_program(work, x, gate, *cast))
+
+        y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
+        return y.to(x_TD.dtype)
+
+    def padded_rows(self, capacity: AbstractCapacity, num_tokens: int, top_k: int) -> int | None:
+        """Return the rows that this rank's routing sends each expert under a padded capacity; None under others.
+
+        Args:
+            capacity: of the call.
+            num_tokens: of the tensor group, equally many on all ranks.
+            top_k: of the call.
+
+        Raises:
+            InputError: for a plan whose sizes depend on the routing, or tokens that do not split over tp.
+        """
+        if not isinstance(capacity, Capacity) or not capacity.is_padded:
+            return None
+        self.budget.refuse_padding()
+        if self.compiled.replicates:
+            raise InputError(
+                f"a padded capacity clashes with plan.replication={self.compiled.plan.replication}, which is decided from "
+                "counts that no rank then has: choose a capacity that is not padded, or replication none"
+            )
+        if self.compiled.is_multicast:
+            raise InputError(
+                "a padded capacity clashes with multicast, whose visits depend on the routing: choose another "
+                "plan.all_to_all, or a capacity that is not padded"
+            )
+        if num_tokens % self.grid.tp:
+            raise InputError(
+                f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got {num_tokens}: pad the batch"
+            )
+        rows = capacity.fixed_rows(num_tokens // (self.grid.tp if self._slices else 1), top_k, self.num_experts)
+        return -(-rows // self.compiled.capacity_multiple) * self.compiled.capacity_multiple
+
+    def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
+        """Draw the noise of all tokens of the tensor group, the same on each of its ranks."""
+        if self.grid.tp == 1 or type(router).draw is AbstractRouter.draw:
+            return router.draw(len(x_TD), x_TD.device)
+        seed = torch.randint(2**62, (1,))
+        seed = broadcast(self.transport, self._tensor_group, seed.to(x_TD.device), self._tensor_group[0])
+        with torch.random.fork_rng([x_TD.device] if x_TD.is_cuda else []):
+            torch.manual_seed(int(seed))
+            return router.draw(len(x_TD), x_TD.device)
+
+    def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
+        """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
+
+        Args:
+            routed: what `route` returned.
+            together: all ranks do this in this call.
+
+        Raises:
+            InputError: on every rank, if they do not.
+        """
+        assert routed.record.gathered is not None
+        digests = routed.record.gathered.digests_on_host
+        if not (digests == self.peers.digest.numpy()).all():
+            self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
+            raise InputError(
+                "the layer's plan, or the dtype of the call, was changed between a forward pass and its recomputation: call "
+                "MoE.use_plan between steps"
+            )
+        self._agreed = True
+
+    def _sizes(
+        self,
+        compiled: Compiled,
+        replicated: np.ndarray | None,
+        copies: np.ndarray,
+        tokens: np.ndarray,
+        node_tokens: NodeTokens | None,
+        units: int,
+    ) -> CallSizes:
+        table = None
+        if node_tokens is not None and node_tokens.of_all is None:
+            told = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
+            table = torch.stack(told).cpu().numpy()
+        elif node_tokens is not None:
+            table = node_tokens.of_all
+        chunks, shapes = compiled.plan.chunks, compiled.shapes(self.num_experts)
+        return CallSizes(
+            compiled.grid, copies, tokens, chunks, node_tokens=table, units=units, replicated=replicated, shapes=shapes
+        )
+
+    def _cut_up(
+        self,
+        cut: Cut,
+        compiled: Compiled,
+        tokens: np.ndarray,
+        routing: tuple[Tensor, Tensor],
+        num_tokens: int,
+        units: int,
+    ) -> list[Slice]:
+        """Return what each slice of a call runs; `routing` is token and expert of this rank's rows."""
+        alone = self._slices or compiled.is_redundant
+        find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
+
+        def bind(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
+            return self._sizes(compiled, replicated, copies, tokens, node_tokens, units)
+
+        return slices_of(cut, (self.rank,) if alone else self._tensor_group, self.transport, routing, find, bind)
+
+    def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
+        """Find the visits of the copies that this rank sends."""
+        if not self._slices and self.grid.tp > 1:
+            counts_E = torch.bincount(expert, minlength=self.num_experts)
+            start_E = counts_E.cumsum(0) - counts_E
+            place = torch.arange(len(expert), device=expert.device) - start_E[expert]
+            mine = share_of_each(counts_E, self._place, self.grid.tp)
+            own = (place >= mine[0][expert]) & (place < mine[1][expert])
+            token, expert = token[own], expert[own]
+        return _find(self.num_experts, self.compiled, token, expert, num_tokens)
+
+
+def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
+    return find_node_tokens(token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid)
+
+
+def _key(plan: Plan | Compiled) -> Plan | bytes:
+    """Return what a plan is found by again."""
+    return plan if isinstance(plan, Plan) else plan.digest

@@ -1,0 +1,18 @@
+"""The code of docs/extending.md, as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+
+
+def block(section: str) -> dict[str, Any]:
+    """The names that the first code block of a section defines, which is a whole file."""
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found

@@ -1,0 +1,285 @@
+"""All-to-all algorithms: every packet arrives, on the links it should, in as many messages as the papers say.
+
+W ranks of a group lie on N nodes, g on each. Nothing here runs: paths and hops are data, so large meshes cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from moesaic.cost.regular import check_regular
+from moesaic.cost.symmetry import UnlikeError
+from moesaic.errors import InputError
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import PACKED, Leg, NodeMap, check_link
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Lane
+
+EVEN = [(nodes, g) for nodes in (1, 2, 3, 4, 8, 9, 16) for g in (1, 2, 3, 4) if nodes * g <= 32]
+"""N and g, equal and different."""
+GROUPS: list[tuple[Grid, tuple[Axis, ...]]] = [
+    (Grid(world=16, ep=8, etp=2, ranks_per_node=4), ("ep", "etp")),
+    (Grid(world=16, ep=8, etp=2, ranks_per_node=4), ("ep",)),
+    (Grid(world=16, ep=8, etp=2, ranks_per_node=4, innermost="ep"), ("ep",)),
+    (Grid(world=16, ep=4, etp=2, ranks_per_node=2), ("ep", "etp")),
+    (Grid(world=24, ep=4, etp=3, ranks_per_node=6), ("ep", "etp")),
+    (Grid(world=24, ep=4, etp=6, ranks_per_node=6, etp_inner=3), ("ep", "etp_outer")),
+]
+UNEVEN: list[tuple[Grid, tuple[Axis, ...]]] = [
+    (Grid(world=12, ep=6, ranks_per_node=4), ("ep",)),
+    (Grid(world=12, ep=3, etp=2, ranks_per_node=4), ("ep", "etp")),
+    (Grid(world=18, ep=9, ranks_per_node=6), ("ep",)),
+]
+ANY_NODES = [name for name, link in ALL_TO_ALLS.items() if not link.needs_even_nodes]
+LANES_APART = ("pipelined", "hier1d", "hier2d", "hier3d", "naive")
+"""All-to-alls of this file whose hops on the lane between nodes carry nothing else."""
+nodes_per_group = ALL_TO_ALLS["hier3d"].nodes_per_group
+
+
+def flat(nodes: int, g: int) -> tuple[Grid, NodeMap]:
+    grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
+    return grid, NodeMap(grid, tuple(range(nodes * g)))
+
+
+def all_groups(grid: Grid, axes: tuple[Axis, ...]) -> Iterator[NodeMap]:
+    for ranks in sorted({grid.group(rank, axes) for rank in range(grid.world)}):
+        yield NodeMap(grid, ranks)
+
+
+def legs(name: str, places: NodeMap) -> Iterator[tuple[int, int, tuple[Leg, ...]]]:
+    for source in places.ranks:
+        for target in places.ranks:
+            if source != target:
+                yield source, target, ALL_TO_ALLS[name].path(places, source, target)
+
+
+def messages(name: str, places: NodeMap) -> Counter[tuple[int, int, int]]:
+    """(hop, sender, receiver) -> packets in the message."""
+    return Counter((leg.hop, leg.source, leg.target) for _, _, path in legs(name, places) for leg in path)
+
+
+def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
+    """Messages that each rank sends in a hop."""
+    sent = Counter(source for at, source, _ in messages(name, places) if at == hop)
+    return [sent[rank] for rank in places.ranks]
+
+
+def check_paths(name: str, grid: Grid, places: NodeMap) -> None:
+    hops = ALL_TO_ALLS[name].hops(places)
+    for source, target, path in legs(name, places):
+        assert path, "a packet between two ranks moves"
+        assert (path[0].source, path[-1].target) == (source, target)
+        at, last = source, PACKED
+        for leg in path:
+            assert leg.source == at != leg.target
+            assert leg.target in places.ranks
+            assert last in hops[leg.hop].reads, f"hop {leg.hop} does not wait for {last}, where the packet is"
+            assert leg.hop > last
+            if hops[leg.hop].lane is Lane.INTRA:
+                assert grid.node_of(leg.source) == grid.node_of(leg.target), f"{name} hop {leg.hop} goes inside nodes"
+            at, last = leg.target, leg.hop
+        assert path == ALL_TO_ALLS[name].path(places, source, target), "asked twice it says the same"
+
+
+def crossings(grid: Grid, path: tuple[Leg, ...]) -> int:
+    return sum(grid.node_of(leg.source) != grid.node_of(leg.target) for leg in path)
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+@pytest.mark.parametrize("name", ALL_TO_ALLS)
+def test_hops_read_earlier_hops_and_every_one_is_a_hop_between_ranks(name: str, nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    hops = ALL_TO_ALLS[name].hops(places)
+    for number, hop in enumerate(hops):
+        assert hop.lane in (Lane.INTRA, Lane.INTER)
+        assert hop.reads
+        assert all(PACKED <= read < number for read in hop.reads)
+    assert {leg.hop for _, _, path in legs(name, places) for leg in path} <= set(range(len(hops)))
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (9, 1), (4, 1), (1, 4)])
+@pytest.mark.parametrize("name", ALL_TO_ALLS)
+def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int, g: int) -> None:
+    """Every permutation of groups of nodes, and of the nodes of all groups, maps paths to paths."""
+    grid, places = flat(nodes, g)
+    link = ALL_TO_ALLS[name]
+    try:
+        check_regular(link, name, nodes, g)
+    except UnlikeError:
+        return
+    size = link.nodes_per_group(nodes)
+    for permuted in (*swaps(nodes // size, size, 1), *swaps(size, 1, nodes // size)):
+
+        def moved(rank: int, permuted: list[int] = permuted) -> int:
+            return places.rank(permuted[places.node(rank)], places.local(rank))
+
+        def numbered(hop: int, permuted: list[int] = permuted) -> int:
+            return permuted[hop] if link.hops_by_node and hop < nodes else hop
+
+        for source, target, path in legs(name, places):
+            expected = tuple(Leg(numbered(leg.hop), moved(leg.source), moved(leg.target)) for leg in path)
+            assert link.path(places, moved(source), moved(target)) == expected
+    assert grid.world == nodes * g
+
+
+def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
+    """Permutations that swap the first two of `count` runs of nodes, and that shift all of them, `times` side by side."""
+    for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
+        yield [(at * count + each) * run + place for at in range(times) for each in order for place in range(run)]
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+@pytest.mark.parametrize("name", LANES_APART)
+def test_the_lane_between_nodes_carries_what_crosses(name: str, nodes: int, g: int) -> None:
+    grid, places = flat(nodes, g)
+    hops = ALL_TO_ALLS[name].hops(places)
+    for source, target, path in legs(name, places):
+        for leg in path:
+            if hops[leg.hop].lane is Lane.INTER:
+                assert grid.node_of(leg.source) != grid.node_of(leg.target)
+        if grid.node_of(source) == grid.node_of(target):
+            assert crossings(grid, path) == 0, "what stays on a node does not leave it"
+        else:
+            assert 1 <= crossings(grid, path) <= (2 if name == "hier3d" else 1)
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+@pytest.mark.parametrize("name", ALL_TO_ALLS)
+def test_every_packet_goes_step_by_step_from_its_source_to_its_target(name: str, nodes: int, g: int) -> None:
+    check_paths(name, *flat(nodes, g))
+
+
+@pytest.mark.parametrize(("grid", "axes"), GROUPS, ids=str)
+@pytest.mark.parametrize("name", ALL_TO_ALLS)
+def test_packets_stay_in_their_group(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
+    check_link(ALL_TO_ALLS[name], name, grid, axes)
+    for places in all_groups(grid, axes):
+        check_paths(name, grid, places)
+
+
+@pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
+@pytest.mark.parametrize("name", ANY_NODES)
+def test_those_that_need_no_even_nodes_run_on_uneven_ones(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
+    check_link(ALL_TO_ALLS[name], name, grid, axes)
+    for places in all_groups(grid, axes):
+        check_paths(name, grid, places)
+
+
+@pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
+@pytest.mark.parametrize("name", [name for name in ALL_TO_ALLS if name not in ANY_NODES])
+def test_the_others_refuse_uneven_nodes(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
+    with pytest.raises(InputError, match=f"plan.all_to_all={name} needs equally many ranks of every group"):
+        check_link(ALL_TO_ALLS[name], name, grid, axes)
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+def test_linear_sends_one_message_to_everyone(nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    assert per_rank("linear", places, 0) == [nodes * g - 1] * (nodes * g)
+    assert set(messages("linear", places).values()) <= {1}
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+def test_pipelined_sends_the_same_messages_on_two_lanes(nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    by_lane = {
+        hop.lane: per_rank("pipelined", places, number)
+        for number, hop in enumerate(ALL_TO_ALLS["pipelined"].hops(places))
+    }
+    assert by_lane == {Lane.INTRA: [g - 1] * (nodes * g), Lane.INTER: [(nodes - 1) * g] * (nodes * g)}
+    assert all(hop.reads == (PACKED,) for hop in ALL_TO_ALLS["pipelined"].hops(places)), "neither waits for the other"
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+def test_2dh_sends_g_times_fewer_and_larger_messages_between_nodes(nodes: int, g: int) -> None:
+    """Tutel 4.3: N-fold blocks to g - 1 mates, then g-fold blocks to N - 1 ranks of equal place."""
+    _, places = flat(nodes, g)
+    assert per_rank("hier2d", places, 0) == [g - 1] * (nodes * g)
+    assert per_rank("hier2d", places, 1) == [nodes - 1] * (nodes * g)
+    sizes = messages("hier2d", places)
+    assert {count for (hop, *_), count in sizes.items() if hop == 0} == ({nodes} if g > 1 else set())
+    assert {count for (hop, *_), count in sizes.items() if hop == 1} == ({g} if nodes > 1 else set())
+    for hop, source, target in sizes:
+        if hop == 1:
+            assert places.local(source) == places.local(target)
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+def test_naive_aggregation_sends_a_message_inside_the_node_per_node(nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    inside = [per_rank("naive", places, hop) for hop in range(nodes)]
+    assert [sum(hops) for hops in zip(*inside)] == [nodes * (g - 1)] * (nodes * g)
+    assert per_rank("naive", places, nodes) == [nodes - 1] * (nodes * g)
+    sizes = messages("naive", places)
+    assert {count for (hop, *_), count in sizes.items() if hop < nodes} == ({1} if g > 1 else set())
+    assert {count for (hop, *_), count in sizes.items() if hop == nodes} == ({g} if nodes > 1 else set())
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(nodes, g) for nodes, g in EVEN if nodes > 1])
+def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
+    """Hetu: g² packets per pair of nodes in one message; members send theirs to the leader and get theirs from it."""
+    _, places = flat(nodes, g)
+    crossing = {key: count for key, count in messages("hier1d", places).items() if key[0] == 1}
+    assert len(crossing) == nodes * (nodes - 1)
+    assert set(crossing.values()) == {g * g}
+    assert {rank for _, source, target in crossing for rank in (source, target)} == {node[0] for node in places.nodes}
+    for node in places.nodes:
+        for member in node[1:]:
+            assert (
+                messages("hier1d", places)[(0, member, node[0])] == (nodes - 1) * g + 1
+            )  # and the leader's own packet
+            assert messages("hier1d", places)[(2, node[0], member)] == (nodes - 1) * g
+
+
+@pytest.mark.parametrize(("nodes", "g"), EVEN)
+def test_3dh_goes_inside_nodes_then_inside_groups_of_nodes_then_between_them(nodes: int, g: int) -> None:
+    _, places = flat(nodes, g)
+    size = nodes_per_group(nodes)
+    assert [per_rank("hier3d", places, hop) for hop in range(3)] == [
+        [g - 1] * (nodes * g),
+        [size - 1] * (nodes * g),
+        [nodes // size - 1] * (nodes * g),
+    ]
+    between = {count for (hop, *_), count in messages("hier3d", places).items() if hop == 2}
+    assert between == ({g * size} if nodes > size else set()), "the largest messages go between groups"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (8, 2), (9, 3), (12, 3), (16, 4)]
+)
+def test_groups_of_nodes_are_near_the_square_root(nodes: int, expected: int) -> None:
+    assert nodes_per_group(nodes) == expected
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(4, 2), (2, 4), (3, 2), (8, 1)])
+@pytest.mark.parametrize("name", ["linear", *LANES_APART])
+def test_nothing_is_carried_twice_and_every_rank_carries_alike(name: str, nodes: int, g: int) -> None:
+    """Packets that cross nodes: W (W - g) in all; only 3DH carries some of them across twice."""
+    grid, places = flat(nodes, g)
+    world = nodes * g
+    sizes = messages(name, places)
+    crossing = sum(n for (_, a, b), n in sizes.items() if grid.node_of(a) != grid.node_of(b))
+    once = world * (world - g)
+    if name == "hier3d":
+        size = nodes_per_group(nodes)
+        twice = world * g * (size - 1) * (nodes // size - 1)
+        assert crossing == once + twice
+    else:
+        assert crossing == once
+    sent = Counter()
+    for (_, source, _), n in sizes.items():
+        sent[source] += n
+    if name != "hier1d":
+        assert len(set(sent.values())) == 1
+
+
+def test_places_are_counted_within_the_group() -> None:
+    grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
+    places = NodeMap(grid, grid.group(1, ("ep",)))
+    assert places.ranks == (1, 3, 5, 7)
+    assert places.nodes == [[1, 3], [5, 7]]
+    assert [(places.node(rank), places.local(rank)) for rank in places.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert places.rank(1, 0) == 5

@@ -1,0 +1,246 @@
+"""Replication: the programs, their sizes, what travels, and the order of their tasks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.cost.simulate import simulate
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.order import ORDERS
+from moesaic.program.passes.gather_weights import gather_weights
+from moesaic.program.passes.multicast import multicast
+from moesaic.program.passes.replicate import relays, replicate
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Op
+from moesaic.program.text import from_text, to_text
+from moesaic.program.transpose import transpose
+from moesaic.program.validate import validate
+from moesaic.program.volume import messages_of
+
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+COPIES = np.array([[8, 1, 0, 0], [6, 2, 1, 0], [7, 0, 3, 1], [5, 0, 0, 4]])
+TOKENS = COPIES.sum(1)
+
+
+def replicated(*entries: tuple[int, int, int, int]) -> np.ndarray:
+    """(origin, expert, helper, copies) each."""
+    found = np.zeros((4, 4, 4), dtype=np.int64)
+    for origin, expert, helper, copies in entries:
+        found[origin, expert, helper] = copies
+    return found
+
+
+def messages(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
+    program = replicate(SCHEDULES["s1"](), sizes.num_chunks)
+    program = transpose(program) if backward else program
+    task = next(task for task in program.tasks if task.name == task_name)
+    slots = {slot.name: slot for slot in program.slots}
+    return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_replicates_both_ways_and_prints(name: str, bias: bool):
+    forward = replicate(SCHEDULES[name](bias), 2)
+    for program in (forward, transpose(forward)):
+        validate(program)
+        assert from_text(to_text(program)) == program
+        for order in ("fifo", "early", "optsche"):
+            validate(ORDERS[order](program, None))
+    assert sum(task.op is Op.EXPERT for task in forward.tasks) == 3
+
+
+def test_a_shadowed_expert_takes_no_copies_home_and_sends_its_weights_once_to_each_helper():
+    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((1, 0, 1, 6), (2, 0, 2, 7), (3, 0, 3, 5)), units=16)
+    assert messages("h.0", sizes) == {(0, 1): 1, (1, 2): 1, (2, 3): 1}
+    assert messages("h.lent", sizes) == {}
+    assert messages("w_here", sizes) == {(0, 1): 16, (0, 2): 16, (0, 3): 16}
+    assert messages("w_here'", sizes, backward=True) == {(1, 0): 16, (2, 0): 16, (3, 0): 16}
+
+
+def test_copies_spill_from_any_origin_and_weights_go_only_where_copies_went():
+    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (2, 0, 3, 7)), units=16)
+    assert messages("h.lent", sizes) == {(0, 3): 2, (2, 3): 7}
+    assert messages("z.lent", sizes) == {(3, 0): 2, (3, 2): 7}
+    assert messages("w_here", sizes) == {(0, 3): 16}
+    assert messages("h.0", sizes)[(1, 0)] == 6
+
+
+def test_what_stays_is_cut_into_chunks_and_what_is_replicated_is_not():
+    sizes = CallSizes(GRID, COPIES, TOKENS, 2, replicated=replicated((1, 0, 2, 2)), units=16)
+    assert messages("h.0", sizes)[(1, 0)] == messages("h.1", sizes)[(1, 0)] == 2
+    assert messages("h.lent", sizes) == {(1, 2): 2}
+
+
+def test_helpers_hold_the_experts_they_help_and_no_others():
+    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (0, 1, 3, 1), (1, 2, 0, 1)), units=16)
+    here = replicate(SCHEDULES["s1"](), 1).slot("w_here").layout
+    rows = replicate(SCHEDULES["s1"](), 1).slot("h.lent").layout
+    assert [sizes.num_held(here, rank) for rank in range(4)] == [1, 0, 0, 2]
+    assert [sizes.num_rows(here, rank) for rank in range(4)] == [16, 0, 0, 32]
+    assert sizes.rows_per_expert(rows, 3).tolist() == [2, 1]
+
+
+def test_shards_of_an_expert_help_at_their_own_place():
+    grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
+    copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
+    told = np.zeros((4, 2, 2), dtype=np.int64)
+    told[2:, 0, 1] = 4
+    sizes = CallSizes(grid, copies, copies.sum(1), replicated=told, units=8)
+    assert messages("w_here", sizes) == {(0, 2): 8, (1, 3): 8}
+    assert messages("h.lent", sizes) == {(2, 3): 4, (3, 2): 4}
+
+
+def test_replicas_replicate_apart():
+    grid = Grid(world=4, ep=2, ranks_per_node=2)
+    copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
+    told = np.zeros((4, 2, 2), dtype=np.int64)
+    told[1, 0, 1] = 4
+    sizes = CallSizes(grid, copies, copies.sum(1), replicated=told, units=8)
+    assert [sizes.helped(rank).tolist() for rank in range(4)] == [[False, False], [True, False], *[[False, False]] * 2]
+    assert messages("w_here", sizes) == {(0, 1): 8}
+
+
+def test_nothing_replicated_moves_no_weights():
+    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated(), units=16)
+    assert messages("w_here", sizes) == messages("h.lent", sizes) == {}
+    assert sum(messages("h.0", sizes).values()) == COPIES.sum() - np.trace(COPIES)
+
+
+def test_replicated_weights_are_kept_for_the_backward_pass_rather_than_sent_again():
+    backward = transpose(replicate(SCHEDULES["s1"](), 1))
+    assert "w_here" in backward.inputs
+    assert [task.name for task in backward.tasks if task.op is Op.MOVE and "w" in task.reads] == []
+
+
+def test_gradients_of_replicated_weights_start_home_before_the_experts_that_stayed_run():
+    backward = ORDERS["optsche"](transpose(replicate(SCHEDULES["s1"](), 2)), None)
+    names = [task.name for task in backward.tasks]
+    assert names.index("out.replicated'") < names.index("w_here'") < names.index("out.0'")
+
+
+NODES = Grid(world=8, ep=8, ranks_per_node=4)
+
+
+def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_experts: int = 8) -> CallSizes:
+    """Sizes of a call in which every rank has 9 copies for each expert; (origin, expert, helper, copies) are replicated."""
+    copies = np.full((grid.world, num_experts), 9)
+    told = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+    for origin, expert, helper, number in entries:
+        told[origin, expert, helper] = number
+    return CallSizes(grid, copies, copies.sum(1), replicated=told, units=16)
+
+
+def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
+    program = replicate(SCHEDULES["s1"](), 1, sizes.grid)
+    program = transpose(program) if backward else program
+    task = next(task for task in program.tasks if task.name == task_name)
+    slots = {slot.name: slot for slot in program.slots}
+    return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
+
+
+def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:
+    """Expert 1 of rank 1 is replicated to ranks 4, 6 and 7 of the other node, by way of rank 5, and to rank 3 of its own."""
+    sizes = on_nodes(*[(helper, 1, helper, 5) for helper in (3, 4, 6, 7)])
+    assert relayed("w_near", sizes) == {(1, 5): 16}
+    assert relayed("w_here", sizes) == {(1, 3): 16, (5, 4): 16, (5, 6): 16, (5, 7): 16}
+    assert relayed("w_here'", sizes, backward=True) == {(3, 1): 16, (4, 5): 16, (6, 5): 16, (7, 5): 16}
+    assert relayed("w_near'", sizes, backward=True) == {(5, 1): 16}, "one sum of gradients crosses nodes, not three"
+    near = replicate(SCHEDULES["s1"](), 1, NODES).slot("w_near").layout
+    assert [sizes.held(near, rank).tolist() for rank in range(8)] == [[], [1], [], [], [], [1], [], []]
+
+
+def test_a_relay_may_help_too_and_may_pass_on_several_experts() -> None:
+    sizes = on_nodes((5, 1, 5, 2), (4, 1, 4, 2), (0, 5, 0, 3), num_experts=8)
+    assert relayed("w_near", sizes) == {(1, 5): 16, (5, 1): 16}
+    assert relayed("w_here", sizes) == {(5, 4): 16, (1, 0): 16}
+    two = on_nodes((4, 2, 4, 2), (6, 3, 6, 2), num_experts=16)  # experts 2 and 3 live on rank 1
+    assert relayed("w_near", two) == {(1, 5): 32}
+    assert relayed("w_here", two) == {(5, 4): 16, (5, 6): 16}
+
+
+@pytest.mark.parametrize("innermost", ["etp", "ep"])
+def test_relays_have_the_shard_that_they_pass_on(innermost: str) -> None:
+    grid = Grid(world=8, ep=4, etp=2, innermost=innermost, ranks_per_node=4)  # type: ignore[arg-type]
+    place = [grid.coordinate(rank, "ep") for rank in range(8)]
+    shard = [grid.coordinate(rank, "etp") for rank in range(8)]
+    sizes = on_nodes(*[(rank, 0, place[rank], 4) for rank in range(8) if place[rank]], grid=grid, num_experts=4)
+    assert relays(grid)
+    got = {target for name in ("w_near", "w_here") for _, target in relayed(name, sizes)}
+    assert got >= {rank for rank in range(8) if place[rank]}
+    for name in ("w_near", "w_here"):
+        assert all(shard[source] == shard[target] for source, target in relayed(name, sizes))
+    crossing = [pair for pair in relayed("w_near", sizes) if grid.node_of(pair[0]) != grid.node_of(pair[1])]
+    assert len(crossing) == (2 if innermost == "etp" else 0), "each shard once; none where a node has all places of ep"
+
+
+def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> None:
+    alone = {"world": 4, "ep": 2, "etp": 2, "ranks_per_node": 2}
+    for sizes in (
+        alone,
+        {"world": 4, "ep": 4},
+        {"world": 4, "ep": 4, "ranks_per_node": 1},
+        {"world": 6, "ep": 3, "ranks_per_node": 2},
+    ):
+        assert not relays(Grid(**sizes))  # type: ignore[arg-type]
+        program = replicate(SCHEDULES["s1"](), 1, Grid(**sizes))  # type: ignore[arg-type]
+        assert "w_near" not in [slot.name for slot in program.slots]
+    assert relays(NODES)
+
+
+@pytest.mark.parametrize("order", ["optsche", "early", "fifo"])
+@pytest.mark.parametrize("grid", [NODES, Grid(world=4, ep=4)], ids=["relayed", "straight"])
+def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(grid: Grid, order: str) -> None:
+    """Weights leave behind the tokens that stay experts wait for, and travel while these run; what waits for their first
+    hop is issued last."""
+    plan = Plan(replication="spill", chunks=2, order=order)  # type: ignore[arg-type]
+    names = [task.name for task in compile_plan(plan, grid).forward.tasks]
+    first, last = ("w_near", "w_here") if grid is NODES else ("w_here", "w_here")
+    dispatches = ["h.0"] if order == "fifo" else ["h.0", "h.1", "h.lent"]
+    assert max(map(names.index, dispatches)) < names.index(first) < names.index("out.0")
+    assert names.index(last) < names.index("out.lent")
+    if grid is NODES:
+        assert max(names.index("out.1"), names.index("z.1")) < names.index("w_here")
+
+
+def test_weights_travel_beside_the_experts_that_stay() -> None:
+    """Simulated: dispatches end when they do without replication, and weights have come when their experts may start."""
+    links = (
+        Link(name="nvlink", devices=1, gbps=(1000,), carries="inside"),
+        Link(name="nic", devices=1, gbps=(100,), carries="outside"),
+    )
+    device = Device(tflops=Tflops(bf16=10), memory_gib=80, memory_gigabytes_per_second=1e5)
+    cluster = ClusterSpec(nodes=2, devices_per_node=4, device=device, links=links)
+    workload = Workload(tokens=512, dim=256, hidden=512, num_experts=8, top_k=8)
+    copies = np.full((8, 8), 512)
+    replicated = np.zeros((8, 8, 8), dtype=np.int64)
+    replicated[[3, 4, 6, 7], 1, [3, 4, 6, 7]] = 512
+    ends = {}
+    for name, plan in (("lends", Plan(replication="spill")), ("plain", Plan())):
+        work = compile_plan(plan, NODES)
+        given = replicated if work.replicates else None
+        sizes = CallSizes(NODES, copies, copies.sum(1), replicated=given, units=512, shapes=work.shapes(8))
+        ends[name] = {span.task: span for span in simulate(work.forward, workload, cluster, NODES, sizes=sizes).spans}
+    replicates, plain = ends["lends"], ends["plain"]
+    assert replicates["h.0"].end <= 1.001 * plain["h"].end
+    assert replicates["w_near"].start < replicates["out.0"].end
+    assert replicates["w_here"].end <= replicates["out.lent"].start
+
+
+def test_more_than_there_is_cannot_be_replicated():
+    with pytest.raises(AssertionError, match="more copies are replicated than there are"):
+        CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 1, 9)))
+
+
+def test_multicast_and_other_ways_to_move_weights_clash():
+    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.all_to_all=multicast.*choose another"):
+        replicate(multicast(SCHEDULES["s1"](), GRID), 1)
+    grid = Grid(world=4, ep=2, etp=2)
+    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.gather_weights.*unset"):
+        replicate(gather_weights(SCHEDULES["s1"](), 1, grid)[0], 1)

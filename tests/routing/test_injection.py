@@ -1,0 +1,391 @@
+"""How auxiliary losses reach the parameters: the weight of injected ones over an optimizer step, and collected ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from helpers import make_layer
+from moesaic import LoadBalance, MoE, ZLoss, collect_losses, set_loss_scale
+from moesaic.errors import InputError
+from moesaic.routing import injection
+from moesaic.routing.injection import InjectsLosses
+
+LOSSES = (ZLoss(0.1), LoadBalance(0.2))
+
+
+def layer_of(**options: object) -> MoE:
+    torch.manual_seed(1)
+    return make_layer(losses=LOSSES, **options).double()
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def propagate(layer: nn.Module, x: Tensor, weight: float = 0.0) -> None:
+    """Run a backward pass whose main gradient is `weight` times ones."""
+    (layer(x) * weight).sum().backward()
+
+
+def once(layer: MoE) -> Tensor:
+    """Return the gradient of the auxiliary losses of one call."""
+    layer = copy.deepcopy(layer)
+    layer.zero_grad()
+    set_loss_scale(layer, 1.0)
+    propagate(layer, tokens())
+    return layer.router.weight.grad
+
+
+def weight_of(layer: MoE, gradient: Tensor) -> float:
+    """Return the weight with which the losses are in the router's gradient."""
+    ratio = layer.router.weight.grad / gradient
+    torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())))
+    return round(float(ratio.mean()), 9)
+
+
+def test_injection_leaves_values_and_the_main_gradient_alone() -> None:
+    layer = InjectsLosses()
+    layer.own = nn.Parameter(torch.ones(()))
+    y, loss = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    out = layer.inject_loss(y, loss, 0.5, False)
+    assert torch.equal(out, y)
+    (3 * out).sum().backward()
+    assert y.grad.tolist() == [3.0, 3.0, 3.0]
+    assert float(loss.grad) == 0.5
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_losses_of_accumulated_micro_batches_weigh_one_in_every_step(to_none: bool) -> None:
+    layer = layer_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    found = []
+    for _ in range(3):
+        gradient, per_pass = once(layer), []
+        for _ in range(8):
+            propagate(layer, tokens())
+            per_pass.append(weight_of(layer, gradient))
+        found.append(per_pass)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    assert found[0] == [1.0] * 8
+    assert found[1] == found[2] == [each / 8 for each in range(1, 9)]
+
+
+def test_more_passes_than_in_the_step_before_add_nothing() -> None:
+    layer = layer_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    for passes in (2, 5):
+        gradient = once(layer)
+        for _ in range(passes):
+            propagate(layer, tokens())
+        assert weight_of(layer, gradient) == 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_layer_that_a_pass_uses_twice_injects_twice_and_counts_once() -> None:
+    layer = layer_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    for _ in range(2):
+        gradient = once(layer)
+        for _ in range(2):
+            ((layer(tokens()) + layer(tokens())) * 0).sum().backward()
+        assert weight_of(layer, gradient) == 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_cleared_gradients_begin_anew_without_a_step() -> None:
+    """A gradient scaler skips steps, and tests of gradients take none."""
+    layer = layer_of()
+    gradient = once(layer)
+    for _ in range(3):
+        propagate(layer, tokens())
+        assert weight_of(layer, gradient) == 1.0
+        layer.zero_grad()
+
+
+def test_gradients_that_nobody_accumulates_have_the_losses_every_time() -> None:
+    layer = layer_of()
+    gradient = once(layer)
+    for _ in range(3):
+        found = torch.autograd.grad((layer(tokens()) * 0).sum(), layer.router.weight)[0]
+        torch.testing.assert_close(found, gradient)
+
+
+def test_an_optimizer_within_the_backward_pass_makes_every_pass_a_step() -> None:
+    layer = layer_of()
+    found = []
+
+    def step(parameter: Tensor) -> None:
+        if parameter is layer.router.weight:
+            found.append(weight_of(layer, gradient))
+        with torch.no_grad():
+            parameter.sub_(1e-3 * parameter.grad)
+        parameter.grad = None
+
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        gradient = once(layer)
+        propagate(layer, tokens())
+    assert found == [1.0, 1.0, 1.0]
+
+
+def test_an_optimizer_that_changes_data_is_a_step_once_gradients_are_cleared() -> None:
+    layer = layer_of()
+    for _ in range(3):
+        gradient = once(layer)
+        for _ in range(2):
+            propagate(layer, tokens())
+        assert weight_of(layer, gradient) == 1.0
+        for parameter in layer.parameters():
+            parameter.data.sub_(1e-3 * parameter.grad)
+        layer.zero_grad()
+
+
+def test_a_layer_without_a_trainable_parameter_injects_nothing() -> None:
+    layer = layer_of().requires_grad_(False)
+    for scale in (None, 1.0):
+        x = tokens().requires_grad_()
+        if scale is not None:
+            set_loss_scale(layer, scale)
+        propagate(layer, x)
+        assert bool(x.grad.any()) == (scale is not None)
+
+
+@pytest.mark.parametrize("frozen", ["router", "experts"])
+def test_what_is_trainable_tells_steps_apart(frozen: str) -> None:
+    layer = layer_of()
+    getattr(layer, frozen).requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in layer.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(2):
+        x = tokens().requires_grad_()
+        alone = copy.deepcopy(layer)
+        set_loss_scale(alone, 1.0)
+        propagate(alone, x)
+        gradient, x.grad = x.grad, None
+        for _ in range(4):
+            propagate(layer, x)
+        torch.testing.assert_close(x.grad, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_scale_that_was_set_is_taken_exactly() -> None:
+    layer = layer_of()
+    gradient = once(layer)
+    set_loss_scale(layer, 0.25)
+    for each in range(1, 5):
+        propagate(layer, tokens())
+        assert weight_of(layer, gradient) == each / 4
+
+
+# Compiled
+
+
+@pytest.fixture
+def compiled() -> Callable[[MoE], Callable[[Tensor], Tensor]]:
+    torch._dynamo.reset()
+    return lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+
+def test_compiled_micro_batches_weigh_one(compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+    layer = layer_of()
+    call = compiled(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    for _ in range(2):
+        gradient = once(layer)
+        for _ in range(4):
+            (call(tokens()) * 0).sum().backward()
+        assert weight_of(layer, gradient) == 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+    (call(tokens()) * 0).sum().backward()
+    with pytest.raises(InputError, match="the last call of a MoE was compiled, and its graph injects the losses"):
+        collect_losses(layer)
+    gradient = once(layer)
+    layer.zero_grad()
+    y = call(tokens())
+    set_loss_scale(layer, 0.5)  # between forward and backward
+    (y * 0).sum().backward()
+    (call(tokens()) * 0).sum().backward()
+    assert weight_of(layer, gradient) == 1.0
+
+
+def test_layers_share_their_compiled_code(compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+    layers = [layer_of() for _ in range(10)]
+    for layer in layers:
+        gradient = once(layer)
+        for _ in range(2):
+            (compiled(layer)(tokens()) * 0).sum().backward()
+        assert weight_of(layer, gradient) == 1.0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_a_torch_whose_graphs_take_no_objects_injects_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(injection, "TAKES_OBJECTS", False)
+    layer = layer_of()
+    gradient = once(layer)
+    call = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        (call(tokens()) * 0).sum().backward()
+    assert weight_of(layer, gradient) == 1.0
+    y = call(tokens())
+    assert y.requires_grad
+    assert len(collect_losses(layer)) == 1
+
+
+# Float16
+
+
+def in_half(layer: MoE) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return layer(tokens().float())
+
+
+@pytest.mark.parametrize("how", ["autocast", "compiled", "half"])
+def test_float16_refuses_to_guess_the_scale(how: str, compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+    layer = make_layer(losses=LOSSES)
+    call = compiled(layer) if how == "compiled" else layer
+    if how == "half":
+        y = layer.half()(tokens().half())
+    else:
+        with torch.autocast("cpu", torch.float16):
+            y = call(tokens().float())
+    with pytest.raises(
+        InputError, match=r"add collect_losses\(model\) to your loss .* or call set_loss_scale"
+    ) as error:
+        y.sum().backward()
+    assert "\n" not in str(error.value)
+
+
+def test_losses_under_a_gradient_scaler_have_their_weight() -> None:
+    found = []
+    for how in ("collected", "set"):
+        torch.manual_seed(1)
+        layer = make_layer(losses=LOSSES)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(4):
+            if how == "set":
+                set_loss_scale(layer, scaler.get_scale() / 4)
+            loss = in_half(layer).float().sum() * 0
+            if how == "collected":
+                loss = loss + sum(collect_losses(layer))
+            scaler.scale(loss / 4).backward()
+        scaler.unscale_(optimizer)
+        found.append(layer.router.weight.grad)
+    torch.testing.assert_close(found[0], found[1])
+    torch.manual_seed(1)
+    plain = make_layer(losses=LOSSES)
+    propagate(plain, tokens().float())
+    torch.testing.assert_close(found[0], plain.router.weight.grad, rtol=2e-2, atol=1e-3)
+
+
+# Collected
+
+
+def test_collected_losses_are_those_of_the_calls_and_are_not_injected() -> None:
+    layer = layer_of()
+    gradient = once(layer)
+    y, routing = layer(tokens(), return_routing=True)
+    losses = collect_losses(layer)
+    expected = sum(loss.coefficient * routing.losses[loss.name] for loss in LOSSES)
+    torch.testing.assert_close(losses[0].detach(), expected)
+    assert len(losses) == 1
+    assert collect_losses(layer) == []
+    ((y * 0).sum() + 3 * losses[0]).backward()
+    assert weight_of(layer, gradient) == 3.0
+
+
+def test_losses_of_several_calls_and_layers_are_collected() -> None:
+    model = nn.Sequential(layer_of(), nn.Tanh(), layer_of())
+    y = model(model(tokens()))
+    losses = collect_losses(model)
+    assert len(losses) == 4
+    ((y * 0).sum() + 0 * sum(losses)).backward()
+    assert not model[0].router.weight.grad.any(), "a collected loss that weighs 0 weighs 0"
+
+
+def test_collected_losses_are_exact_under_accumulation() -> None:
+    layer = layer_of()
+    gradient = once(layer)
+    for _ in range(5):
+        loss = (layer(tokens()) * 0).sum() + sum(collect_losses(layer))
+        (loss / 5).backward()
+    assert weight_of(layer, gradient) == 1.0
+
+
+def test_injected_losses_cannot_be_collected_afterwards() -> None:
+    layer = layer_of()
+    y = layer(tokens())
+    y.sum().backward()
+    assert collect_losses(layer) == []
+
+
+def test_evaluation_has_no_losses_to_collect() -> None:
+    layer = layer_of().eval()
+    layer(tokens())
+    layer.train()
+    with torch.no_grad():
+        layer(tokens())
+    assert collect_losses(layer) == []
+
+
+def test_losses_that_nobody_collects_hold_no_graph() -> None:
+    layer = layer_of()
+    y = layer(tokens())
+    graph = weakref.ref(layer._injections[0]())
+    del y
+    gc.collect()
+    assert graph() is None
+    for _ in range(3):
+        layer(tokens())
+    assert len(layer._injections) <= 1
+
+
+def test_losses_in_a_checkpoint_are_collected() -> None:
+    block = nn.Sequential(nn.Tanh(), layer_of(), nn.Tanh())
+    results = []
+    for recompute in (False, True):
+        block.zero_grad()
+        x = tokens().requires_grad_()
+        y = torch_checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        losses = collect_losses(block)
+        assert len(losses) == 1
+        (y.sum() + 2 * losses[0]).backward()
+        assert collect_losses(block) == []
+        results.append([p.grad for p in block.parameters()])
+    torch.testing.assert_close(results[0], results[1])
+
+
+# Copies
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_counts_by_itself(how: Callable[[MoE], MoE]) -> None:
+    layer = layer_of()
+    set_loss_scale(layer, 1.0)
+    layer.loss_scale_is_set = False
+    gradient = once(layer)
+    propagate(layer, tokens())
+    other = how(layer)
+    other.zero_grad()
+    for each in (layer, other):
+        propagate(each, tokens())
+        assert weight_of(each, gradient) == 1.0
+    del layer
+    gc.collect()
+    propagate(other, tokens())
+    assert weight_of(other, gradient) == 1.0

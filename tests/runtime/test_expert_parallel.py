@@ -1,0 +1,280 @@
+"""An MoE layer on a mesh as a module among others: in flight with others, nested, recomputed, accumulated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, own_expert, part_of, tokens_of
+from torch import Tensor, nn
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.recorder import Recorder
+from moesaic.comm.transport import AbstractTransport, NoTransport
+from moesaic.experts import ModuleExperts
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.program.grid import Grid
+from moesaic.routing.capacity import Capacity
+from moesaic.routing.losses import LoadBalance
+from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.routing_cache import checkpoint
+
+GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
+PLANS = {
+    "s1": Plan(schedule="s1", chunks=2),
+    "s2": Plan(schedule="s2", overlap_gather=True),
+    "s3": Plan(schedule="s3", all_to_all="hier2d"),
+    "baseline": Plan(schedule="baseline"),
+    "ted": Plan(schedule="ted"),
+    "r=0": Plan(schedule="s2", gather_weights=0),
+    "r=1": Plan(schedule="s1", gather_weights=1, peer_groups=2),
+    "multicast": Plan(schedule="s2", all_to_all="multicast"),
+}
+
+
+def alone(layer: MoE, group: int, times: int = 1) -> tuple[Tensor, Tensor]:
+    """The output and `times` input gradients of a layer on no mesh."""
+    x = tokens_of(group).requires_grad_()
+    y = layer(x)
+    for _ in range(times):
+        y.sin().sum().backward(retain_graph=True)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def functions_behind(y: Tensor) -> Counter[str]:
+    found: Counter[str] = Counter()
+    seen, open_nodes = set(), [y.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found[node.name()] += 1
+            open_nodes += [other for other, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_call_is_one_autograd_function(plan: str) -> None:
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport, x: Tensor) -> int:
+        y = on_mesh(whole, GRID, transport, PLANS[plan])(x)
+        y.sum().backward()
+        return functions_behind(y)["RunProgramBackward"]
+
+    assert every_rank(GRID, rank) == [1] * 4
+
+
+@pytest.mark.parametrize("backward_first", ["first", "second", "both"])
+@pytest.mark.parametrize("plan", ["s1", "s2", "r=0", "multicast"])
+def test_two_layers_in_flight_do_not_meet(plan: str, backward_first: str) -> None:
+    one, two = make_layer(seed=1), make_layer("biases", seed=2)
+
+    def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = on_mesh(one, GRID, transport, PLANS[plan]), on_mesh(two, GRID, transport, PLANS["s3"])
+        a, b = first(x), second(x)
+        losses = [a.sin().sum(), b.sin().sum()]
+        if backward_first == "both":
+            (losses[0] + losses[1]).backward()
+        for loss in {"first": losses, "second": losses[::-1], "both": []}[backward_first]:
+            loss.backward(retain_graph=True)
+        assert x.grad is not None
+        return a.detach(), b.detach(), x.grad
+
+    for at, (a, b, dx) in enumerate(every_rank(GRID, rank, seed=3)):  # type: ignore[misc]
+        group = GRID.coordinate(at, "dp")
+        torch.testing.assert_close(a, alone(one, group)[0])
+        torch.testing.assert_close(b, alone(two, group)[0])
+        torch.testing.assert_close(dx, alone(one, group)[1] + alone(two, group)[1])
+
+
+def test_layers_stack_and_nest() -> None:
+    """A layer on the mesh, whose experts are MoE layers of a user's own, behind another one."""
+
+    def nested(dim: int, hidden: int, count: int) -> ModuleExperts:
+        return ModuleExperts(lambda: nn.Sequential(own_expert(), MoE(DIM, 4, 2, 2, losses=())), dim, count)
+
+    grid = Grid(world=4, ep=4, tp=2)
+    torch.manual_seed(0)
+    inner, outer = make_layer(), MoE(DIM, 8, EXPERTS, 2, experts=nested, losses=()).double()
+
+    def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = on_mesh(outer, grid, transport, Plan(schedule="s2"))(
+            on_mesh(inner, grid, transport, Plan(schedule="s1"))(x)
+        )
+        y.sin().sum().backward()
+        return y.detach(), x.grad
+
+    for at, (y, dx) in enumerate(every_rank(grid, rank)):  # type: ignore[misc]
+        x = tokens_of(grid.coordinate(at, "dp")).requires_grad_()
+        expected = outer(inner(x))
+        expected.sin().sum().backward()
+        torch.testing.assert_close(y, expected.detach())
+        torch.testing.assert_close(dx, x.grad)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_accumulate(plan: str) -> None:
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport, x: Tensor) -> list[Tensor]:
+        layer, grads = on_mesh(whole, GRID, transport, PLANS[plan]), []
+        for _ in range(2):
+            layer(x).sin().sum().backward()
+            grads.append(layer.experts.w1.grad.clone())
+        assert x.grad is not None
+        return [*grads, x.grad]
+
+    for at, (once, twice, dx) in enumerate(every_rank(GRID, rank)):  # type: ignore[misc]
+        torch.testing.assert_close(twice, 2 * once)
+        torch.testing.assert_close(dx, 2 * alone(whole, GRID.coordinate(at, "dp"))[1])
+
+
+@pytest.mark.parametrize("grid", [GRID, Grid(world=2, tp=2), Grid(world=2, ep=2), Grid(world=4, tp=2)], ids=str)
+@pytest.mark.parametrize("plan", ["s1", "s2", "s3", "baseline"])
+def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
+    """Also where a rank may run ahead into its next backward pass while a peer still receives."""
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport, x: Tensor) -> Tensor:
+        y = on_mesh(whole, grid, transport, Plan(schedule=plan))(x).sin().sum()  # type: ignore[arg-type]
+        for _ in range(3):
+            y.backward(retain_graph=True)
+        assert x.grad is not None
+        return x.grad
+
+    for seed in range(4):
+        for at, dx in enumerate(every_rank(grid, rank, seed=seed)):
+            torch.testing.assert_close(dx, alone(whole, grid.coordinate(at, "dp"), times=3)[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("plan", PLANS)
+def test_forward_only(plan: str, mode: Any) -> None:
+    whole = make_layer("biases", losses=(LoadBalance(0.1),))
+
+    def rank(transport: AbstractTransport, x: Tensor) -> Tensor:
+        layer = on_mesh(whole, GRID, transport, PLANS[plan]).eval()
+        with mode():
+            y = layer(x)
+        assert not y.requires_grad
+        return y.clone()
+
+    for at, y in enumerate(every_rank(GRID, rank)):
+        torch.testing.assert_close(y, alone(whole.eval(), GRID.coordinate(at, "dp"))[0])
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "multicast"])
+def test_recomputation_exchanges_no_counts(plan: str) -> None:
+    """Counted on the wire: single exchanges, which routing makes, are as many with as without checkpointing."""
+    whole = make_layer(losses=(LoadBalance(0.1),))
+
+    def rank(transport: AbstractTransport) -> list[tuple[Counter[int], Tensor]]:
+        found = []
+        for recompute in (False, True):
+            x = tokens_of(GRID.coordinate(transport.rank, "dp")).requires_grad_()
+            recorder = Recorder(transport)
+            layer = on_mesh(whole, GRID, recorder, PLANS[plan])  # type: ignore[arg-type]
+            y = checkpoint(layer, x) if recompute else layer(x)
+            y.sin().sum().backward()
+            assert x.grad is not None
+            found.append((Counter(r.length for r in recorder.ranges), x.grad))
+        return found
+
+    for (plain, dx), (recomputed, dx_again) in run_ranks(4, rank):
+        program = max(plain)
+        assert plain[program] == 1
+        assert recomputed[program] == 2
+        assert {k: n for k, n in plain.items() if k != program} == {k: n for k, n in recomputed.items() if k != program}
+        assert torch.equal(dx, dx_again)
+
+
+def test_switching_r_moves_and_allocates_nothing() -> None:
+    """One layer, three values of r: the same parameter objects at the same addresses, no weight on the wire between."""
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport, x: Tensor) -> list[tuple[list[int], list[int], int, Tensor]]:
+        found = []
+        recorder = Recorder(transport)
+        layer = on_mesh(whole, GRID, recorder, Plan(schedule="s2"))  # type: ignore[arg-type]
+        for r in (2, 1, 0, 2):
+            before = len(recorder.ranges)
+            layer.on_mesh = ExpertParallel(GRID, recorder, Plan(schedule="s2", gather_weights=r), layer.experts, False)
+            sent = sum(message.num_bytes for each in recorder.ranges[before:] for message in each.messages)
+            parameters = list(layer.experts.parameters())
+            found.append(([id(p) for p in parameters], [p.data_ptr() for p in parameters], sent, layer(x).detach()))
+        return found
+
+    for switches in every_rank(GRID, rank):
+        ids, addresses, sent, outputs = zip(*switches)  # type: ignore[call-overload]
+        assert ids == (ids[0],) * 4
+        assert addresses == (addresses[0],) * 4
+        assert max(sent) < 256, "that all ranks switch to the same r is all they tell each other"
+        for y in outputs:
+            torch.testing.assert_close(y, outputs[0])
+
+
+@pytest.mark.parametrize("r", [None, 0, 1, 2])
+@pytest.mark.parametrize("kind", ["swiglu", "biases"])
+def test_storage_is_the_same_for_every_r(kind: str, r: int | None) -> None:
+    whole = make_layer(kind)
+
+    def rank(transport: AbstractTransport) -> dict[str, Tensor]:
+        layer = on_mesh(whole, GRID, transport, Plan(schedule="s1", gather_weights=r))
+        return {name: parameter.detach() for name, parameter in layer.experts.named_parameters()}
+
+    for at, held in enumerate(run_ranks(4, rank)):
+        for name, parameter in held.items():
+            assert torch.equal(parameter, part_of(whole, whole.experts.get_parameter(name), name, GRID, at))
+
+
+@pytest.mark.parametrize("plan", ["s1", "s2", "s3", "baseline"])
+def test_a_padded_capacity_computes_what_the_plain_one_does(plan: str) -> None:
+    whole = make_layer("biases")
+    mask = torch.tensor([False, True, True, True, False, True])
+
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, ...]]:
+        found = []
+        for padded in (False, True):
+            x = tokens_of(GRID.coordinate(transport.rank, "dp"))
+            x[~mask] = float("nan")
+            x.requires_grad_()
+            layer = on_mesh(whole, GRID, transport, Plan(schedule=plan, chunks=2))  # type: ignore[arg-type]
+            y = layer(x, mask=mask, capacity=Capacity.fixed(8.0, scope="rank", padded=padded))
+            y[mask].sin().sum().backward()
+            grads = [p.grad for p in layer.parameters()]
+            found.append((y[mask].detach(), x.grad[mask], *grads))  # type: ignore[index]
+        return found  # type: ignore[return-value]
+
+    for plain, padded in run_ranks(4, rank):
+        for one, other in zip(plain, padded):
+            torch.testing.assert_close(one, other)
+
+
+def test_ranks_without_tokens_take_part() -> None:
+    whole, grid = make_layer(), Grid(world=4, ep=4)
+
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
+        x = tokens_of(transport.rank, count=0 if transport.rank in (1, 2) else 5).requires_grad_()
+        layer = on_mesh(whole, grid, transport, Plan(chunks=2))
+        y = layer(x)
+        y.sum().backward()
+        assert layer.router.weight.grad is not None
+        return y.detach(), layer.experts.w1.grad
+
+    found = run_ranks(4, rank)
+    alone_x = torch.cat([tokens_of(rank, count=5) for rank in (0, 3)])
+    whole(alone_x).sum().backward()
+    torch.testing.assert_close(torch.cat([grad for _, grad in found]), whole.experts.w1.grad)
+    assert [len(y) for y, _ in found] == [5, 0, 0, 5]
+
+
+def test_a_world_of_one_is_the_plain_layer() -> None:
+    whole = make_layer("biases")
+    x = tokens_of(0)
+    for plan in (Plan(), Plan(schedule="s2", chunks=3), Plan(gather_weights=0)):
+        torch.testing.assert_close(on_mesh(whole, Grid(world=1), NoTransport(), plan)(x), whole(x))

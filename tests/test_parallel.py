@@ -1,0 +1,221 @@
+"""Any model over a mesh, by FSDP2, DDP or by hand: gradients and their norm are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_
+from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_over_data
+from worlds import on_ranks, refusal
+
+DIM, HIDDEN, EXPERTS, TOKENS = 4, 6, 8, 5
+NORMS = (2.0, 3.0, math.inf)
+
+
+def own_expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM))
+
+
+KINDS: dict[str, Any] = {
+    "swiglu": "swiglu",
+    "modules": lambda dim, hidden, count: ModuleExperts(own_expert, dim, count),
+}
+
+
+class Block(nn.Module):
+    """A dense part and a sparse one, in a tree that is nobody's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM)
+        self.sparse = nn.ModuleDict({"ffn": MoE(DIM, HIDDEN, EXPERTS, 2, experts=KINDS[kind], shared_hidden=6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.sparse["ffn"](self.dense(x).tanh())
+
+
+def make_model(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(kind), nn.Sequential(Block(kind)), nn.Linear(DIM, 3)).double()
+
+
+def batch(part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(part)
+    return torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is spread."""
+
+    kind: str
+    mesh: str
+    way: str
+    micro: int = 2
+
+
+MESHES: dict[int, dict[str, dict[str, int]]] = {
+    2: {"ep 2": {"ep": 2}, "edp 2": {}, "tp 2": {"tp": 2, "ep": 2}},
+    4: {"ep 2, edp 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "tp 2": {"tp": 2, "ep": 2}},
+}
+
+
+def by_hand(model: nn.Sequential, mesh: Mesh) -> nn.Module:
+    return model
+
+
+def by_fsdp(model: nn.Sequential, mesh: Mesh) -> nn.Module:
+    shard_over_data(model, mesh, [model[0], model[1][0]])
+    return model
+
+
+def by_ddp(model: nn.Sequential, mesh: Mesh) -> nn.Module:
+    prepare_ddp(model, mesh)
+    return DistributedDataParallel(model)
+
+
+WAYS: dict[str, Callable[[nn.Sequential, Mesh], nn.Module]] = {"hand": by_hand, "fsdp": by_fsdp, "ddp": by_ddp}
+
+
+def cases(world: int) -> list[Case]:
+    return [
+        Case(kind, mesh, way)
+        for kind in KINDS
+        for mesh, sizes in MESHES[world].items()
+        if kind != "modules" or "etp" not in sizes
+        for way in WAYS
+    ]
+
+
+def backward(model: nn.Module, inputs: list[Tensor]) -> None:
+    for x in inputs:
+        (model(x).sin().mean() / len(inputs)).backward()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def spread(case: Case) -> dict[str, Any]:
+    """Return gradients by name and what clipping gives, on this rank."""
+    world = dist.get_world_size()
+    mesh = Mesh.create(**MESHES[world][case.mesh])
+    model = make_model(case.kind)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.parallelize(mesh, Plan())
+    wrapped = WAYS[case.way](model, mesh)
+    group = mesh.grid.coordinate(mesh.rank, "dp")
+    backward(wrapped, [batch(micro * mesh.grid.dp + group) for micro in range(case.micro)])
+    if case.way == "hand":
+        average_gradients(model, mesh)
+    found: dict[str, Any] = {"dp": mesh.grid.dp}
+    found["gradients"] = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    found["norms"] = [float(clip_grad_norm_(model.parameters(), math.inf, p)) for p in NORMS]
+    found["of a copy"] = norm_of_copy(model) if case.way == "hand" else found["norms"][0]
+    before = clip_grad_norm_(model, found["norms"][0] / 2)
+    found["clipped"] = [float(before), float(clip_grad_norm_(model, math.inf))]
+    next(model.parameters()).grad.mul_(math.nan)
+    found["not finite"] = refusal(clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
+    return found
+
+
+def norm_of_copy(model: nn.Module) -> float:
+    """Return the norm of the gradients of the experts' modules, copied, among the rest."""
+    copied = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            again = copy.deepcopy(module.experts)
+            for old, new in zip(module.experts.parameters(), again.parameters()):
+                new.grad = old.grad
+            copied += list(again.parameters())
+    experts = {id(p) for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    return float(clip_grad_norm_([*copied, *(p for p in model.parameters() if id(p) not in experts)], math.inf))
+
+
+def expected(case: Case, dp: int) -> tuple[dict[str, Tensor], list[float]]:
+    model = make_model(case.kind)
+    backward(model, [torch.cat([batch(micro * dp + group) for group in range(dp)]) for micro in range(case.micro)])
+    gradients = [p.grad for p in model.parameters()]
+    norms = [float(nn.utils.get_total_norm(gradients, p)) for p in NORMS]
+    return {name: p.grad for name, p in model.named_parameters()}, norms
+
+
+def all_cases() -> list[dict[str, Any]]:
+    return [spread(case) for case in cases(dist.get_world_size())]
+
+
+@pytest.fixture(scope="module", params=list(MESHES))
+def world(request) -> tuple[list[Case], list[list[dict[str, Any]]]]:
+    return cases(request.param), list(zip(*on_ranks(request.param, all_cases)))
+
+
+def test_gradients_and_norms_are_those_of_one_process(world):
+    for case, of_ranks in zip(*world, strict=True):
+        gradients, norms = expected(case, of_ranks[0]["dp"])
+        for found in of_ranks:
+            assert set(found["gradients"]) <= set(gradients)
+            for name, gradient in found["gradients"].items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12, msg=f"{case}: {name}")
+            assert found["norms"] == pytest.approx(norms, rel=1e-12), case
+            assert found["of a copy"] == pytest.approx(norms[0], rel=1e-12), case
+            assert found["clipped"] == pytest.approx([norms[0], norms[0] / 2], rel=1e-5), case
+            assert found["not finite"] == "RuntimeError: the gradient's norm is nan: nothing was clipped"
+        assert {name for found in of_ranks for name in found["gradients"]} == set(gradients), case
+        assert len({tuple(found["norms"]) for found in of_ranks}) == 1
+
+
+def without_preparation() -> dict[str, str]:
+    found = {}
+    for kind in KINDS:
+        model = make_model(kind)
+        mesh = Mesh.create(ep=2)
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.parallelize(mesh, Plan())
+        found[kind] = refusal(lambda model=model: DistributedDataParallel(model)(batch(dist.get_rank())))
+    return found
+
+
+def test_ddp_over_experts_that_it_would_overwrite_is_refused():
+    for found in on_ranks(2, without_preparation):
+        assert found["modules"].startswith("InputError: DDP would give all ranks the first one's experts")
+        assert "prepare_ddp(model, mesh)" in found["modules"]
+        assert found["swiglu"] != ""  # torch refuses to bring DTensors and tensors into one bucket
+
+
+def test_without_a_mesh_clipping_is_torchs():
+    model, again = make_model("swiglu"), make_model("swiglu")
+    for each in (model, again):
+        backward(each, [batch(0)])
+    norm = clip_grad_norm_(model, 0.1)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(again.parameters(), 0.1))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_the_norm_of_one_process_is_torchs():
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)
+    ]
+    for scale, parameter in enumerate(parameters, start=1):
+        parameter.grad = scale * parameter.detach()
+    parameters.append(torch.nn.Parameter(torch.zeros(2)))
+    before = [parameter.grad.clone() for parameter in parameters[:2]]
+    norm = gradient_norm(parameters)
+    assert torch.equal(norm, torch.nn.utils.get_total_norm(before))
+    clip(parameters, norm, math.inf)
+    assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before))
+    clip(parameters, norm, 0.5)
+    assert float(gradient_norm(parameters)) == pytest.approx(0.5, rel=1e-4)
+    assert num_copies(before[0], 4) == 4

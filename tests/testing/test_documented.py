@@ -1,0 +1,31 @@
+"""The schedule and the all-to-all of docs/extending.md compute what the plain layer computes, in every case that draws them."""
+
+from __future__ import annotations
+
+import pytest
+
+from documented import block
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.build import SCHEDULES
+from moesaic.testing.cases import draw_case
+from moesaic.testing.equivalence import failures, run_case
+
+SEEDS = range(240)
+
+
+def test_the_schedule_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It routes slices, as S1 does, under a name that no other file knows."""
+    monkeypatch.setitem(SCHEDULES, "s4", block("A schedule")["s4"])
+    cases = [case for case in map(draw_case, SEEDS) if case.plan.schedule == "s4"]
+    assert sum(case.grid.tp > 1 for case in cases) >= 8
+    assert sum(case.grid.etp > 1 for case in cases) >= 8
+    for case in cases:
+        assert failures(case, run_case(case)) == {}, case
+
+
+def test_the_all_to_all_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
+    cases = [case for case in map(draw_case, SEEDS) if case.plan.all_to_all == "ring"]
+    assert sum(case.grid.world > (case.grid.ranks_per_node or case.grid.world) for case in cases) >= 4
+    for case in cases:
+        assert failures(case, run_case(case)) == {}, case
