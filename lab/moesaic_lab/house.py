@@ -1,4 +1,4 @@
-"""How large is the house, and how far is it from the layer to the transport? Lines, files, names with two meanings, import cycles.
+"""How large is the house, and how far is it from the layer to the transport? Lines, files, names, import cycles.
 
 The path is traced in a run: which files' functions are entered, on one of two ranks, from `MoE.forward` of a second call to
 the first transfer that carries rows of tokens. A return is a call that hands the tokens to a file that they were in before,
@@ -199,7 +199,7 @@ def trace_path(package: Path) -> PathTrace:
 
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
-    from moesaic.comm.transport import AbstractTransport, Ticket, Transfer
+    from moesaic.comm.transport import AbstractTransport, Handle, Transfer
     from moesaic.layer import MoE
     from moesaic.plan import Plan
     from moesaic.program.grid import Grid
@@ -218,13 +218,13 @@ def trace_path(package: Path) -> PathTrace:
             super().__init__(transport.rank, transport.world, transport.device)
             self._transport = transport
 
-        def issue(self, transfer: Transfer) -> Ticket:
+        def issue(self, transfer: Transfer) -> Handle:
             if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
                 sys.setprofile(None)
             return self._transport.issue(transfer)
 
-        def wait(self, ticket: Ticket) -> None:
-            self._transport.wait(ticket)
+        def wait(self, handle: Handle) -> None:
+            self._transport.wait(handle)
 
         def take_tags(self, num_tags: int) -> int:
             return self._transport.take_tags(num_tags)
