@@ -48,27 +48,27 @@ bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for netw
 
 bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
-	$(BIN)/python -m moesaic_lab.netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
-	$(BIN)/python -m moesaic_lab.gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
-	$(BIN)/python -m moesaic_lab.relocate_train --json $(RESULTS)/relocate_train.json
-	$(BIN)/python -m moesaic_lab.replicated_weights --json $(RESULTS)/replicated_weights.json
-	$(BIN)/python -m moesaic_lab.placement_gaps --json $(RESULTS)/placement_gaps.json
-	$(BIN)/python -m moesaic_lab.extending --json $(RESULTS)/extending.json
-	$(BIN)/python -m moesaic_lab.token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
-	$(BIN)/python -m moesaic_lab.moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
-	$(BIN)/python -m moesaic_lab.codec_error --json $(RESULTS)/codec_error.json
-	$(BIN)/python -m moesaic_lab.schedules --json $(RESULTS)/schedules.json
-	$(BIN)/python -m moesaic_lab.transports --json $(RESULTS)/transports.json
-	$(BIN)/python -m moesaic_lab.simulator --json $(RESULTS)/simulator.json
+	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
+	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
+	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
+	$(BIN)/moesaic bench replicated_weights --json $(RESULTS)/replicated_weights.json
+	$(BIN)/moesaic bench placement_gaps --json $(RESULTS)/placement_gaps.json
+	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
+	$(BIN)/moesaic bench token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
+	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
+	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
+	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
+	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json
+	$(BIN)/moesaic bench simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
-	$(BIN)/python -m moesaic_lab.plan_table_replay --json $(RESULTS)/plan_table.json
-	$(BIN)/python -m moesaic_lab.topology_gate --json $(RESULTS)/topology_gate.json
-	$(BIN)/python -m moesaic_lab.same_curves --json $(RESULTS)/same_curves.json
-	$(BIN)/python -m moesaic_lab.codec_convergence --json $(RESULTS)/codec_convergence.json
-	$(BIN)/python -m moesaic_lab.check > $(RESULTS)/check.json
+	$(BIN)/moesaic bench plan_table --json $(RESULTS)/plan_table.json
+	$(BIN)/moesaic bench topology_gate --json $(RESULTS)/topology_gate.json
+	$(BIN)/moesaic bench same_curves --json $(RESULTS)/same_curves.json
+	$(BIN)/moesaic bench codec_convergence --json $(RESULTS)/codec_convergence.json
+	$(BIN)/moesaic bench check --json $(RESULTS)/check.json
 	$(BIN)/python -m moesaic_lab.performance_page
 
 docs: $(STAMP)  ## docs/performance.md from the committed results

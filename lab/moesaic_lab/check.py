@@ -1,17 +1,19 @@
 """`moesaic check` with its claims: cases, failures, planted bugs, worlds of processes.
 
-python -m moesaic_lab.check --json benchmarks/results/check.json
+moesaic bench check --json benchmarks/results/check.json
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from moesaic.cli.arguments import parse
+import torch
+from rich.table import Table
+
 from moesaic.cli.check import DESCRIPTION, CheckOptions, as_dict, gather
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.claims import Claim
 
 LEAST_CASES, LEAST_MUTANTS = 2000, 40
 NOTES = (
@@ -20,41 +22,65 @@ NOTES = (
 )
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Check everything and print the claims as JSON; returns the exit code."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions(BenchmarkOptions):
+    """How much to check; see `moesaic check --help`."""
 
-    torch.set_num_threads(1)
-    evidence = gather(parse(CheckOptions, arguments, prog="python -m moesaic_lab.check", description=DESCRIPTION))
-    measurement(as_dict(evidence)).write("-")
-    return 0 if evidence.passed else 1
+    cases: int = LEAST_CASES
+    """Random cases on loopback."""
+    seed: int = 0
+    """Of the first case."""
+    gloo: bool = True
+    """Also run cases over real processes."""
+    workers: int = 0
+    """Processes for the cases; 0 for one per core, at most 8."""
+
+    @property
+    def asked(self) -> CheckOptions:
+        """The same, as the command has it."""
+        return CheckOptions(cases=self.cases, seed=self.seed, gloo=self.gloo, workers=self.workers)
 
 
-def measurement(found: dict[str, Any]) -> Measurement:
-    """Return rows and claims of what `moesaic check --json` prints."""
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per quantity, planted bug, world, answer and failure."""
+    made = [{"quantity": quantity, "worst_error": error} for quantity, error in found["worst_errors"].items()]
+    made += found["mutants"]
+    made += [{"world": int(world), "cases": cases} for world, cases in found["cases_by_processes"].items()]
+    made += [{"balance": answer, "cases": cases} for answer, cases in found["cases_by_balance"].items()]
+    return made + found["failures"]
+
+
+def claims(found: dict[str, Any]) -> list[Claim]:
+    """Return how much was checked, and what failed or escaped."""
     caught = sum(mutant["caught_by"] != "nobody" for mutant in found["mutants"])
     worlds = found["cases_by_processes"]
     reason = "" if worlds else "run without processes (--no-gloo)"
 
-    def claim(name: str, value: float | None, target: float, op: str, why: str = "") -> Claim:
-        return Claim(name=f"check.{name}", value=value, unit="1", target=target, op=op, reason=why)  # type: ignore[arg-type]
+    def claim(name: str, value: float | None, target: float, op: Literal["<=", ">="], why: str = "") -> Claim:
+        return Claim(name=f"check.{name}", value=value, unit="1", target=target, op=op, reason=why)
 
-    return Measurement(
-        rows=[{"quantity": quantity, "worst_error": error} for quantity, error in found["worst_errors"].items()]
-        + found["mutants"]
-        + [{"world": int(world), "cases": cases} for world, cases in worlds.items()]
-        + [{"balance": answer, "cases": cases} for answer, cases in found["cases_by_balance"].items()]
-        + found["failures"],
-        claims=[
-            claim("cases", found["cases"], LEAST_CASES, ">="),
-            claim("failures", len(found["failures"]), 0, "<="),
-            claim("mutants", len(found["mutants"]), LEAST_MUTANTS, ">="),
-            claim("mutants_caught", caught, len(found["mutants"]), ">="),
-            claim("gloo_worlds", len(worlds) or None, 3, ">=", reason),
-        ],
-        notes=NOTES,
-    )
+    return [
+        claim("cases", found["cases"], LEAST_CASES, ">="),
+        claim("failures", len(found["failures"]), 0, "<="),
+        claim("mutants", len(found["mutants"]), LEAST_MUTANTS, ">="),
+        claim("mutants_caught", caught, len(found["mutants"]), ">="),
+        claim("gloo_worlds", len(worlds) or None, 3, ">=", reason),
+    ]
 
 
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+def tables(found: dict[str, Any]) -> list[Table]:
+    """Return the worst error of every quantity."""
+    return Shown(title="Worst errors").of(rows(found)[: len(found["worst_errors"])])
+
+
+def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[str, Any]:
+    """Run the suite."""
+    torch.set_num_threads(1)
+    told("cases, planted bugs, processes")
+    return as_dict(gather(cases))
+
+
+BENCHMARK = Benchmark(
+    name="check", description=DESCRIPTION, options=CheckedOptions, notes=NOTES, cases=lambda options: options.asked,
+    measure=measure, rows=rows, claims=claims, columns=tables, is_proof=True,
+)  # fmt: skip

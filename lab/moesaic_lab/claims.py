@@ -10,12 +10,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from moesaic_lab.measure import MANY, NEAR, Ratio
+
+T = TypeVar("T")
 OPERATORS = {">=": lambda value, target: value >= target, "<=": lambda value, target: value <= target}
 """How a value is held against its target."""
 
@@ -51,6 +54,43 @@ class Claim:
             "holds": self.holds,
         }  # fmt: skip
         return data | ({"reason": self.reason} if self.reason else {})
+
+
+class NotMeasuredError(Exception):
+    """There is nothing that a claim could rest on, or too few pairs; says why."""
+
+
+def claimed(
+    name: str, value: Callable[[], float], target: float | None, op: Literal[">=", "<="] = "<=", unit: str = "1"
+) -> Claim:
+    """Return a claim; where its value raises `NotMeasuredError`, one without a value that tells the reason."""
+    try:
+        return Claim(name=name, value=value(), unit=unit, target=target, op=op)
+    except NotMeasuredError as reason:
+        return Claim(name=name, value=None, unit=unit, target=target, op=op, reason=str(reason))
+
+
+def some(found: list[T], what: str) -> list[T]:
+    """Return what was found.
+
+    Raises:
+        NotMeasuredError: if nothing was.
+    """
+    if not found:
+        raise NotMeasuredError(f"no case {what} was run")
+    return found
+
+
+def enough(ratio: Ratio, label: str = "") -> Ratio:
+    """Return a ratio that rests on enough pairs.
+
+    Raises:
+        NotMeasuredError: for a ratio near 1 that rests on too few.
+    """
+    if ratio.is_near and ratio.repeats < MANY:
+        where = f"{label}: " if label else ""
+        raise NotMeasuredError(f"{where}{ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}")
+    return ratio
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 Every run trains the demo's model with experts split over two Gloo processes, so that half of all token copies cross. Same
 data, weights and steps per seed; the codec is the only difference. Gradients travel as they are, except in the last row.
 
-    python -m moesaic_lab.codec_convergence --json benchmarks/results/codec_convergence.json
+    moesaic bench codec_convergence --json benchmarks/results/codec_convergence.json
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import tempfile
@@ -17,10 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
@@ -30,7 +28,8 @@ from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import train
 from moesaic.train.presets import demo
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
 
 CODECS: tuple[tuple[Codec, Codec], ...] = (
     ("none", "none"),
@@ -46,7 +45,7 @@ WORLD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CodecConvergenceOptions(BenchmarkOptions):
     """What to run."""
 
     steps: int = 50
@@ -55,34 +54,6 @@ class Options:
     """Of initialisation and data order."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-
-
-def main() -> None:
-    """Train, compare, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    runs = [(seed, forward, backward) for seed in options.seeds for forward, backward in CODECS]
-    losses: dict[tuple[int, str, str], float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (seed, forward, backward) in track(list(enumerate(runs)), "runs", console=console):
-            out = Path(folder) / str(number)
-            spawn(
-                _process,
-                args=(configuration(out, options.steps, seed, forward, backward), f"{out}.store"),
-                nprocs=WORLD,
-            )
-            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            losses[(seed, forward, backward)] = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
-    rows = [row(forward, backward, options, losses) for forward, backward in CODECS]
-    console.print(table(rows))
-    claims = [
-        Claim(name=f"codec_convergence.{r['codec']}_{r['backward_codec']}", value=r["mean_difference"], unit="nats/byte",
-              target=None, op="<=")
-        for r in rows
-    ]  # fmt: skip
-    measurement = Measurement(rows=rows, claims=claims, notes=(__doc__ or "").splitlines()[0])
-    if options.json:
-        measurement.write(options.json)
 
 
 def configuration(out: Path, steps: int, seed: int, forward: Codec, backward: Codec) -> TrainConfig:
@@ -112,7 +83,9 @@ def _process(rank: int, config: TrainConfig, store: str) -> None:
     leave()
 
 
-def row(forward: str, backward: str, options: Options, losses: dict[tuple[int, str, str], float]) -> dict[str, Any]:
+def row(
+    forward: str, backward: str, options: CodecConvergenceOptions, losses: dict[tuple[int, str, str], float]
+) -> dict[str, Any]:
     """Return a line of the table: the losses, and what the codec adds to the same seed's loss without one."""
     found = [losses[(seed, forward, backward)] for seed in options.seeds]
     added = [loss - losses[(seed, "none", "none")] for seed, loss in zip(options.seeds, found)]
@@ -127,15 +100,33 @@ def row(forward: str, backward: str, options: Options, losses: dict[tuple[int, s
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for people."""
-    shown = Table(title="validation loss in nats/byte, and the difference to the same seed without a codec")
-    for key in rows[0]:
-        shown.add_column(key.replace("_", " "))
-    for each in rows:
-        shown.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in each.values()))
-    return shown
+def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train under every codec and seed."""
+    losses: dict[tuple[int, str, str], float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, (forward, backward) in itertools.product(options.seeds, CODECS):
+            told(f"seed {seed}, {forward}, {backward}")
+            out = Path(folder) / f"{seed}-{forward}-{backward}"
+            config = configuration(out, options.steps, seed, forward, backward)
+            spawn(_process, args=(config, f"{out}.store"), nprocs=WORLD)
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            losses[(seed, forward, backward)] = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
+    return [row(forward, backward, options, losses) for forward, backward in CODECS]
 
 
-if __name__ == "__main__":
-    main()
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return what each codec adds to the loss."""
+    return [
+        Claim(name=f"codec_convergence.{r['codec']}_{r['backward_codec']}", value=r["mean_difference"], unit="nats/byte",
+              target=None, op="<=")
+        for r in rows
+    ]  # fmt: skip
+
+
+TITLE = "validation loss in nats/byte, and the difference to the same seed without a codec"
+
+BENCHMARK = Benchmark(
+    name="codec_convergence", description="Train the demo under each codec.", options=CodecConvergenceOptions,
+    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title=TITLE),),
+)  # fmt: skip

@@ -4,7 +4,7 @@ Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a f
 activations of large models), in float32 and bfloat16. The error is of one encode and decode; what it does to training is
 measured elsewhere.
 
-    python -m moesaic_lab.codec_error --json benchmarks/results/codec_error.json
+    moesaic bench codec_error --json benchmarks/results/codec_error.json
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from moesaic.kernels.codecs import CODECS, codec_named
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("gaussian", "heavy-tailed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CodecErrorOptions(BenchmarkOptions):
     """What to measure."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -40,24 +38,7 @@ class Options:
     """Write the results there; "-" for standard output."""
 
 
-def main() -> None:
-    """Measure, print the table, write the results."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    rows = [
-        one_row(name, kind, dtype, options) for dtype in DTYPES for kind in KINDS for name in CODECS if name != "none"
-    ]
-    measurement = Measurement(
-        rows=rows, claims=claims(rows), notes=__doc__.splitlines()[0], packages=("torch", "numpy", "zfpy")
-    )
-    console.print(table(rows))
-    for claim in measurement.claims:
-        console.print(f"{claim.name}: {claim.value:.4g} {claim.unit}", highlight=False)
-    if options.json:
-        measurement.write(options.json)
-
-
-def one_row(name: str, kind: str, dtype: str, options: Options) -> dict[str, Any]:
+def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dict[str, Any]:
     """Return one codec's mean relative error, the largest error in units of its bound, and its bytes."""
     codec = codec_named(name)
     errors, of_bound = [], []
@@ -110,16 +91,14 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows as a table."""
-    result = Table(title="one encode and decode")
-    for column in ("dtype", "rows", "codec", "relative L2 error", "error / bound", "bytes / rows' bytes"):
-        result.add_column(column)
-    for row in rows:
-        words = [row[key] for key in ("dtype", "rows", "codec")]
-        result.add_row(*words, *(f"{row[key]:.4g}" for key in ("relative_l2_error", "error_over_bound", "bytes_ratio")))
-    return result
+def measure(options: CodecErrorOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Encode and decode with every codec."""
+    names = [name for name in CODECS if name != "none"]
+    return [one_row(name, kind, dtype, options) for dtype in DTYPES for kind in KINDS for name in names]
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="codec_error", description="Measure error and bytes of each codec.", options=CodecErrorOptions,
+    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="one encode and decode"),), packages=("torch", "numpy", "zfpy"),
+)  # fmt: skip

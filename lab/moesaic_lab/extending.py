@@ -6,7 +6,7 @@ nodes of a cluster under even routing, once as the planner does it, where a few 
 alike, and once with every row of every rank: the ratio of the two times says whether the planner can be believed about a part
 that it has never seen.
 
-    python -m moesaic_lab.extending --json benchmarks/results/extending.json
+    moesaic bench extending --json benchmarks/results/extending.json
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-from rich.console import Console
-
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
@@ -35,8 +32,9 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.loads import decided, simulate_even
 from moesaic.program.grid import Grid
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.tables import Column, claims_table, table
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
@@ -68,15 +66,13 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ExtendingOptions(BenchmarkOptions):
     """What to run."""
 
     tests: bool = True
     """Run the contract tests, which take minutes."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-    simulate: tuple[str, str] | None = None
-    """Only simulate one plan field with a value, such as `codec int8`, and print the times as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +212,7 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
             row |= tested(root, contracts(extension.kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
         if extension.kind not in FIELDS:
             return [row]
-        done = run_in(root, "-m", "moesaic_lab.extending", "--simulate", FIELDS[extension.kind], str(row["name"]))
+        done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
         if done.returncode:
             raise InputError(
                 f"{extension.kind} {row['name']} cannot be simulated: {done.stderr.strip().splitlines()[-1]}"
@@ -294,30 +290,6 @@ def claims(rows: Rows) -> list[Claim]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    """Read the page, install, test, simulate, show, write."""
-    options = tyro.cli(Options, description=__doc__)
-    if options.simulate is not None:
-        print(json.dumps(simulated(*options.simulate)))
-        return
-    console, rows = Console(stderr=True), Rows()
-    parts = extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
-    missing = [kind for kind in KINDS if kind not in [part.kind for part in parts]]
-    if missing:
-        sys.exit(f"docs/extending.md shows no whole file, with its line, of: {', '.join(missing)}")
-    for part in parts:
-        with console.status(part.kind):
-            rows += checked(part, tests=options.tests)
-    console.print(table("extending", rows, COLUMNS, group_by=("kind",)))
-    found = claims(rows)
-    console.print(claims_table(found))
-    if options.json:
-        notes = " ".join((__doc__ or "").split("\n\n")[1].split())
-        Measurement(rows=rows, claims=found, notes=notes, packages=("torch", "numpy")).write(options.json)
-    if any(claim.holds is False for claim in found):
-        sys.exit(1)
-
-
 COLUMNS = (
     Column(key="kind", title="kind", is_text=True), Column(key="name", title="name", is_text=True),
     Column(key="files_touched", title="files"), Column(key="tests_passed", title="passed"),
@@ -329,5 +301,29 @@ COLUMNS = (
 )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def cases(options: ExtendingOptions) -> list[Extension]:
+    """Return the parts that the page shows."""
+    parts = extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
+    missing = [kind for kind in KINDS if kind not in [part.kind for part in parts]]
+    if missing:
+        raise InputError(f"docs/extending.md shows no whole file, with its line, of: {', '.join(missing)}")
+    return parts
+
+
+def measure(options: ExtendingOptions, cases: list[Extension], told: Told) -> Rows:
+    """Install, test and simulate part after part."""
+    rows = Rows()
+    for part in cases:
+        told(part.kind)
+        rows += checked(part, tests=options.tests)
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="extending", description="Add the parts that docs/extending.md shows, and hold them against what it promises.",
+    options=ExtendingOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="extending", columns=COLUMNS, group_by=("kind",)),), is_proof=True,
+)  # fmt: skip
+
+if __name__ == "__main__":  # in a copy of the package: one plan field and its value
+    print(json.dumps(simulated(*sys.argv[1:])))

@@ -6,18 +6,18 @@ forward, backward and optimizer step, all gates in turn; ranks share the machine
 so it has half as many experts, twice as wide: as many parameters in all and per token. So has the Switch gate beside it, which
 tells what choosing one expert does by itself. Evaluation is of each gate without its training-time restrictions.
 
-    python -m moesaic_lab.gates_loss --json benchmarks/results/gates_loss.json --picture docs/images/bench/gates_loss.svg
+    moesaic bench gates_loss --json benchmarks/results/gates_loss.json --picture docs/images/bench/gates_loss.svg
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import statistics
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from moesaic.comm.mesh import Mesh
@@ -47,10 +45,11 @@ from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import make_optimizer, open_run
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
+from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
-from moesaic_lab.pictures import Panel, Series, write_picture
-from moesaic_lab.tables import Column, milliseconds, share, table
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import Column, milliseconds, share
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 NODES = LinkLevel(name="node", group=(0, 0, 1, 1), share=0.14)
@@ -61,7 +60,7 @@ INTER = "200mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GatesLossOptions(DrawnOptions):
     """What to run."""
 
     steps: int = 240
@@ -78,25 +77,6 @@ class Options:
     """Losses and times may be found at different hours, the latter on a quiet machine."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-    picture: str | None = None
-    """Draw the curves there."""
-
-
-def main() -> None:
-    """Train, time, compare, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    torch.set_num_threads(1)
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
-        keep = Path(folder)
-        if options.only != "time":
-            cases = [(seed, gate) for seed in options.seeds for gate in GATES]
-            for seed, gate in track(cases, "runs", console=console):
-                train(keep, gate, seed, options)
-        if options.only != "train":
-            seconds = timed(keep, options)
-            rows = [row(gate, options, losses(keep, gate, options), seconds) for gate in GATES]
-            finish(rows, options, console)
 
 
 def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
@@ -118,7 +98,7 @@ def add_gate(model: GPT, gate: str, origin: int | None) -> None:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
-def train(keep: Path, gate: str, seed: int, options: Options) -> None:
+def train(keep: Path, gate: str, seed: int, options: GatesLossOptions) -> None:
     """Train once, unless that was done before; keeps the losses, and of the first seed the weights."""
     path = keep / f"{gate}-{seed}-{options.steps}.json"
     if path.exists():
@@ -137,25 +117,28 @@ def train(keep: Path, gate: str, seed: int, options: Options) -> None:
     path.write_text(json.dumps(found), encoding="utf-8")
 
 
-def losses(keep: Path, gate: str, options: Options) -> list[dict[str, Any]]:
+def losses(keep: Path, gate: str, options: GatesLossOptions) -> list[dict[str, Any]]:
     """Return the curve of every seed."""
     names = [f"{gate}-{seed}-{options.steps}.json" for seed in options.seeds]
     return [json.loads((keep / name).read_text(encoding="utf-8")) for name in names]
 
 
-def timed(keep: Path, options: Options) -> dict[str, list[float]]:
+def timed(keep: Path, options: GatesLossOptions) -> dict[str, list[float]]:
     """Return the seconds of every repeat by gate, found now unless they were before."""
-    path = keep / f"seconds-{options.steps}-{options.repeats}.json"
-    if not path.exists():
+
+    def found() -> dict[str, list[float]]:
         weights = {gate: str((keep / f"{gate}-{options.steps}.pt").resolve()) for gate in GATES}
         config = configuration("softmax", options.seeds[0], options.steps)
         corpus = load_corpus(config.data)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
         tokens = [batches.get(number) for number in range(options.repeats + 1)]
         with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-            found = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
-        path.write_text(json.dumps(found), encoding="utf-8")
-    seconds: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+            seconds: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[
+                0
+            ]
+        return seconds
+
+    seconds: dict[str, list[float]] = kept(keep / f"seconds-{options.steps}-{options.repeats}.json", found)
     return seconds
 
 
@@ -203,7 +186,9 @@ class Stepper:
         self._optimizer.zero_grad()
 
 
-def row(gate: str, options: Options, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+def row(
+    gate: str, options: GatesLossOptions, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]
+) -> dict[str, Any]:
     """Return a line of the table: means over the seeds."""
     ratio, time = paired(seconds[gate], seconds["softmax"]), Timing.of(seconds[gate])
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
@@ -222,23 +207,6 @@ def row(gate: str, options: Options, runs: list[dict[str, Any]], seconds: Mappin
         "curve_steps": runs[0]["steps"],
         "curve_losses": curve,
     }
-
-
-def finish(rows: list[dict[str, Any]], options: Options, console: Console) -> None:
-    """Add the times to a common loss, show, write."""
-    add_times(rows)
-    console.print(shown(rows))
-    claims = [
-        Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, target=None, op="<=")
-        for each in rows[1:]
-        for key, unit in (("val_nats_per_byte", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"))
-    ]  # fmt: skip
-    notes = " ".join((__doc__ or "").split("\n\n")[1].split())
-    if options.json:
-        asked = ", ".join(f"{name}={value}" for name, value in asdict(options).items() if name in ("steps", "seeds"))
-        Measurement(rows=rows, claims=claims, notes=f"{notes} {asked}.").write(options.json)
-    if options.picture:
-        write_picture(Path(options.picture), "Loss under different gates", panels(rows), notes, columns=2)
 
 
 def add_times(rows: list[dict[str, Any]]) -> None:
@@ -265,7 +233,7 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
         Panel(
             title=f"against {title.split()[0]}", x_title=title, y_title="validation, nats/byte",
             series=tuple(
-                Series(name=each["gate"], y=tuple(each["curve_losses"][1:]),
+                PlottedSeries(name=each["gate"], y=tuple(each["curve_losses"][1:]),
                        x=tuple(step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]))
                 for each in rows
             ),
@@ -274,19 +242,45 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
     ]  # fmt: skip
 
 
-def shown(rows: list[dict[str, Any]]) -> Any:
-    """Return the rows for people."""
-    columns = [
-        Column(key="gate", title="gate", is_text=True),
-        Column(key="val_nats_per_byte", title="loss, nats/byte", show=lambda value: f"{value:.4f}"),
-        Column(key="loss_spread", title="spread of seeds", show=lambda value: f"{value:.4f}"),
-        Column(key="step_seconds", title="step, ms", show=milliseconds),
-        Column(key="step_time_ratio", title="over softmax", show=share),
-        Column(key="steps_to_loss_ratio", title="steps to the loss", show=share),
-        Column(key="time_to_loss_ratio", title="time to it, over softmax", show=share),
+def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train under every gate, then time steps; no rows where only losses were asked for."""
+    torch.set_num_threads(1)
+    with keeping(options.keep) as keep:
+        if options.only != "time":
+            for seed, gate in itertools.product(options.seeds, GATES):
+                told(f"seed {seed}, {gate}")
+                train(keep, gate, seed, options)
+        if options.only == "train":
+            return []
+        told("times of steps")
+        seconds = timed(keep, options)
+        rows = [row(gate, options, losses(keep, gate, options), seconds) for gate in GATES]
+    add_times(rows)
+    return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return loss and times of every gate but the first."""
+    return [
+        Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, target=None, op="<=")
+        for each in rows[1:]
+        for key, unit in (("val_nats_per_byte", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"))
     ]
-    return table("demo model; steps on 2 nodes of 2, 200 Mbit/s", rows, columns)
 
 
-if __name__ == "__main__":
-    main()
+COLUMNS = (
+    Column(key="gate", title="gate", is_text=True),
+    Column(key="val_nats_per_byte", title="loss, nats/byte", show="{:.4f}".format),
+    Column(key="loss_spread", title="spread of seeds", show="{:.4f}".format),
+    Column(key="step_seconds", title="step, ms", show=milliseconds),
+    Column(key="step_time_ratio", title="over softmax", show=share),
+    Column(key="steps_to_loss_ratio", title="steps to the loss", show=share),
+    Column(key="time_to_loss_ratio", title="time to it, over softmax", show=share),
+)
+
+BENCHMARK = Benchmark(
+    name="gates_loss", description="Train the demo under five gates and time their steps.", options=GatesLossOptions,
+    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, panels=panels,
+    columns=(Shown(title="demo model; steps on 2 nodes of 2, 200 Mbit/s", columns=COLUMNS),),
+    title="Loss under different gates",
+)  # fmt: skip

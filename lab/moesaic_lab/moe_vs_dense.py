@@ -3,11 +3,12 @@
 Three seeds; the learning rate swept over three values for each of the two, and each judged at its best one (the lowest
 mean validation loss over the seeds). The two models train in turn, so the ratio of their times holds on a noisy machine.
 
-    python -m moesaic_lab.moe_vs_dense --json benchmarks/results/moe_vs_dense.json
+    moesaic bench moe_vs_dense --json benchmarks/results/moe_vs_dense.json
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -15,19 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from moesaic.train.loop import train
 from moesaic.train.presets import demo, demo_dense
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
 
 MODELS = {"moe": demo, "dense": demo_dense}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class MoeVsDenseOptions(BenchmarkOptions):
     """What to measure."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -40,25 +41,7 @@ class Options:
     """Write the results there; "-" for standard output."""
 
 
-def main() -> None:
-    """Run the sweep, print the table, write the results."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in options.seeds:
-            for lr in options.lrs:
-                for name in MODELS:
-                    rows.append(one_run(name, seed, lr, options.steps, Path(folder), console))
-    measurement = Measurement(rows=rows, claims=claims(rows), notes=__doc__.splitlines()[0])
-    console.print(table(rows))
-    for claim in measurement.claims:
-        console.print(f"{claim.name}: {claim.value:.4f} {claim.unit}", highlight=False)
-    if options.json:
-        measurement.write(options.json)
-
-
-def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path, console: Console) -> dict[str, Any]:
+def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) -> dict[str, Any]:
     """Train one model; returns its row."""
     preset = MODELS[name]()
     config = replace(
@@ -74,15 +57,13 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path, co
     result = train(config, console=Console(quiet=True))
     if result.was_stopped:
         sys.exit("stopped")
-    row = {
+    return {
         "model": name,
         "seed": seed,
         "lr": lr,
         "val_nats_per_byte": result.val_nats_per_byte,
         "seconds": result.seconds,
     }
-    console.print(row, highlight=False, soft_wrap=True)
-    return row
 
 
 def best_lr(rows: list[dict[str, Any]], name: str) -> float:
@@ -111,22 +92,34 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return mean and spread per model and learning rate."""
-    result = Table(title="validation loss, nats/byte")
-    for column in ("model", "lr", "mean", "min", "max", "seconds (median)"):
-        result.add_column(column)
-    for name in MODELS:
-        for lr in sorted({row["lr"] for row in rows}):
-            losses, seconds = _values(rows, name, lr, "val_nats_per_byte"), _values(rows, name, lr, "seconds")
-            figures = [f"{f(losses):.4f}" for f in (statistics.mean, min, max)]
-            result.add_row(name, f"{lr:g}", *figures, f"{statistics.median(seconds):.0f}")
-    return result
-
-
 def _values(rows: list[dict[str, Any]], name: str, lr: float, key: str) -> list[float]:
     return [row[key] for row in rows if row["model"] == name and row["lr"] == lr]
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train every model at every learning rate with every seed."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, lr, name in itertools.product(options.seeds, options.lrs, MODELS):
+            told(f"{name}, seed {seed}, learning rate {lr:g}")
+            rows.append(one_run(name, seed, lr, options.steps, Path(folder)))
+    return rows
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Return mean and spread per model and learning rate."""
+    means = []
+    for name, lr in itertools.product(MODELS, sorted({row["lr"] for row in rows})):
+        losses, seconds = _values(rows, name, lr, "val_nats_per_byte"), _values(rows, name, lr, "seconds")
+        means.append(
+            {"model": name, "lr": lr, "mean": statistics.mean(losses), "min": min(losses), "max": max(losses),
+             "median seconds": statistics.median(seconds)}
+        )  # fmt: skip
+    return Shown(title="validation loss, nats/byte").of(means)
+
+
+BENCHMARK = Benchmark(
+    name="moe_vs_dense", description="Train the demo beside a dense model of as many operations per token.",
+    options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    columns=tables,
+)  # fmt: skip

@@ -1,20 +1,18 @@
-"""Benchmarks as pictures: small multiples of lines or bars, with the spread and the bound of every point.
-
-One description, two ways to draw it: an HTML page by plotly, to look into, and a plain SVG, to stand in documentation.
-"""
+"""Benchmarks as pictures: small multiples of lines or bars, with the spread and the bound of every point, by matplotlib."""
 
 from __future__ import annotations
 
-import html
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = (
     "#3a6ea5",
@@ -34,11 +32,17 @@ COLOURS = (
 BOUND = "#111827"
 """Of the marks that bounds are drawn as."""
 BOUND_NAME = "bound"
-SUFFIXES = (".html", ".svg")
+WIDTH, HEIGHT = 3.6, 2.7
+"""Of a panel, in inches."""
+LETTERS = 52
+"""That stand next to each other under a panel."""
+BAR_SHARE = 0.8
+"""Of a category's width that its bars fill."""
+SUFFIXES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class PlottedSeries:
     """One method in one panel."""
 
     name: str
@@ -69,7 +73,7 @@ class Panel:
     """With the unit."""
     y_title: str
     """With the unit."""
-    series: tuple[Series, ...]
+    series: tuple[PlottedSeries, ...]
     categories: tuple[str, ...] = ()
     """Draws bars, grouped under these different names, which may have lines; () draws lines over numbers."""
     x_ticks: tuple[tuple[float, str], ...] = ()
@@ -85,31 +89,32 @@ class Panel:
 def check_picture(path: Path) -> None:
     """Raise InputError if a file's name does not say how to draw it, before anything is measured."""
     if path.suffix not in SUFFIXES:
-        raise InputError(f"--picture {path}: unknown kind of picture: end its name with .html or .svg")
+        raise InputError(f"--picture {path}: unknown kind of picture: end its name with {', '.join(SUFFIXES)}")
 
 
 def write_picture(path: Path, title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3) -> None:
-    """Draw panels into a file: .html is one self-contained page, .svg a plain picture.
+    """Draw panels into a file.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file, .svg, .png or .pdf; its folder is made.
         title: above all panels.
         panels: row after row.
         notes: what a reader must know, below.
         columns: panels next to each other.
 
     Raises:
-        InputError: for another suffix.
+        InputError: for another suffix, or if the file cannot be written.
     """
-    check_picture(path)
-    if path.suffix == ".svg":
-        from moesaic_lab.pictures_svg import to_svg
+    import matplotlib
 
-        text = to_svg(title, panels, notes, columns)
-    else:
-        text = to_html(title, panels, notes, columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    check_picture(path)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
+        made = figure(title, panels, notes, columns)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
 
 
 def colours(panels: Sequence[Panel]) -> dict[str, str]:
@@ -118,67 +123,77 @@ def colours(panels: Sequence[Panel]) -> dict[str, str]:
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
 
-def to_html(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3) -> str:
-    """Return a page that needs nothing from the network: the script of plotly is part of it."""
-    body = figure(panels, columns).to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False})
-    head, below = html.escape(title, quote=False), html.escape(notes, quote=False)
-    style = "body{font-family:system-ui,sans-serif;color:#1f2937;margin:24px;max-width:1400px}p{max-width:110ch}"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{head}</title><style>{style}</style></head>'
-        f"<body><h1>{head}</h1>{body}<p>{below}</p></body></html>\n"
-    )
-
-
-def figure(panels: Sequence[Panel], columns: int = 3) -> go.Figure:
-    """Return the panels as one figure of plotly."""
-    from plotly.subplots import make_subplots
-
-    from moesaic.report.style import TEMPLATE
+def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3) -> Figure:
+    """Return the panels as one figure; `write_picture` tells the arguments."""
+    from matplotlib.figure import Figure
 
     columns = min(columns, max(len(panels), 1))
     rows = max(-(-len(panels) // columns), 1)
-    titles = [html.escape(panel.title, quote=False) for panel in panels]
-    made = make_subplots(rows=rows, cols=columns, subplot_titles=titles, vertical_spacing=0.35 / rows)
-    made.update_layout(template=TEMPLATE, height=120 + 320 * rows, hovermode="closest", barmode="group")
-    of_name, shown = colours(panels), set()
-    for place, panel in enumerate(panels):
-        where = {"row": place // columns + 1, "col": place % columns + 1}
-        for series in panel.series:
-            for trace in _traces(panel, series, of_name[series.name]):
-                trace.showlegend = trace.legendgroup not in shown
-                shown |= {trace.legendgroup}
-                made.add_trace(trace, **where)
-        ticks = {"tickvals": [x for x, _ in panel.x_ticks], "ticktext": [t for _, t in panel.x_ticks]}
-        log_x, log_y = ({"type": "log"} if log else {} for log in (panel.log_x, panel.log_y))
-        made.update_xaxes(title_text=panel.x_title, **(ticks if panel.x_ticks else {}), **log_x, **where)
-        made.update_yaxes(
-            title_text=panel.y_title, **log_y, **({} if panel.log_y else {"rangemode": "tozero"}), **where
-        )
+    below = textwrap.fill(_plain(notes), 48 * columns)
+    extra = 0.9 + 0.16 * (below.count("\n") + 1)
+    made = Figure(figsize=(WIDTH * columns, HEIGHT * rows + extra), layout="constrained")
+    of_name = colours(panels)
+    axes = made.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for panel, on in zip(panels, axes):
+        _draw(panel, on, of_name)
+    for on in axes[len(panels) :]:
+        on.set_axis_off()
+    shown = {label: handle for on in axes for handle, label in zip(*on.get_legend_handles_labels())}
+    heading = {"title": _plain(title), "title_fontproperties": {"size": 12, "weight": "bold"}}
+    made.legend(
+        shown.values(), shown.keys(), loc="outside upper left", ncols=2 * columns, fontsize=8, frameon=False, alignment="left",
+        **heading,
+    )  # fmt: skip
+    made.supxlabel(below, fontsize=7, ha="left", x=0.01)
     return made
 
 
-def _traces(panel: Panel, series: Series, colour: str) -> list[Any]:
-    """Return a series as traces: the medians with their spread, and the bounds as short marks."""
-    import plotly.graph_objects as go
-
-    name = html.escape(series.name, quote=False)
-    spread: dict[str, Any] = {}
-    if series.low:
-        above = [high - y for y, high in zip(series.y, series.high)]
-        below = [y - low for y, low in zip(series.y, series.low)]
-        spread = {"error_y": {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 3}}
-    labels = [html.escape(name, quote=False).replace("\n", "<br>") for name in panel.categories]
-    x: list[Any] = [labels[int(at)] for at in series.x] if panel.categories else list(series.x)
-    common = {"x": x, "y": list(series.y), "name": name, "legendgroup": name, **spread}
-    if panel.categories:
-        found = [go.Bar(**common, marker_color=colour, offsetgroup=name)]
+def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
+    """Draw one panel: medians with their spread, and bounds as short marks."""
+    width = BAR_SHARE / max(len(panel.series), 1)
+    for place, series in enumerate(panel.series):
+        colour, name = of_name[series.name], _plain(series.name)
+        shift = (place - (len(panel.series) - 1) / 2) * width if panel.categories else 0.0
+        at = [x + shift for x in series.x]
+        if panel.categories:
+            on.bar(at, series.y, width * 0.92, color=colour, label=name)
+        else:
+            on.plot(at, series.y, color=colour, marker="o", markersize=3, linewidth=1.2, label=name)
+        if series.low:
+            on.vlines(at, series.low, series.high, color=BOUND if panel.categories else colour, linewidth=0.8)
+        bounds = [(x, bound) for x, bound in zip(at, series.bounds) if bound is not None]
+        if bounds:
+            on.plot(*zip(*bounds), linestyle="", marker="_", color=BOUND, label=BOUND_NAME)
+    on.set(title=_plain(panel.title), xlabel=_plain(panel.x_title), ylabel=_plain(panel.y_title))
+    if panel.log_x:
+        on.set_xscale("log")
+    if panel.log_y:
+        on.set_yscale("log")
     else:
-        found = [go.Scatter(**common, mode="lines+markers", line={"color": colour, "width": 1.6})]
-    if any(bound is not None for bound in series.bounds):
-        marks = {"symbol": "line-ew-open", "size": 12, "color": BOUND, "line": {"width": 2, "color": BOUND}}
-        grouped = {"offsetgroup": name} if panel.categories else {}
-        bounds = list(series.bounds)
-        found.append(
-            go.Scatter(x=x, y=bounds, name=BOUND_NAME, legendgroup=BOUND_NAME, mode="markers", marker=marks, **grouped)
-        )
-    return found
+        on.set_ylim(bottom=0)
+    if panel.categories:
+        letters = LETTERS // len(panel.categories)
+        on.set_xticks(range(len(panel.categories)), [_plain(_wrapped(name, letters)) for name in panel.categories])
+    elif panel.x_ticks:
+        on.set_xticks([x for x, _ in panel.x_ticks], [_plain(text) for _, text in panel.x_ticks])
+        on.set_xticks([], minor=True)
+    on.title.set_fontsize(9)
+    on.tick_params(labelsize=7)
+    on.grid(axis="y", color="#e8ebf0")
+    on.set_axisbelow(True)
+
+
+def _wrapped(text: str, letters: int) -> str:
+    """Return a label cut at commas into lines of so many letters, where it has commas."""
+    lines: list[str] = []
+    for part in text.split(", "):
+        if lines and len(lines[-1]) + 2 + len(part) <= letters:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Return a text in which nothing is mathematics to matplotlib."""
+    return text.replace("$", r"\$")

@@ -5,7 +5,7 @@ Dirichlet distribution of 0.3, homes drawn too, two layers; time is that of the 
 places, popularity by powers of 0.3, 0.8 and 1.2 of the rank among experts, 4,096 copies in all; what counts is the rows at the
 busiest place, and moving is free. A gap is the share by which a policy takes longer, or has more rows, than the best.
 
-    python -m moesaic_lab.placement_gaps --json benchmarks/results/placement_gaps.json
+    moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.plan.expert_placement import Balanced, ExpertLoad, SmartMoE, places_of
@@ -24,8 +22,9 @@ from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, Stay, TwoS
 from moesaic.plan.placement.exact import exact as best_samples
 from moesaic.plan.placement.exact import seconds
 from moesaic.program.grid import Grid
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.tables import Column, claims_table, table
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
 """Nodes, and ranks of each."""
@@ -38,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PlacementGapsOptions(BenchmarkOptions):
     """How much to draw."""
 
     samples: int = 4
@@ -47,23 +46,6 @@ class Options:
     """Loads per number of places and skew."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-
-
-def main() -> None:
-    """Draw, solve, show, write."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    with console.status("samples"):
-        rows = of_samples(options.samples)
-    with console.status("experts"):
-        rows += of_experts(options.experts)
-    for part in ("samples", "experts"):
-        console.print(table(part, [row for row in rows if row["part"] == part], COLUMNS, group_by=("links",)))
-    found = claims(rows)
-    console.print(claims_table(found))
-    if options.json:
-        notes = " ".join((__doc__ or "").split("\n\n")[1].split())
-        Measurement(rows=rows, claims=found, notes=notes).write(options.json)
 
 
 def of_samples(draws: int) -> Rows:
@@ -149,11 +131,6 @@ def claims(rows: Rows) -> list[Claim]:
     ]
 
 
-def percent(value: float) -> str:
-    """Return a share in hundredths."""
-    return f"{100 * value:.1f} %"
-
-
 COLUMNS = (
     Column(key="links", title="links", is_text=True), Column(key="method", title="method", is_text=True),
     Column(key="cases", title="cases"), Column(key="gap_mean", title="mean", show=percent),
@@ -162,5 +139,18 @@ COLUMNS = (
 )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
+    """Draw loads, place, and solve for the best."""
+    told("samples")
+    rows = of_samples(options.samples)
+    told("experts")
+    return rows + of_experts(options.experts)
+
+
+BENCHMARK = Benchmark(
+    name="placement_gaps", description="Hold placements of samples and experts against the best ones.",
+    options=PlacementGapsOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    columns=tuple(
+        Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",)) for part in ("samples", "experts")
+    ),
+)  # fmt: skip

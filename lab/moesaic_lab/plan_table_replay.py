@@ -4,7 +4,7 @@ Every step of a recorded run is simulated under each candidate plan with the cou
 the one with the least sum, known only afterwards. The table chooses before each step by the load of the step before, times an
 error; it then learns the load that the step really had, and the simulated time of the plan that it chose, of no other.
 
-    python -m moesaic_lab.plan_table_replay --json benchmarks/results/plan_table.json
+    moesaic bench plan_table --json benchmarks/results/plan_table.json
 
 The trace is 200 steps without a balance loss:
 
@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
@@ -40,7 +37,8 @@ from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.plan.words import plan_in_words
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
 
 ERRORS: dict[str, tuple[float, ...]] = {"half": (0.5,), "right": (1.0,), "twice": (2.0,), "half or twice": (0.5, 2.0)}
 """The load that the table is told, over that of the step before: always, or one of several, drawn for each step."""
@@ -50,7 +48,7 @@ PASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PlanTableOptions(BenchmarkOptions):
     """What to replay."""
 
     trace: str = "benchmarks/traces/gpt-tiny-unbalanced"
@@ -59,12 +57,10 @@ class Options:
     """Replay each how-many-th step."""
     layer: int = 1
     """The MoE layer whose counts are taken."""
-    json: str | None = None
-    """Write the results there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ReplayPlace:
     """A mesh on a cluster, and how many tokens a group has."""
 
     cluster: str
@@ -76,25 +72,12 @@ class Place:
 
 
 PLACES = (
-    Place(cluster="8x4090-pcie", nodes=1, ep=8, etp=1, sequences=2),
-    Place(cluster="25gbe", nodes=2, ep=8, etp=1, sequences=1),
+    ReplayPlace(cluster="8x4090-pcie", nodes=1, ep=8, etp=1, sequences=2),
+    ReplayPlace(cluster="25gbe", nodes=2, ep=8, etp=1, sequences=1),
 )
 
 
-def main() -> None:
-    """Replay, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    trace = Trace.open(Path(options.trace))
-    rows = [row for place in PLACES for row in replay(place, trace, options.layer, options.every)]
-    Console(stderr=True, width=180).print(table_of(rows))
-    worst = max(row["over_best_static"] for row in rows if row["error"] != "right")
-    claims = [Claim(name="model.wrong_load_over_best_static", value=worst, unit="1", target=1.0, op="<=")]
-    if options.json:
-        notes = "simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards"
-        Measurement(rows=rows, claims=claims, notes=notes, packages=("numpy",)).write(options.json)
-
-
-def job_for(place: Place, trace: Trace, world: int) -> Job:
+def job_for(place: ReplayPlace, trace: Trace, world: int) -> Job:
     """Return a model with the trace's experts, of a size that keeps such a machine busy."""
     shape = trace.shape
     moe = MoEShape(num_experts=shape.num_experts, top_k=shape.top_k, hidden=2816)
@@ -104,7 +87,7 @@ def job_for(place: Place, trace: Trace, world: int) -> Job:
     )
 
 
-def replay(place: Place, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
+def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
     """Return a row for each error of the load: the table's time over that of the best static plan, and over others."""
     cluster = read_cluster(place.cluster, nodes=place.nodes)
     grid = Grid(world=cluster.world, ep=place.ep, etp=place.etp, ranks_per_node=cluster.devices_per_node)
@@ -168,15 +151,21 @@ def run_table(
     return total, table
 
 
-def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for the terminal."""
-    shown = Table(title="plan table, recorded counts, simulated steps")
-    for key in rows[0]:
-        shown.add_column(key.replace("_", " "))
-    for row in rows:
-        shown.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return shown
+def measure(options: PlanTableOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Replay on every cluster."""
+    trace = Trace.open(Path(options.trace))
+    return [row for place in PLACES for row in replay(place, trace, options.layer, options.every)]
 
 
-if __name__ == "__main__":
-    main()
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the table's time under a wrong load over that of the best static plan, worst case."""
+    worst = max(row["over_best_static"] for row in rows if row["error"] != "right")
+    return [Claim(name="model.wrong_load_over_best_static", value=worst, unit="1", target=1.0, op="<=")]
+
+
+BENCHMARK = Benchmark(
+    name="plan_table", description="Replay recorded routing with a plan table that is told wrong loads.",
+    options=PlanTableOptions, cases=once, measure=measure, rows=same, claims=claims, packages=("numpy",),
+    notes="simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards",
+    columns=(Shown(title="plan table, recorded counts, simulated steps"),),
+)  # fmt: skip

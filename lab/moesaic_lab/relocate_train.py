@@ -5,22 +5,20 @@ library, real products on shared cores. Steps (forward, backward, optimizer, exp
 cluster, all methods in turn on the same batches and weights, eight sequences of 128 per rank. The curves are of moesaic train
 from the start on four Gloo processes, eight sequences in all, in which the routing of the run without moves is replayed.
 
-    python -m moesaic_lab.relocate_train --json benchmarks/results/relocate_train.json
+    moesaic bench relocate_train --json benchmarks/results/relocate_train.json
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import tempfile
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
@@ -36,10 +34,11 @@ from moesaic.train.loop import train
 from moesaic.train.metrics import read_metrics
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, once, same
+from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
-from moesaic_lab.netmoe.train import Job, Method, step_times
-from moesaic_lab.tables import Column, byte_size, claims_table, milliseconds, share, table
+from moesaic_lab.netmoe.train import StepJob, StepMethod, step_times
+from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
 MACHINE = {"intra_gbps": UNSHAPED_GBPS, "inter_gbps": INTER_GBPS, "tflops": CPU.tflops.of("fp32") / 1e12}
@@ -64,7 +63,7 @@ Part = Literal["train", "curves", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RelocateTrainOptions(BenchmarkOptions):
     """What to run."""
 
     trained: int = 240
@@ -83,37 +82,6 @@ class Options:
     """Folder of what was found, to go on from."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-
-
-def main() -> None:
-    """Run what is missing, show, write."""
-    options = tyro.cli(Options, description=__doc__)
-    torch.set_num_threads(1)
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
-        keep = Path(folder)
-        keep.mkdir(parents=True, exist_ok=True)
-        weights = keep / f"demo-{options.trained}.pt"
-        if "train" in options.parts and not weights.exists():
-            with console.status("training"):
-                pretrain(weights, options.trained)
-        for part in ("curves", "time"):
-            path = keep / f"{part}.json"
-            if part in options.parts and not path.exists():
-                with console.status(part):
-                    found = compared(options) if part == "curves" else timed(weights, options)
-                    path.write_text(json.dumps([{"part": part, **row} for row in found]), encoding="utf-8")
-            rows += json.loads(path.read_text(encoding="utf-8")) if part in options.parts else []
-    for title, part, columns in TABLES:
-        shown = [row for row in rows if row["part"] == part]
-        if shown:
-            console.print(table(title, shown, columns))
-    figures = claims(rows)
-    console.print(claims_table(figures))
-    if options.json:
-        notes = " ".join((__doc__ or "").split("\n\n")[1].split())
-        Measurement(rows=rows, claims=figures, notes=notes).write(options.json)
 
 
 def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = None) -> TrainConfig:
@@ -135,7 +103,7 @@ def pretrain(weights: Path, steps: int) -> None:
         torch.save(open_run(replace(config, existing="resume"), lambda _: None).model.state_dict(), weights)
 
 
-def timed(weights: Path, options: Options) -> list[dict[str, Any]]:
+def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     """Return what steps take on the emulated cluster."""
     steps, batch_size = options.repeats + 1, 4 * options.sequences
     configs = {name: configuration(steps, batch_size, METHODS[name]) for name in options.methods}
@@ -143,8 +111,8 @@ def timed(weights: Path, options: Options) -> list[dict[str, Any]]:
     plain = configs["plain"]
     corpus = load_corpus(plain.data)
     batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
-    asked = Job(
-        methods={name: Method(config=config, placer=placers.get(name)) for name, config in configs.items()},
+    asked = StepJob(
+        methods={name: StepMethod(config=config, placer=placers.get(name)) for name, config in configs.items()},
         vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
     )  # fmt: skip
     with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
@@ -165,7 +133,7 @@ def timed(weights: Path, options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(options: Options) -> list[dict[str, Any]]:
+def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
     """Return how far losses under replayed routing are from those without moves."""
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, TrainConfig] = {}
@@ -225,16 +193,11 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
-def percent(value: float) -> str:
-    """Return a share in hundredths."""
-    return f"{100 * value:.1f} %"
-
-
 METHOD = Column(key="method", title="method", is_text=True)
 TABLES = (
-    (
-        "steps on 2 nodes of 2, 200 Mbit/s", "time",
-        (METHOD, Column(key="step_seconds", title="ms", show=milliseconds),
+    Shown(
+        title="steps on 2 nodes of 2, 200 Mbit/s", where={"part": ("time",)},
+        columns=(METHOD, Column(key="step_seconds", title="ms", show=milliseconds),
          Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
          Column(key="time_ratio_high", title="high", show=share), Column(key="total_ratio", title="in sum", show=share),
          Column(key="inter_bytes", title="between nodes", show=byte_size),
@@ -243,9 +206,9 @@ TABLES = (
          Column(key="predicted_right", title="predicted", show=percent), Column(key="locality", title="locality", show=share),
          Column(key="experts_moved", title="experts"), Column(key="chosen", title="chosen", is_text=True)),
     ),
-    (
-        "the same losses", "curves",
-        (METHOD, Column(key="last_loss", title="last loss", show="{:.6f}".format),
+    Shown(
+        title="the same losses", where={"part": ("curves",)},
+        columns=(METHOD, Column(key="last_loss", title="last loss", show="{:.6f}".format),
          Column(key="loss_difference", title="largest difference", show="{:.1e}".format),
          Column(key="samples_moved", title="samples", show="{:.0f}".format),
          Column(key="copies_replicated", title="copies replicated", show="{:.0f}".format),
@@ -254,5 +217,24 @@ TABLES = (
 )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Run the parts that the folder does not have."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with keeping(options.keep) as keep:
+        weights = keep / f"demo-{options.trained}.pt"
+        if "train" in options.parts and not weights.exists():
+            told("training")
+            pretrain(weights, options.trained)
+        runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
+        for part in [part for part in runs if part in options.parts]:
+            told(part)
+            rows += kept(keep / f"{part}.json", lambda part=part: [{"part": part, **row} for row in runs[part]()])  # type: ignore[misc]
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="relocate_train", description="Time training steps under every answer to skewed routing, and compare losses.",
+    options=RelocateTrainOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    columns=TABLES,
+)  # fmt: skip

@@ -3,7 +3,7 @@
 In float64 the curves are compared as they are. In float32 a rounding difference can move a token to another expert, after
 which curves part for good; so there every run replays the experts that the first run chose.
 
-    python -m moesaic_lab.same_curves --json benchmarks/results/same_curves.json
+    moesaic bench same_curves --json benchmarks/results/same_curves.json
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
@@ -35,7 +32,8 @@ from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import Trainer
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
 RUNS: tuple[tuple[int, MeshConfig, Plan], ...] = (
@@ -52,7 +50,7 @@ RUNS: tuple[tuple[int, MeshConfig, Plan], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SameCurvesOptions(BenchmarkOptions):
     """What to run."""
 
     steps: int = 50
@@ -61,35 +59,6 @@ class Options:
     """Of training."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-
-
-def main() -> None:
-    """Train, compare, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for precision in options.precisions:
-            first: list[dict[str, float]] = []
-            for number, (world, mesh, plan) in track(list(enumerate(RUNS)), precision, console=console):
-                out = Path(folder) / f"{precision}-{number}"
-                config = configuration(out, precision, options.steps, mesh, plan)
-                begun = time.monotonic()
-                routing = None if precision == "float64" else Path(folder) / "routing.pt"
-                spawn(_process, args=(world, config, routing, str(out) + ".store"), nprocs=world)
-                found = curve(out)
-                first = first or found
-                rows.append(row(precision, world, mesh, plan, found, first, time.monotonic() - begun))
-    console.print(table(rows))
-    claims = []
-    for precision in options.precisions:
-        worst = max(max(r["loss_difference"], r["grad_norm_difference"]) for r in rows if r["precision"] == precision)
-        name = f"same_curves.largest_difference_{precision}"
-        claims.append(Claim(name=name, value=worst, unit="nats, norm", target=LIMITS[precision], op="<="))
-    claims.append(Claim(name="same_curves.steps", value=options.steps, unit="steps", target=50, op=">="))
-    measurement = Measurement(rows=rows, claims=claims, notes=(__doc__ or "").splitlines()[0])
-    if options.json:
-        measurement.write(options.json)
 
 
 def configuration(
@@ -186,6 +155,7 @@ def row(
     return {
         "precision": precision,
         "ranks": world,
+        "steps": len(found),
         "mesh": " ".join(f"{k}={v}" for k, v in vars(mesh).items() if v != plain_mesh[k]) or "one process",
         "plan": " ".join(f"{k}={v}" for k, v in vars(plan).items() if v != plain_plan[k]) or "s1",
         "last_loss": found[-1]["loss"],
@@ -195,15 +165,37 @@ def row(
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for people."""
-    shown = Table(title="largest difference to one process over all steps")
-    for key in rows[0]:
-        shown.add_column(key.replace("_", " "))
-    for each in rows:
-        shown.add_row(*(f"{value:.2e}" if "difference" in key else str(value) for key, value in each.items()))
-    return shown
+def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train on every mesh."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in options.precisions:
+            first: list[dict[str, float]] = []
+            for number, (world, mesh, plan) in enumerate(RUNS):
+                told(f"{precision}, {number + 1} of {len(RUNS)}")
+                out = Path(folder) / f"{precision}-{number}"
+                config = configuration(out, precision, options.steps, mesh, plan)
+                begun = time.monotonic()
+                routing = None if precision == "float64" else Path(folder) / "routing.pt"
+                spawn(_process, args=(world, config, routing, str(out) + ".store"), nprocs=world)
+                found = curve(out)
+                first = first or found
+                rows.append(row(precision, world, mesh, plan, found, first, time.monotonic() - begun))
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the largest difference in each precision, and how many steps it was looked for in."""
+    made = []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        worst = max(max(r["loss_difference"], r["grad_norm_difference"]) for r in rows if r["precision"] == precision)
+        name = f"same_curves.largest_difference_{precision}"
+        made.append(Claim(name=name, value=worst, unit="nats, norm", target=LIMITS[precision], op="<="))
+    return [*made, Claim(name="same_curves.steps", value=rows[0]["steps"], unit="steps", target=50, op=">=")]
+
+
+BENCHMARK = Benchmark(
+    name="same_curves", description="Train the same on every mesh and plan.", options=SameCurvesOptions,
+    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="largest difference to one process over all steps"),),
+)  # fmt: skip

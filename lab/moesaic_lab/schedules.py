@@ -4,23 +4,18 @@ A layer under even routing runs forward and backward on eight loopback ranks (tw
 (two nodes of two). A recorder under the layer counts the bytes of every message by link; the formulas are written out
 below, per movement of rows, and share no code with the programs.
 
-    python -m moesaic_lab.schedules --json benchmarks/results/schedules.json
+    moesaic bench schedules --json benchmarks/results/schedules.json
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
@@ -43,7 +38,9 @@ from moesaic.program.volume import messages_of
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import leave
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column, byte_size
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
 ELEMENT = 8
@@ -52,14 +49,6 @@ GRIDS = {
     "loopback": Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
     "gloo": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure."""
-
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 class EvenRouter(Hash):
@@ -74,34 +63,6 @@ class EvenRouter(Hash):
 
 Counted = dict[str, tuple[int, int]]
 """Direction and slot of a movement -> bytes (inside nodes, across nodes), over all ranks."""
-
-
-def main() -> None:
-    """Count, compare, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    console = Console(stderr=True)
-    plans = [Plan(schedule=s) for s in SCHEDULES]
-    plans += [
-        Plan(schedule=s, all_to_all=link) for s in ("s1", "s2", "s3") for link in ALL_TO_ALLS if link != Plan().link
-    ]
-    plans += [Plan(schedule=s, all_to_all="multicast") for s in ("s1", "s2")]
-    plans += [Plan(schedule="s2", gather_weights=r) for r in (0, 1)]
-    rows = []
-    for transport_name, grid in GRIDS.items():
-        found = [on_loopback(grid, plan) for plan in plans] if transport_name == "loopback" else on_gloo(grid, plans)
-        rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(plans, found)]
-    console.print(table(rows))
-    wrong = [r for r in rows if r["wrong"]]
-    for each in wrong:
-        console.print(f"{each['transport']}, {each['schedule']}, {each['all_to_all']}: {each['wrong']}", style="red")
-    claims = [
-        Claim(name="schedules.plans", value=len(rows), unit="plans", target=len(plans) * 2, op=">="),
-        Claim(name="schedules.formula_mismatches", value=len(wrong), unit="plans", target=0, op="<="),
-    ]
-    measurement = Measurement(rows=rows, claims=claims, notes=__doc__.splitlines()[0])
-    if options.json:
-        measurement.write(options.json)
-    sys.exit(1 if wrong else 0)
 
 
 def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
@@ -305,27 +266,52 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for people."""
-    shown = Table(title="KB of rows and weights over all ranks, even routing, float64")
-    keys = ("forward_inside_bytes", "forward_across_bytes", "backward_inside_bytes", "backward_across_bytes")
-    for column in (
-        "transport",
-        "schedule",
-        "all-to-all",
-        "fwd inside",
-        "fwd across",
-        "bwd inside",
-        "bwd across",
-        "formulas",
-    ):
-        shown.add_column(column, justify="right" if "side" in column or "across" in column else "left")
-    for r in rows:
-        sizes = (f"{r[key] / 1e3:,.1f}" for key in keys)
-        name = f"{r['transport']}, {r['ranks']} ranks"
-        shown.add_row(name, r["schedule"], r["all_to_all"], *sizes, "differ" if r["wrong"] else "equal")
-    return shown
+PLANS = (
+    *(Plan(schedule=schedule) for schedule in SCHEDULES),
+    *(
+        Plan(schedule=schedule, all_to_all=link)
+        for schedule in ("s1", "s2", "s3")
+        for link in ALL_TO_ALLS
+        if link != Plan().link
+    ),
+    *(Plan(schedule=schedule, all_to_all="multicast") for schedule in ("s1", "s2")),
+    *(Plan(schedule="s2", gather_weights=r) for r in (0, 1)),
+)
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Count what every plan sends, over both transports."""
+    rows = []
+    for transport_name, grid in GRIDS.items():
+        told(transport_name)
+        found = (
+            [on_loopback(grid, plan) for plan in PLANS] if transport_name == "loopback" else on_gloo(grid, list(PLANS))
+        )
+        rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, found)]
+    return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return how many plans were counted, and how many send something else than the formulas say."""
+    wrong = sum(bool(row["wrong"]) for row in rows)
+    return [
+        Claim(name="schedules.plans", value=len(rows), unit="plans", target=len(PLANS) * 2, op=">="),
+        Claim(name="schedules.formula_mismatches", value=wrong, unit="plans", target=0, op="<="),
+    ]
+
+
+COLUMNS = (
+    Column(key="transport", title="transport", is_text=True), Column(key="ranks", title="ranks"),
+    Column(key="schedule", title="schedule", is_text=True), Column(key="all_to_all", title="all-to-all", is_text=True),
+    Column(key="forward_inside_bytes", title="fwd inside", show=byte_size),
+    Column(key="forward_across_bytes", title="fwd across", show=byte_size),
+    Column(key="backward_inside_bytes", title="bwd inside", show=byte_size),
+    Column(key="backward_across_bytes", title="bwd across", show=byte_size),
+    Column(key="wrong", title="formulas", show=lambda wrong: wrong or "equal", is_text=True),
+)  # fmt: skip
+
+BENCHMARK = Benchmark(
+    name="schedules", description="Count the bytes of every schedule and all-to-all, and hold them against formulas.",
+    options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="Rows and weights over all ranks, even routing, float64", columns=COLUMNS),), is_proof=True,
+)  # fmt: skip

@@ -67,6 +67,11 @@ def share(value: float) -> str:
     return f"{value:.2f}"
 
 
+def percent(value: float) -> str:
+    """Return a share in hundredths."""
+    return f"{100 * value:.1f} %"
+
+
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return claims with their targets; one without a value tells why."""
     made = Table(title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))

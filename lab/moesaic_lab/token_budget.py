@@ -5,7 +5,7 @@ The layer, bed and loads are those of `moesaic bench balance`. For each load pla
 that results and gradients of each are held against the plain layer's, and its peak of memory is counted. Budgets are over the
 load of a rank under balance, memory over that of the plain layer there.
 
-    python -m moesaic_lab.token_budget --json benchmarks/results/token_budget.json --picture docs/images/bench/token_budget.svg
+    moesaic bench token_budget --json benchmarks/results/token_budget.json --picture docs/images/bench/token_budget.svg
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-from rich.console import Console
-
 from moesaic.plan.plan import Plan
 from moesaic.testbed.cluster import Launcher
-from moesaic_lab.balance.config import COMMITTED, Config, read_config
-from moesaic_lab.balance.job import Job
-from moesaic_lab.balance.methods import OURS, PLAIN, Method
-from moesaic_lab.balance.run import Cell, measure
-from moesaic_lab.claims import Measurement
-from moesaic_lab.pictures import Panel, Series, check_picture, write_picture
-from moesaic_lab.tables import Column, share, table
+from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
+from moesaic_lab.balance.job import BalanceJob
+from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod
+from moesaic_lab.balance.run import BalanceCell, measure
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, no_claims, require_cluster, same
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import Column, share
 
 NOTES = (
     "One layer, forward and backward, virtual compute, real bytes over emulated links; methods in turn, medians and the 95 % "
@@ -39,7 +36,7 @@ LENDINGS = {PLAIN: "none", "spill": "spill", OURS: "arbiter"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TokenBudgetOptions(DrawnOptions):
     """What to compare."""
 
     config: Path = COMMITTED
@@ -51,34 +48,30 @@ class Options:
     budgets: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
     """Over the load of a rank under balance."""
     repeats: int = 5
-    json: Path | None = None
-    """Write the table here."""
-    picture: Path | None = None
-    """Draw speed over memory here, as .svg or .html."""
 
 
-def methods(mean: int, budgets: Sequence[float]) -> dict[str, Method]:
+def methods(mean: int, budgets: Sequence[float]) -> dict[str, BalanceMethod]:
     """Return plain ep, spilling and the arbiter, without a budget and with each."""
     found = {}
     for name, replication in LENDINGS.items():
         for budget in (None, *budgets):
             rows = None if budget is None else int(budget * mean)
             label = name if budget is None else f"{name}, {budget:g}"
-            found[label] = Method(plan=Plan(replication=replication, token_budget=rows))
+            found[label] = BalanceMethod(plan=Plan(replication=replication, token_budget=rows))
     return found
 
 
-def jobs_of(config: Config, options: Options) -> list[Job]:
+def jobs_of(config: BalanceBenchConfig, options: TokenBudgetOptions) -> list[BalanceJob]:
     """Return a job per load, and first of all plain ep under balance: what memory is compared with."""
     found = []
     for case in config.cases():
         mean = case.place.tokens_per_rank * case.place.top_k
         chosen = methods(mean, options.budgets if case.max_vio else ())
-        found.append(Job(case=case, methods=chosen if case.max_vio else {PLAIN: chosen[PLAIN]}))
+        found.append(BalanceJob(case=case, methods=chosen if case.max_vio else {PLAIN: chosen[PLAIN]}))
     return found
 
 
-def rows_of(cell: Cell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
+def rows_of(cell: BalanceCell, even_bytes: int, budgets: Sequence[float]) -> list[dict[str, Any]]:
     """Return a line per method of a load."""
     found = []
     for name in LENDINGS:
@@ -105,7 +98,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
             chosen.sort(key=lambda row: row["memory"])
             low, high = zip(*(row["plain_over_this_95"] for row in chosen))
             series.append(
-                Series(
+                PlottedSeries(
                     name=name, x=tuple(row["memory"] for row in chosen), low=low, high=high,
                     y=tuple(row["plain_over_this"] for row in chosen),
                 )
@@ -119,26 +112,6 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     return found
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write and draw."""
-    if options.picture is not None:
-        check_picture(options.picture)
-    config = read_config(options.config)
-    loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
-    config = replace(config, only=loads).repeated(options.repeats)
-    config.check()
-    jobs = jobs_of(config, options)
-    with Launcher() as launcher, launcher.open(jobs[0].case.place.bed) as ranks:
-        cells = [measure(ranks, [job])[0] for job in jobs]
-    even = next(cell.peak_bytes[PLAIN] for cell in cells if not cell.job.case.max_vio)
-    rows = [row for cell in cells if cell.job.case.max_vio for row in rows_of(cell, even, options.budgets)]
-    Console(stderr=True).print(table("Token budgets", rows, COLUMNS, group_by=("max_vio", "method")))
-    if options.json is not None:
-        Measurement(rows=rows, claims=[], notes=NOTES, packages=("torch", "numpy")).write(str(options.json))
-    if options.picture is not None:
-        write_picture(options.picture, "A budget of rows", panels(rows), NOTES, columns=2)
-
-
 COLUMNS = (
     Column(key="max_vio", title="MaxVio", show=share),
     Column(key="method", title="method", is_text=True),
@@ -149,5 +122,29 @@ COLUMNS = (
 """Of the table on the terminal."""
 
 
-if __name__ == "__main__":
-    main(tyro.cli(Options))
+def cases(options: TokenBudgetOptions) -> list[BalanceJob]:
+    """Return a job per load, those under balance first."""
+    config = read_config(options.config)
+    loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
+    config = replace(config, only=loads).repeated(options.repeats)
+    config.check()
+    require_cluster()
+    return jobs_of(config, options)
+
+
+def measure_all(options: TokenBudgetOptions, cases: list[BalanceJob], told: Told) -> list[dict[str, Any]]:
+    """Measure load after load."""
+    cells = []
+    with Launcher() as launcher, launcher.open(cases[0].case.place.bed) as ranks:
+        for job in cases:
+            told(job.case.label)
+            cells += measure(ranks, [job])
+    even = next(cell.peak_bytes[PLAIN] for cell in cells if not cell.job.case.max_vio)
+    return [row for cell in cells if cell.job.case.max_vio for row in rows_of(cell, even, options.budgets)]
+
+
+BENCHMARK = Benchmark(
+    name="token_budget", description="Measure speed and memory under budgets of rows.", options=TokenBudgetOptions,
+    notes=NOTES, cases=cases, measure=measure_all, rows=same, claims=no_claims, panels=panels, title="A budget of rows",
+    columns=(Shown(title="Token budgets", columns=COLUMNS, group_by=("max_vio", "method")),),
+)  # fmt: skip

@@ -5,11 +5,12 @@ experts on each rank). The limits are those of its links by the paper's rule, an
 paper's code has it. Evaluation is never limited. The time of a step is simulated: the routing that was recorded, in a model
 as wide as MoE-GPT with its tokens per rank scaled to 1024, on johnny.
 
-    python -m moesaic_lab.topology_gate --json benchmarks/results/topology_gate.json
+    moesaic bench topology_gate --json benchmarks/results/topology_gate.json
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -19,10 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
@@ -41,8 +39,9 @@ from moesaic.train.loop import Trainer
 from moesaic.train.metrics import read_metrics
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.tables import Column, table
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
 
 CLUSTER = read_cluster("fastermoe-johnny")
 GRID = Grid(world=16, ep=16, ranks_per_node=8)
@@ -52,7 +51,7 @@ SIMULATED_STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TopologyGateOptions(BenchmarkOptions):
     """What to run."""
 
     steps: int = 100
@@ -75,31 +74,7 @@ def gates() -> dict[str, tuple[LinkLevel, ...]]:
     }
 
 
-def main() -> None:
-    """Train, compare, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    torch.set_num_threads(1)
-    console = Console(stderr=True)
-    cases = [(seed, name) for seed in options.seeds for name in gates()]
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (seed, name) in track(list(enumerate(cases)), "runs", console=console):
-            found[(seed, name)] = one(Path(folder) / str(number), seed, gates()[name], options)
-    rows = with_time_to_loss([row(name, options, found) for name in gates()])
-    console.print(shown(rows))
-    wanted = (("extra_loss", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"), ("leaving_node", "1"))
-    claims = [
-        Claim(name=f"topology_gate.{key}.{each['gate'].replace(' ', '_').replace(',', '')}", value=each[key], unit=unit,
-              target=None, op="<=")
-        for each in rows if each["gate"] != "plain" for key, unit in wanted
-    ]  # fmt: skip
-    if options.json:
-        Measurement(rows=rows, claims=claims, notes=" ".join((__doc__ or "").split("\n\n")[1].split())).write(
-            options.json
-        )
-
-
-def one(out: Path, seed: int, levels: tuple[LinkLevel, ...], options: Options) -> dict[str, Any]:
+def one(out: Path, seed: int, levels: tuple[LinkLevel, ...], options: TopologyGateOptions) -> dict[str, Any]:
     """Train once; returns losses, the share of copies that left their node, MaxVio and the simulated time."""
     config = configuration(out, seed, options)
     run = open_run(config, lambda _: None)
@@ -119,7 +94,7 @@ def one(out: Path, seed: int, levels: tuple[LinkLevel, ...], options: Options) -
     }
 
 
-def configuration(out: Path, seed: int, options: Options) -> TrainConfig:
+def configuration(out: Path, seed: int, options: TopologyGateOptions) -> TrainConfig:
     """Return the demo's configuration."""
     every = options.steps // options.evaluations
     return replace(
@@ -161,7 +136,7 @@ def seconds(counts: np.ndarray) -> float:
     return done.seconds
 
 
-def row(name: str, options: Options, found: dict[tuple[int, str], dict[str, Any]]) -> dict[str, Any]:
+def row(name: str, options: TopologyGateOptions, found: dict[tuple[int, str], dict[str, Any]]) -> dict[str, Any]:
     """Return a line of the table, means over the seeds against the plain gate of the same seed."""
     runs = [(found[(seed, name)], found[(seed, "plain")]) for seed in options.seeds]
     extra = [own["losses"][-1] - plain["losses"][-1] for own, plain in runs]
@@ -202,21 +177,41 @@ def steps_to(curve: list[list[float]], loss: float) -> float:
     raise InputError(f"--evaluations: no curve may start below another's last loss, {loss:.4f}: ask for more")
 
 
-def shown(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for people."""
-    columns = [Column(key="gate", title="gate", is_text=True)]
-    columns += [
+def measure(options: TopologyGateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train with every gate and seed."""
+    torch.set_num_threads(1)
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, name in itertools.product(options.seeds, gates()):
+            told(f"seed {seed}, {name}")
+            found[(seed, name)] = one(Path(folder) / str(len(found)), seed, gates()[name], options)
+    return with_time_to_loss([row(name, options, found) for name in gates()])
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return losses, times and traffic of every gate but the plain one."""
+    wanted = (("extra_loss", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"), ("leaving_node", "1"))
+    return [
+        Claim(name=f"topology_gate.{key}.{each['gate'].replace(' ', '_').replace(',', '')}", value=each[key], unit=unit,
+              target=None, op="<=")
+        for each in rows if each["gate"] != "plain" for key, unit in wanted
+    ]  # fmt: skip
+
+
+COLUMNS = (
+    Column(key="gate", title="gate", is_text=True),
+    *(
         Column(key=key, title=title, show=f"{{:.{digits}f}}".format)
         for key, title, digits in (
             ("leaving_node", "leaves node", 3), ("max_vio_of_ranks", "MaxVio", 2), ("val_nats_per_byte", "loss", 4),
             ("extra_loss", "over plain", 4), ("simulated_step_ms", "step, ms", 0), ("step_time_ratio", "over plain", 3),
-            ("steps_to_loss_ratio", "steps to loss", 3), ("time_to_loss_ratio", "time to loss", 3),
+            ("goal_loss", "goal", 3), ("steps_to_loss_ratio", "steps to it", 3), ("time_to_loss_ratio", "time to it", 3),
         )
-    ]  # fmt: skip
-    return table(
-        f"demo model; times simulated on FasterMoE's johnny; to loss {rows[0]['goal_loss']:.3f}", rows, columns
-    )
+    ),
+)  # fmt: skip
 
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="topology_gate", description="Train with the gate that knows the cluster, beside the plain one.",
+    options=TopologyGateOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="demo model; times simulated on FasterMoE's johnny", columns=COLUMNS),),
+)  # fmt: skip

@@ -69,10 +69,9 @@ def compare(work: ExpertWork) -> None:
     )
 
 
-@pytest.fixture(params=["cpu", "other"])
+@pytest.fixture(params=list(pick.KERNELS))
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a CPU and what runs on devices without kernels of their own; `triton/test_triton_pick.py` has the third."""
-    monkeypatch.setitem(pick.KERNELS, "cpu", pick.KERNELS[request.param])
+    monkeypatch.setitem(pick.BY_DEVICE, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moesaic_lab.balance.config import Case, Place
-from moesaic_lab.balance.job import Decided, Job
+from moesaic_lab.balance.config import BalancePlace, SkewedCase
+from moesaic_lab.balance.job import BalanceJob, Decided
 from moesaic_lab.balance.loads import Routes
 from moesaic_lab.balance.methods import methods
-from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.measure import Timing
 
 ROUTES = Routes(experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64))
@@ -20,21 +20,21 @@ def cell(
     load: float | None,
     seconds: Mapping[str, float | Sequence[float]],
     *,
-    place: Place | None = None,
+    place: BalancePlace | None = None,
     near: Mapping[str, Sequence[float]] | None = None,
     peak: Mapping[str, int] | None = None,
     decided: Mapping[str, Sequence[float]] | None = None,
     replicated: int = 3,
-) -> Cell:
+) -> BalanceCell:
     """A cell whose methods took the given seconds, 8 times where only one is given."""
-    place = place or Place()
+    place = place or BalancePlace()
     every = methods(place.grid, place.tokens_per_rank * place.top_k)
-    job = Job(
-        case=Case(place=place, label=f"case {load}", max_vio=load, routes=ROUTES),
+    job = BalanceJob(
+        case=SkewedCase(place=place, label=f"case {load}", max_vio=load, routes=ROUTES),
         methods={name: every[name] for name in seconds},
     )
     times = {n: tuple(s) if isinstance(s, Sequence) else (float(s),) * 8 for n, s in seconds.items()}
-    return Cell(
+    return BalanceCell(
         job=job,
         max_vio=(load or 0.0,),
         timings={name: Timing.of(each) for name, each in times.items()},

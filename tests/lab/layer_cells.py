@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import Limit
-from moesaic_lab.layer.config import AdaptiveR, Place
-from moesaic_lab.layer.job import Job, Switch
-from moesaic_lab.layer.run import Cell
+from moesaic_lab.layer.config import AdaptiveR, LayerPlace
+from moesaic_lab.layer.job import LayerJob, Switch
+from moesaic_lab.layer.run import LayerCell
 from moesaic_lab.measure import Timing
 
 ANY = compile_plan(Plan(), Grid(world=4, ep=4, ranks_per_node=2))
@@ -25,15 +25,15 @@ def cell(
     best: str = "",
     same: Mapping[str, str] | None = None,
     grid: Grid | None = None,
-    place: Place | None = None,
+    place: LayerPlace | None = None,
     factor: float | None = None,
     label: str = "a cell",
     switches: Mapping[str, Switch] | None = None,
     compete: tuple[str, ...] = (),
-) -> Cell:
+) -> LayerCell:
     """A cell whose methods took the given seconds, every time; `near` ones in so many pairs."""
-    place = place or (AdaptiveR() if section == "adaptive_r" else Place())
-    job = Job(
+    place = place or (AdaptiveR() if section == "adaptive_r" else LayerPlace())
+    job = LayerJob(
         section=section,
         label=label,
         place=place,
@@ -44,7 +44,7 @@ def cell(
         compete=compete,
     )
     times = {n: tuple(s) if isinstance(s, Sequence) else (float(s),) * repeats for n, s in seconds.items()}
-    return Cell(
+    return LayerCell(
         job=job,
         timings={name: Timing.of(each) for name, each in times.items()},
         near={name: (times[name] * pairs)[:pairs] for name in near},

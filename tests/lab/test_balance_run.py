@@ -21,22 +21,22 @@ from moesaic.plan import compile_plan
 from moesaic.testbed import refusal
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import Case, Place, Simulated, Skewed, read_config
-from moesaic_lab.balance.job import Counted, Decided, Found, Job
+from moesaic_lab.balance.config import BalancePlace, SimulatedLoads, Skewed, SkewedCase, read_config
+from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
 from moesaic_lab.balance.simulated import machine_of, simulate
 
-PLACE = Place(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
+PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
 
 
-def job_of(max_vio: float = 1.0, place: Place = PLACE) -> Job:
+def job_of(max_vio: float = 1.0, place: BalancePlace = PLACE) -> BalanceJob:
     skew = Skew(
         ranks=4, num_experts=8, top_k=2, samples=8, sample_tokens=8, max_vio=max_vio, calls=2, persistence=0.5, seed=3
     )
-    case = Case(place=place, label="small-1", max_vio=max_vio, routes=made_up(skew))
-    return Job(case=case, methods=methods(place.grid))
+    case = SkewedCase(place=place, label="small-1", max_vio=max_vio, routes=made_up(skew))
+    return BalanceJob(case=case, methods=methods(place.grid))
 
 
 # The ranks
@@ -132,10 +132,10 @@ def test_methods_near_ours_are_timed_more_often() -> None:
 def test_cells_sum_up_what_ranks_found() -> None:
     job = replace(job_of(), methods={name: methods(PLACE.grid)[name] for name in (PLAIN, OURS)})
 
-    def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> Found:
+    def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> BalanceFound:
         back = [(target, source, size) for source, target, size in sent]
-        counted = Counted(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
-        return Found(
+        counted = CountedCall(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
+        return BalanceFound(
             spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
             pairs={OURS: [(9.0, 10.0)], PLAIN: [(9.0, 12.0)]},
             counted=dict.fromkeys((PLAIN, OURS), counted),
@@ -167,7 +167,7 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
 
 def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should() -> None:
-    config = Simulated(
+    config = SimulatedLoads(
         ranks=(8,), max_vio=(0.0, 2.0), calls=1, experts_per_rank=4, sample_tokens=2048, locality=0.0, persistence=0.98
     )
     found = {(each.max_vio, each.method): each for each in simulate(config, seed=1)}
@@ -194,7 +194,7 @@ def test_policies_see_a_device_s_share_of_the_links() -> None:
 
 def test_ranks_that_fill_no_nodes_are_refused() -> None:
     with pytest.raises(InputError, match=r"simulated\.ranks=12: nodes of dgx-h100 have 8 devices: choose a multiple"):
-        simulate(Simulated(ranks=(12,)), seed=0)
+        simulate(SimulatedLoads(ranks=(12,)), seed=0)
 
 
 # The file and the command
@@ -255,7 +255,7 @@ def test_a_trace_of_another_shape_is_refused() -> None:
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "balance", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "balance", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "balance", "--only", "4x3-2"]) == 2
     assert main(["bench", "balance", "--config", str(tmp_path / "none.toml")]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moesaic.cli.main import main
-from moesaic_lab.device.cases import Shape
+from moesaic_lab.device.cases import DeviceShape
 from moesaic_lab.kernels.memory import CallSizes, measured_bytes
 from moesaic_lab.kernels.memory import claims as memory_claims
-from moesaic_lab.kernels.ops import Op, ops
+from moesaic_lab.kernels.ops import KernelOp, ops
 from moesaic_lab.kernels.run import Roof, claims, measure, panels
 from moesaic_lab.pictures import write_picture
 
-SMALL = Shape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
+SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -28,7 +28,7 @@ def test_every_operation_agrees_with_the_plain_way(dtype: torch.dtype) -> None:
 
 def test_an_error_is_seen() -> None:
     x = torch.ones(4, 4)
-    op = Op(name="off", inputs=(x,), run=lambda x: 1.5 * x, plain=lambda x: x, flops=0, num_bytes=1)
+    op = KernelOp(name="off", inputs=(x,), run=lambda x: 1.5 * x, plain=lambda x: x, flops=0, num_bytes=1)
     assert op.error() == pytest.approx(0.5)
 
 
@@ -43,7 +43,7 @@ def test_arithmetic_and_bytes_are_those_of_the_shapes() -> None:
 def test_the_roof_is_the_longer_of_arithmetic_and_bytes() -> None:
     roof = Roof(flops=100.0, bandwidth=10.0)
     heavy, light = ({"flops": 1000.0, "num_bytes": 50.0}, {"flops": 100.0, "num_bytes": 50.0})
-    made = [Op(name="", inputs=(), run=torch.zeros, plain=torch.zeros, **each) for each in (heavy, light)]
+    made = [KernelOp(name="", inputs=(), run=torch.zeros, plain=torch.zeros, **each) for each in (heavy, light)]
     assert [roof.bound(op) for op in made] == [10.0, 5.0]
 
 
@@ -77,7 +77,7 @@ def test_a_size_that_was_not_measured_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("words", ["--repeats 0", "--memory --picture x.html", "--picture x.png"])
+@pytest.mark.parametrize("words", ["--repeats 0", "--threads 0", "--picture x.gif"])
 def test_bad_input_is_refused_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", *words.split()]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

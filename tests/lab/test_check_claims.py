@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic_lab.check import measurement
+from moesaic_lab.check import claims, rows
 
 FOUND = {
     "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"replication": 2},
@@ -13,17 +13,17 @@ FOUND = {
 
 
 def test_claims_count_cases_failures_and_mutants() -> None:
-    claims = {claim.name: claim for claim in measurement(FOUND).claims}
-    assert {name: claim.value for name, claim in claims.items()} == {
+    found = {claim.name: claim for claim in claims(FOUND)}
+    assert {name: claim.value for name, claim in found.items()} == {
         "check.cases": 4, "check.failures": 1, "check.mutants": 2, "check.mutants_caught": 1, "check.gloo_worlds": None,
     }  # fmt: skip
-    assert claims["check.gloo_worlds"].reason == "run without processes (--no-gloo)"
-    assert claims["check.mutants_caught"].holds is False
-    assert claims["check.failures"].holds is False
+    assert found["check.gloo_worlds"].reason == "run without processes (--no-gloo)"
+    assert found["check.mutants_caught"].holds is False
+    assert found["check.failures"].holds is False
 
 
 def test_worlds_of_processes_are_counted_and_listed() -> None:
-    made = measurement({**FOUND, "cases_by_processes": {2: 8, 4: 6, 8: 4}})
-    assert next(claim for claim in made.claims if claim.name == "check.gloo_worlds").value == 3
-    assert {"world": 4, "cases": 6} in made.rows
-    assert {"seed": 3, "failure": "output 1.0"} in made.rows
+    made = {**FOUND, "cases_by_processes": {2: 8, 4: 6, 8: 4}}
+    assert next(claim for claim in claims(made) if claim.name == "check.gloo_worlds").value == 3
+    assert {"world": 4, "cases": 6} in rows(made)
+    assert {"seed": 3, "failure": "output 1.0"} in rows(made)

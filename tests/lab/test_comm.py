@@ -15,17 +15,17 @@ from moesaic.testbed import refusal
 from moesaic_lab.bounds import Limit
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.claims import claims
-from moesaic_lab.comm.config import Config, Sweep, read_config
+from moesaic_lab.comm.config import CommConfig, Sweep, read_config
 from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.programs import all_ep, dispatch
-from moesaic_lab.comm.run import Cell, across, rows_of, tables
+from moesaic_lab.comm.run import CommCell, across, rows_of, tables
 from moesaic_lab.measure import Timing
 
 
-def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> Cell:
+def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> CommCell:
     """Return a cell with given times per method (underscores stand for spaces) and a bound of 1 s."""
     times = {name.replace("_", " "): tuple(of) for name, of in seconds.items()}
-    return Cell(
+    return CommCell(
         sweep=sweep,
         size_kib=size_kib,
         timings={name: Timing.of(of) for name, of in times.items()},
@@ -34,7 +34,7 @@ def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> Cell:
     )
 
 
-def found(cells: list[Cell]) -> dict[str, float | None]:
+def found(cells: list[CommCell]) -> dict[str, float | None]:
     return {claim.name.removeprefix("comm."): claim.value for claim in claims(cells)}
 
 
@@ -78,7 +78,7 @@ def test_a_bad_configuration_gets_one_line(tmp_path, text, message):
 
 
 def test_narrowing_keeps_shapes_and_sets_repeats():
-    config = Config(sweeps=(Sweep(), Sweep(nodes=4, repeats=30)))
+    config = CommConfig(sweeps=(Sweep(), Sweep(nodes=4, repeats=30)))
     assert [s.shape for s in config.narrowed(only=("4x2",)).sweeps] == ["4x2"]
     assert [s.repeats for s in config.narrowed(repeats=3).sweeps] == [3, 3]
     with pytest.raises(InputError, match=r"--only 8x8: no sweep runs there: choose of 2x2, 4x2"):
@@ -224,13 +224,13 @@ def test_tables_and_panels_hold_every_method():
 
 
 def test_the_command_refuses_before_it_measures(tmp_path, capsys):
-    assert main(["bench", "comm", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "comm", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "comm", "--only", "9x9"]) == 2
     assert main(["bench", "comm", "--repeats", "0"]) == 2
     assert main(["bench", "comm", "--config", str(tmp_path / "none.toml")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
-    assert "end its name with .html or .svg" in lines[0]
+    assert "end its name with .svg, .png, .pdf" in lines[0]
     assert "no sweep runs there" in lines[1]
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from moesaic_lab.device.bound import Bound, RouterBound
-from moesaic_lab.device.cases import SHAPES, Case, Shape, cases, step
+from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, step
 from moesaic_lab.device.claims import claims, merged
 from moesaic_lab.device.memory import peak_growth_bytes
-from moesaic_lab.device.run import LAYER, LB, ROUTER, Cell, GivenRouting, measure
+from moesaic_lab.device.run import LAYER, LB, ROUTER, DeviceCell, GivenRouting, measure
 
-SMALL = Shape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
+SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
 
 
-def case(**options: str) -> Case:
-    return Case(**{"shape": SMALL, "dtype": "float32", "activation": "swiglu", "routed": "balanced", **options})  # type: ignore[arg-type]
+def case(**options: str) -> DeviceCase:
+    return DeviceCase(**{"shape": SMALL, "dtype": "float32", "activation": "swiglu", "routed": "balanced", **options})  # type: ignore[arg-type]
 
 
 def test_the_table_has_every_case_once() -> None:
@@ -31,7 +31,7 @@ def test_a_balanced_case_is_balanced() -> None:
 def test_a_zipf_case_has_the_skew_that_the_figures_were_taken_at() -> None:
     found = []
     for shape in SHAPES:
-        x, _ = Case(shape=shape, dtype="float32", activation="gelu", routed="zipf").inputs()
+        x, _ = DeviceCase(shape=shape, dtype="float32", activation="gelu", routed="zipf").inputs()
         chosen = x.detach()[:, : shape.experts].topk(shape.top_k).indices.reshape(-1)
         counts = torch.bincount(chosen, minlength=shape.experts).double()
         found.append(float(counts.max() / counts.mean()))
@@ -74,16 +74,16 @@ def test_the_routers_bound_multiplies_as_its_gradients_do() -> None:
     torch.testing.assert_close(bound.d_weight, logits.T @ bound.x)
 
 
-def cell(layer: float, **options: str) -> Cell:
+def cell(layer: float, **options: str) -> DeviceCell:
     seconds = {LB: (1.0,) * 3, ROUTER: (0.25,) * 3, LAYER: (layer,) * 3}
     growth = {LAYER: 10}
     if options.get("activation") != "gelu":
         seconds |= {"slow": (4.0,) * 3, "fast": (2.0,) * 2}
         growth |= {"slow": 20, "fast": 40}
-    return Cell(case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
+    return DeviceCell(case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
 
 
-def rows_of(*cells: Cell, kept: bool = True) -> list[dict[str, object]]:
+def rows_of(*cells: DeviceCell, kept: bool = True) -> list[dict[str, object]]:
     return [row | {"kept_memory": kept} for cell in cells for row in cell.rows()]
 
 
@@ -114,7 +114,9 @@ def test_a_later_run_replaces_its_cases_and_keeps_the_others() -> None:
 
 def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
     seconds = {LB: (1.0,), ROUTER: (1.0,), LAYER: (1.0,)}
-    one = Cell(case=case(), counts=(16,) * 4, seconds=seconds, growth_bytes={}, absent={"deepspeed": "not installed"})
+    one = DeviceCell(
+        case=case(), counts=(16,) * 4, seconds=seconds, growth_bytes={}, absent={"deepspeed": "not installed"}
+    )
     claim = next(claim for claim in claims(rows_of(one)) if claim.name.endswith("over_best_peer"))
     assert (claim.value, claim.reason) == (None, "not installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.cli.main import main
-from moesaic_lab.cli import emulated
+from moesaic_lab import benchmark as frame
 
 
 @pytest.mark.parametrize("benchmark", ["comm", "layer", "train", "model"])
@@ -17,7 +17,7 @@ def test_without_torch_the_package_is_named(
     def import_module(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(emulated, "import_module", import_module)
+    monkeypatch.setattr(frame, "import_module", import_module)
     monkeypatch.setattr("moesaic_lab.model.speed.SIZES", ())
     assert main(["bench", benchmark]) == 2
     error = capsys.readouterr().err

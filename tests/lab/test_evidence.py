@@ -10,7 +10,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic_lab import gates_loss, topology_gate
-from moesaic_lab.netmoe import __main__ as netmoe
+from moesaic_lab.netmoe import benchmark as netmoe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -18,13 +18,22 @@ from moesaic.program.task import Op
 from moesaic.program.volume import even_sizes
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs
-from moesaic_lab.layer.config import Ablation, AdaptiveR, Config, Orders, Pipelining, Place, Schedules, read_config
+from moesaic_lab.layer.config import (
+    Ablation,
+    AdaptiveR,
+    LayerBenchConfig,
+    LayerPlace,
+    Orders,
+    Pipelining,
+    Schedules,
+    read_config,
+)
 from moesaic_lab.layer.job import BEST
-from moesaic_lab.layer.predict import COPIED_BYTES_PER_SECOND, Predictor
+from moesaic_lab.layer.predict import COPIED_BYTES_PER_SECOND, LayerPredictor
 from moesaic_lab.layer.same import distinct
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
-PLACE = Place(
+PLACE = LayerPlace(
     nodes=2, ranks_per_node=2, intra="400mbit", dim=8, hidden=16, num_experts=4, tokens_per_rank=8, gflops=1e3
 )
 
@@ -178,14 +187,14 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
     place = replace(PLACE, gflops=2.0, coded_mb_per_second=1.0)
     grid, plan = all_ep(place), Plan(codec="bf16")
     made = compile_plan(plan, grid)
-    seconds = Predictor(place, with_host=False).task_seconds(made.forward, made.grid, plan)
+    seconds = LayerPredictor(place, with_host=False).task_seconds(made.forward, made.grid, plan)
     copies, row = 8 * 2, 8 * 4
     assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
     assert seconds["h@pack"] == pytest.approx(copies * row / 1e6 + copies * row / COPIED_BYTES_PER_SECOND)
     assert seconds["h@0"] == pytest.approx(
         2 * copies / 2 * row / 2 / 25e6
     )  # two ranks, half of it leaves, two bytes of four
-    with_host = Predictor(place).task_seconds(made.forward, made.grid, plan)
+    with_host = LayerPredictor(place).task_seconds(made.forward, made.grid, plan)
     assert all(with_host[name] > length for name, length in seconds.items())
 
 
@@ -194,13 +203,13 @@ def test_computing_does_not_depend_on_r(r: int | None) -> None:
     place = replace(PLACE, gflops=2.0)
     grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
     made = compile_plan(plan, grid)
-    seconds = Predictor(place, with_host=False).task_seconds(made.backward, made.grid, plan)
+    seconds = LayerPredictor(place, with_host=False).task_seconds(made.backward, made.grid, plan)
     (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
     assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)
 
 
 def test_promising_plans_are_those_that_should_be_faster() -> None:
-    predictor = Predictor(PLACE)
+    predictor = LayerPredictor(PLACE)
     plans = [compile_plan(plan, GRID) for plan in (Plan(schedule="baseline"), Plan(schedule="s3"), Plan(schedule="s1"))]
     seconds = {plan.plan.schedule: predictor.step_seconds(plan) for plan in plans}
     ranked = sorted(plans, key=predictor.step_seconds)
@@ -211,8 +220,8 @@ def test_promising_plans_are_those_that_should_be_faster() -> None:
 # Jobs
 
 
-def small(**parts: Any) -> Config:
-    return Config(**parts)
+def small(**parts: Any) -> LayerBenchConfig:
+    return LayerBenchConfig(**parts)
 
 
 def shaped(kind: Any, **fields: Any) -> Any:

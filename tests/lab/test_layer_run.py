@@ -22,12 +22,12 @@ from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks
 from moesaic_lab.layer.cells import SINGLES
 from moesaic_lab.layer.claims import claims
-from moesaic_lab.layer.config import Place
-from moesaic_lab.layer.job import BEST, Found, Job, Step
+from moesaic_lab.layer.config import LayerPlace
+from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob
 from moesaic_lab.layer.run import summed_up
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
-PLACE = Place(
+PLACE = LayerPlace(
     nodes=2, ranks_per_node=2, intra="400mbit", dim=8, hidden=16, num_experts=4, tokens_per_rank=8, gflops=1e3
 )
 
@@ -42,9 +42,9 @@ def test_plans_that_are_far_behind_are_tried_once() -> None:
     assert ranks.contenders({"s1": (1.2, 0.1), "s2": (1.0, 9.0), "s3": (1.31,)}) == ["s1", "s2"]
 
 
-def job_of(**options: Any) -> Job:
+def job_of(**options: Any) -> LayerJob:
     plans = {name: compile_plan(SINGLES[name], GRID) for name in ("baseline", "s1", "s2", "s3")}
-    return Job(section="schedules", label="", place=PLACE, grid=GRID, methods=plans, **options)
+    return LayerJob(section="schedules", label="", place=PLACE, grid=GRID, methods=plans, **options)
 
 
 def test_methods_near_the_reference_are_timed_more_often() -> None:
@@ -60,9 +60,9 @@ def test_methods_near_the_reference_are_timed_more_often() -> None:
 def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
     job = job_of(factor=factor)
 
-    def rank(transport: AbstractTransport) -> dict[str, Step]:
+    def rank(transport: AbstractTransport) -> dict[str, CountedStep]:
         recorder = Recorder(transport)
-        runner = ranks.Runner(job, recorder)
+        runner = ranks.LayerRunner(job, recorder)
         return {name: ranks.count(runner, recorder, plan) for name, plan in job.methods.items()}
 
     of_ranks = run_ranks(4, rank)
@@ -95,10 +95,10 @@ def test_a_switch_sends_nothing_and_makes_no_tensor() -> None:
 
 def test_cells_sum_up_what_ranks_found() -> None:
     job = replace(job_of(same={"ted": "s1"}), methods={"s1": compile_plan(Plan(), GRID)})
-    half = Step(forward=[(0, 2, 25e6), (0, 1, 1e6)], backward=[(2, 0, 5e7)], charged=0.5)
-    none = Step(forward=[], backward=[], charged=1.5)
+    half = CountedStep(forward=[(0, 2, 25e6), (0, 1, 1e6)], backward=[(2, 0, 5e7)], charged=0.5)
+    none = CountedStep(forward=[], backward=[], charged=1.5)
     found = [
-        Found(spans={"s1": [(0.0, 2.0), (5.0, 6.0)]}, pairs={"s1": [(9.0, 12.0)]}, best="s1", trial={"s1": 1.0},
+        LayerFound(spans={"s1": [(0.0, 2.0), (5.0, 6.0)]}, pairs={"s1": [(9.0, 12.0)]}, best="s1", trial={"s1": 1.0},
               steps={"s1": step}, switches={})
         for step in (half, none, none, none)
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "layer", "--picture", str(tmp_path / "x.png")]) == 2
+    assert main(["bench", "layer", "--picture", str(tmp_path / "x.gif")]) == 2
     assert main(["bench", "layer", "--only", "codec"]) == 2
     assert main(["bench", "layer", "--repeats", "0"]) == 2
     assert main(["bench", "layer", "--config", str(tmp_path / "none.toml")]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moesaic.profiling import together
 from moesaic.profiling.together import start_together
 from moesaic_lab import measure
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
@@ -28,6 +29,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(measure, "time", made)
+    monkeypatch.setattr(together, "time", made)
     return made
 
 

@@ -11,14 +11,14 @@ import pytest
 from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Versions
 from moesaic.errors import InputError
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
-from moesaic_lab.model.config import BedFields, Case, Config, narrowed, read_config
-from moesaic_lab.model.run import Found, _path, _profile_path, kept, plans_of, predict
+from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
+from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, plans_of, predict
 from moesaic_lab.model.speed import SIZES
-from moesaic_lab.pictures_svg import to_svg
+from moesaic_lab.pictures import figure
 
 BED = BedFields(name="2x2", intra="400mbit")
-CASE = Case(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
-CONFIG = Config(beds=(BED,), cases=(CASE,))
+CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
+CONFIG = ModelBenchConfig(beds=(BED,), cases=(CASE,))
 PROFILE = ClusterProfile(
     machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
@@ -26,12 +26,12 @@ PROFILE = ClusterProfile(
 )  # fmt: skip
 
 
-def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> Found:
+def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> ModelFound:
     times = {name: (seconds,) * 3 for name, seconds in measured.items()}
-    return Found(case=CASE, bed=BED, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
+    return ModelFound(case=CASE, bed=BED, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
 
 
-def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[Found]:
+def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[ModelFound]:
     """Return cases of 40 plans; the last one's pick takes longer than its best plan."""
     made = []
     for number in range(count):
@@ -44,7 +44,7 @@ def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[Found]:
     return made
 
 
-def value(name: str, cases: list[Found]) -> float | None:
+def value(name: str, cases: list[ModelFound]) -> float | None:
     return next(claim.value for claim in claims(cases, {2048: 0.1}) if claim.name == name)
 
 
@@ -177,7 +177,7 @@ def test_rows_and_picture_show_every_plan() -> None:
     json.dumps([*rows, *case_rows(cases)])
     (panel,) = panels(cases)
     assert [len(series.x) for series in panel.series] == [2, 40, 40]
-    assert "<svg" in to_svg("model", [panel])
+    assert figure("model", [panel]).axes
 
 
 def test_the_simulators_own_time_is_taken_at_both_sizes() -> None:

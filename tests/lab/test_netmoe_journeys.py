@@ -16,7 +16,7 @@ from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.placement import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
-from moesaic_lab.netmoe.ranks import Job, Stack, ToldRouter, check, numbered
+from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 
 LAYER = Workload(tokens=16, num_experts=8, top_k=2, dim=32, hidden=64, matrices=2, dtype="fp32")
@@ -132,7 +132,7 @@ def test_decisions_are_timed_each_on_a_load_of_its_own() -> None:
 
 def test_a_token_is_sent_where_the_table_says_whatever_it_was_multiplied_by() -> None:
     table = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0]])
-    router = ToldRouter(4, 4, table=table)
+    router = TableRouter(4, 4, table=table)
     x = numbered(1, 2, 4, first=2).view(2, 4)
     for factor in (1, 8):
         choice = router.choose(router.scores(factor * x, None, None), 2, None, None)
@@ -146,17 +146,17 @@ class Anywhere(AbstractPlacer):
         return Homes(np.random.default_rng(int(load.copies[0, 0])).permutation(16).reshape(4, 4))
 
 
-def job_of(setting: Setting, locality: float) -> Job:
+def job_of(setting: Setting, locality: float) -> TravelJob:
     trace = routing(setting, locality, tokens=True)
     experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)]).astype(np.int64)
-    return Job(
+    return TravelJob(
         grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True),
         methods={"plain": None, "two_stage": TwoStage(), "anywhere": Anywhere()}, experts=torch.from_numpy(experts),
         length=LAYER.tokens, dim=LAYER.dim, hidden=LAYER.hidden, num_experts=8, gflops=1e6, repeats=1,
     )  # fmt: skip
 
 
-def on_rank(job: Job, transport: AbstractTransport) -> dict[str, tuple[int, list[Homes]]]:
+def on_rank(job: TravelJob, transport: AbstractTransport) -> dict[str, tuple[int, list[Homes]]]:
     """Check every method, and return by method what crossed nodes and the homes."""
     recorder = Recorder(transport)
     stack, found = Stack(job, recorder), {}

@@ -21,7 +21,7 @@ from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
-from moesaic_lab.netmoe.train import Found, Job, Method, step_times
+from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
 
 SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
 EXPERTS: dict[str, Any] = {"place_experts": {"every": 1, "policy": "smartmoe"}}
@@ -36,7 +36,7 @@ class Anywhere(AbstractPlacer):
         return Homes(np.random.default_rng(int(load.copies.max())).permutation(samples.size).reshape(samples.shape))
 
 
-def job(steps: int) -> Job:
+def job(steps: int) -> StepJob:
     plain = demo()
     config = replace(
         plain, precision="float32", model=replace(plain.model, seq_len=32), mesh=MeshConfig(ep=4, ranks_per_node=2)
@@ -51,21 +51,21 @@ def job(steps: int) -> Job:
         return override(config, tables, source="the test")
 
     methods = {
-        "plain": Method(config=config),
-        "two_stage": Method(config=changed(**SAMPLES), placer=TwoStage(least_gain=0.0)),
-        "anywhere": Method(config=changed(**SAMPLES), placer=Anywhere()),
-        "all": Method(config=changed(**SAMPLES, **EXPERTS, **ARBITER)),
+        "plain": StepMethod(config=config),
+        "two_stage": StepMethod(config=changed(**SAMPLES), placer=TwoStage(least_gain=0.0)),
+        "anywhere": StepMethod(config=changed(**SAMPLES), placer=Anywhere()),
+        "all": StepMethod(config=changed(**SAMPLES, **EXPERTS, **ARBITER)),
     }
-    return Job(methods=methods, vocab=256, batches=batches)
+    return StepJob(methods=methods, vocab=256, batches=batches)
 
 
-def on_processes(function: Callable[[Job], Any], asked: Job) -> list[Any]:
+def on_processes(function: Callable[[StepJob], Any], asked: StepJob) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_process, args=(folder, function, asked), nprocs=4)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
-def _process(rank: int, folder: str, function: Callable[[Job], Any], asked: Job) -> None:
+def _process(rank: int, folder: str, function: Callable[[StepJob], Any], asked: StepJob) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=datetime.timedelta(seconds=3000))
@@ -75,7 +75,7 @@ def _process(rank: int, folder: str, function: Callable[[Job], Any], asked: Job)
 
 @pytest.mark.slow
 def test_steps_by_all_methods_are_of_one_model() -> None:
-    found: dict[str, Found] = on_processes(step_times, job(3))[0]
+    found: dict[str, StepFound] = on_processes(step_times, job(3))[0]
     assert {len(each.seconds) for each in found.values()} == {2}
     plain, moved, anywhere = found["plain"], found["two_stage"], found["anywhere"]
     assert plain.inter_bytes > 100_000

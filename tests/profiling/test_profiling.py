@@ -14,9 +14,9 @@ from moesaic.errors import InputError
 from moesaic.profiling import compute as profile_compute
 from moesaic.profiling import profile as profiling
 from moesaic.profiling import shapes as profile_shapes
-from moesaic.profiling.host import Step
-from moesaic.profiling.links import SIZES, Moved, partners
-from moesaic.profiling.profile import Measured, layer_errors, measure, profile_of
+from moesaic.profiling.host import CalibrationStep
+from moesaic.profiling.links import SIZES, TimedMovements, partners
+from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of
 from moesaic.profiling.shapes import calibrations
 from moesaic.program.task import Op
 
@@ -26,14 +26,14 @@ TRUE = HostCosts(
 REST = ClusterProfile(products=Products(rows=(1.0, 64.0), fp32=(1e9, 2e10)))
 
 
-def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> Moved:
+def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> TimedMovements:
     sent = tuple(float(size * messages) for size in SIZES)
-    return Moved(sent, tuple((max(latency, size / rate),) * 3 for size in sent), messages)
+    return TimedMovements(sent, tuple((max(latency, size / rate),) * 3 for size in sent), messages)
 
 
-def measured() -> Measured:
+def measured() -> MeasuredMachine:
     found = list(calibrations(4, 2))
-    made = Measured(
+    made = MeasuredMachine(
         ranks_per_node=2,
         world=4,
         steps=[],
@@ -53,7 +53,10 @@ def measured() -> Measured:
         )
     )  # fmt: skip
     costs = costs_vector(TRUE)
-    steps = [(each, Step((float(profiling._features(simulator, each) @ costs),) * 3, (0.05,) * 3)) for each in found]
+    steps = [
+        (each, CalibrationStep((float(profiling._features(simulator, each) @ costs),) * 3, (0.05,) * 3))
+        for each in found
+    ]
     return replace(made, steps=steps)
 
 
@@ -88,17 +91,17 @@ def test_whole_layers_are_checked_against_their_wall_times() -> None:
     made = measured()
     errors = layer_errors(profile_of(made), made)
     assert len(errors) == len(made.steps)
-    slower = replace(made, steps=[(each, Step(step.processor, (0.1,) * 3)) for each, step in made.steps])
+    slower = replace(made, steps=[(each, CalibrationStep(step.processor, (0.1,) * 3)) for each, step in made.steps])
     assert np.array(layer_errors(profile_of(made), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
 
 
 def test_noise_is_refused() -> None:
     made = measured()
     draw = np.random.default_rng(0)
-    steps = [(each, Step(tuple(draw.uniform(1e-3, 3e-2, 5)), step.wall)) for each, step in made.steps]
+    steps = [(each, CalibrationStep(tuple(draw.uniform(1e-3, 3e-2, 5)), step.wall)) for each, step in made.steps]
     with pytest.raises(InputError, match="--repeats"):
         profile_of(replace(made, steps=steps))
-    links = made.links | {"outside": Moved(made.links["outside"].num_bytes, ((1e-3,) * 3,) * 5, 2)}
+    links = made.links | {"outside": TimedMovements(made.links["outside"].num_bytes, ((1e-3,) * 3,) * 5, 2)}
     with pytest.raises(InputError, match="all senders outside nodes"):
         profile_of(replace(made, links=links))
 

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from moesaic_lab.balance.methods import BOUNDED, OURS, PLAIN
-from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.simulated import Forecast
-from moesaic_lab.claims import Claim
-from moesaic_lab.measure import MANY, NEAR
+from moesaic_lab.claims import Claim, claimed, enough, some
+from moesaic_lab.measure import NEAR
 
 
-class NotMeasuredError(Exception):
-    """There is no cell that a claim could rest on, or too few pairs; says why."""
-
-
-def claims(cells: Sequence[Cell], forecasts: Sequence[Forecast] = ()) -> list[Claim]:
+def claims(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = ()) -> list[Claim]:
     """Return all claims, also those that this run did not measure."""
     return [
-        _claim("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
-        _claim("balance.over_best_single", lambda: over_best_single(cells), 1.03),
-        _claim("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
-        _claim("balance.memory_maxvio4", lambda: memory(cells, BOUNDED, BOUNDED), 1.2),
-        _claim("balance.memory_maxvio4_unbounded", lambda: memory(cells, OURS, OURS), None),
-        _claim("balance.memory_maxvio4_over_plain", lambda: memory(cells, BOUNDED, PLAIN), None),
-        _claim("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
-        _claim("balance.decision_share", lambda: decision_share(cells), 0.02),
-        _claim("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
-        _claim("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
-        _claim("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
+        claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
+        claimed("balance.over_best_single", lambda: over_best_single(cells), 1.03),
+        claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
+        claimed("balance.memory_maxvio4", lambda: memory(cells, BOUNDED, BOUNDED), 1.2),
+        claimed("balance.memory_maxvio4_unbounded", lambda: memory(cells, OURS, OURS), None),
+        claimed("balance.memory_maxvio4_over_plain", lambda: memory(cells, BOUNDED, PLAIN), None),
+        claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
+        claimed("balance.decision_share", lambda: decision_share(cells), 0.02),
+        claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
+        claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
+        claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
     ]
 
 
-def speedup(cells: Sequence[Cell], max_vio: float) -> float:
+def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, of the bed with most ranks: the lower end of the 95 % interval
     where they are near."""
     cell = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world)
@@ -42,49 +37,49 @@ def speedup(cells: Sequence[Cell], max_vio: float) -> float:
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
-def over_best_single(cells: Sequence[Cell]) -> float:
+def over_best_single(cells: Sequence[BalanceCell]) -> float:
     """Return our time over that of the fastest single technique, worst over all cases, at the 95 % bound."""
-    return max(bounded(cell, OURS, cell.best_single()) for cell in _some(list(cells), "with all methods"))
+    return max(bounded(cell, OURS, cell.best_single()) for cell in some(list(cells), "with all methods"))
 
 
-def overhead(cells: Sequence[Cell]) -> float:
+def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return by how much we are slower than the plain layer where loads are even, worst over beds, at the 95 % bound."""
     return max(bounded(cell, OURS, PLAIN) for cell in _at(cells, 0.0)) - 1
 
 
-def budget_speedup(cells: Sequence[Cell]) -> float:
+def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours with a token budget at MaxVio 4, least over beds."""
     found = [cell.ratio(PLAIN, BOUNDED).median for cell in _at(cells, 4.0) if BOUNDED in cell.timings]
-    return min(_some(found, "with MaxVio 4 and a token budget"))
+    return min(some(found, "with MaxVio 4 and a token budget"))
 
 
-def memory(cells: Sequence[Cell], name: str, reference: str) -> float:
+def memory(cells: Sequence[BalanceCell], name: str, reference: str) -> float:
     """Return a method's peak of memory at MaxVio 4 over another's where loads are even, of one bed; the worst bed's."""
     found = []
     for cell in _at(cells, 4.0):
         even = [other for other in _at(cells, 0.0) if other.job.case.place == cell.job.case.place]
         both = [other for other in even if name in cell.peak_bytes and reference in other.peak_bytes]
         found += [cell.peak_bytes[name] / other.peak_bytes[reference] for other in both]
-    return max(_some(found, "with MaxVio 0 and 4 of one bed"))
+    return max(some(found, "with MaxVio 0 and 4 of one bed"))
 
 
-def decision_share(cells: Sequence[Cell]) -> float:
+def decision_share(cells: Sequence[BalanceCell]) -> float:
     """Return what deciding takes a rank, over a step of ours, worst case; median over the calls."""
     deciding = [cell for cell in cells if OURS in cell.decided]
     found = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
-    return max(_some(found, "with all methods"))
+    return max(some(found, "with all methods"))
 
 
-def recorded_speedup(cells: Sequence[Cell]) -> float:
+def recorded_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours on recorded routing."""
     found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.max_vio is None]
-    return statistics.median(_some(found, "of recorded routing"))
+    return statistics.median(some(found, "of recorded routing"))
 
 
 def simulated_speedup(forecasts: Sequence[Forecast]) -> float:
     """Return the simulated time of the plain layer over ours at MaxVio 2, least over the clusters."""
     at = {(each.ranks, each.method): each.seconds for each in forecasts if each.max_vio == 2}
-    return min(_some([at[ranks, PLAIN] / at[ranks, OURS] for ranks, name in at if name == OURS], "simulated"))
+    return min(some([at[ranks, PLAIN] / at[ranks, OURS] for ranks, name in at if name == OURS], "simulated"))
 
 
 def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
@@ -93,35 +88,17 @@ def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
     for each in forecasts:
         by_case.setdefault((each.ranks, each.max_vio), {})[each.method] = each.seconds
     shares = [found[OURS] / min(s for name, s in found.items() if name != OURS) for found in by_case.values()]
-    return max(_some(shares, "simulated"))
+    return max(some(shares, "simulated"))
 
 
-def bounded(cell: Cell, name: str, other: str) -> float:
+def bounded(cell: BalanceCell, name: str, other: str) -> float:
     """Return the upper end of a ratio's 95 % interval.
 
     Raises:
         NotMeasuredError: for a ratio near 1 that rests on too few pairs.
     """
-    ratio = cell.ratio(name, other)
-    if ratio.is_near and ratio.repeats < MANY:
-        raise NotMeasuredError(f"{cell.job.case.label}: {ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}")
-    return ratio.high
+    return enough(cell.ratio(name, other), cell.job.case.label).high
 
 
-def _claim(name: str, value: Callable[[], float], target: float | None, op: Literal[">=", "<="] = "<=") -> Claim:
-    measured, why = None, ""
-    try:
-        measured = value()
-    except NotMeasuredError as reason:
-        why = str(reason)
-    return Claim(name=name, value=measured, unit="1", target=target, op=op, reason=why)
-
-
-def _at(cells: Sequence[Cell], max_vio: float) -> list[Cell]:
-    return _some([cell for cell in cells if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")
-
-
-def _some(found: list, what: str) -> list:
-    if not found:
-        raise NotMeasuredError(f"no case {what} was run")
-    return found
+def _at(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
+    return some([cell for cell in cells if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")

@@ -27,7 +27,7 @@ ELEMENT_BYTES, MATRICES = 4, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BalancePlace:
     """A bed, the accelerators on it, and one layer: what all cases of a bed share."""
 
     name: str = "bed"
@@ -63,7 +63,7 @@ class Place:
     """Steps before anything is timed of a method that learns: training runs thousands of them."""
 
     def __post_init__(self) -> None:
-        for each in fields(Place):
+        for each in fields(BalancePlace):
             value = getattr(self, each.name)
             if isinstance(value, int | float) and value <= 0:
                 raise InputError(f"{self.name}: {each.name}={value}: must be above 0")
@@ -111,7 +111,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skewed(Place):
+class Skewed(BalancePlace):
     """A bed with routing that is made up: a case for each MaxVio."""
 
     max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
@@ -125,7 +125,7 @@ class Skewed(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Place):
+class Recorded(BalancePlace):
     """A bed with routing that was recorded: one case. The trace says how many experts, samples and tokens there are."""
 
     trace: str = ""
@@ -139,7 +139,7 @@ class Recorded(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedLoads:
     """Larger clusters, simulated."""
 
     cluster: str = "dgx-h100"
@@ -170,10 +170,10 @@ class Simulated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SkewedCase:
     """One load on one bed."""
 
-    place: Place
+    place: BalancePlace
     label: str
     """What `--only` may name."""
     max_vio: float | None
@@ -182,20 +182,20 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class BalanceBenchConfig:
     """The whole benchmark."""
 
     seed: int = 0
     """Of made-up routing and of inputs."""
     skewed: tuple[Skewed, ...] = ()
     recorded: tuple[Recorded, ...] = ()
-    simulated: Simulated | None = None
+    simulated: SimulatedLoads | None = None
     only: tuple[str, ...] = field(default=())
     """Cases, beds or `simulated`; () for everything."""
     folder: Path = Path()
     """Of the file: traces are found from there."""
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[SkewedCase]:
         """Return the cases that are asked for, bed by bed, with their routing.
 
         Raises:
@@ -203,11 +203,11 @@ class Config:
         """
         wanted = [(place, label, load) for place, label, load in self._all() if self._wants(place, label)]
         return [
-            Case(place=place, label=label, max_vio=load, routes=self._routes(place, load))
+            SkewedCase(place=place, label=label, max_vio=load, routes=self._routes(place, load))
             for place, label, load in wanted
         ]
 
-    def repeated(self, repeats: int | None) -> Config:
+    def repeated(self, repeats: int | None) -> BalanceBenchConfig:
         """Return the benchmark with another number of repeats everywhere, the close methods' too; None for the file's."""
         if repeats is None:
             return self
@@ -229,17 +229,17 @@ class Config:
         """Whether larger clusters are asked for."""
         return self.simulated is not None and (not self.only or SIMULATED in self.only)
 
-    def _all(self) -> list[tuple[Place, str, float | None]]:
-        found: list[tuple[Place, str, float | None]] = []
+    def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
+        found: list[tuple[BalancePlace, str, float | None]] = []
         for place in self.skewed:
             found += [(place, f"{place.name}-{load:g}", load) for load in place.max_vio]
         found += [(place, place.name, None) for place in self.recorded]
         return found
 
-    def _wants(self, place: Place, label: str) -> bool:
+    def _wants(self, place: BalancePlace, label: str) -> bool:
         return not self.only or bool({place.name, label} & set(self.only))
 
-    def _routes(self, place: Place, load: float | None) -> Routes:
+    def _routes(self, place: BalancePlace, load: float | None) -> Routes:
         if isinstance(place, Recorded):
             return _recorded(place, self.folder)
         assert isinstance(place, Skewed)
@@ -254,8 +254,9 @@ class Config:
         )  # fmt: skip
 
 
-def read_config(path: Path = COMMITTED) -> Config:
-    """Read the benchmark from a TOML or JSON file: fields of `Config`, lists `[[skewed]]` and `[[recorded]]`, `[simulated]`.
+def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
+    """Read the benchmark from a TOML or JSON file: fields of `BalanceBenchConfig`, lists `[[skewed]]` and `[[recorded]]`, and
+    `[simulated]`.
 
     Raises:
         InputError: naming the file and the field.
@@ -278,9 +279,9 @@ def read_config(path: Path = COMMITTED) -> Config:
     names = [place.name for of_kind in lists.values() for place in of_kind]
     if len(set(names)) < len(names):
         raise InputError(f"{source}: two beds have one name: give each its own")
-    made = replace(override(Config(), table, source=source), **lists, folder=path.parent)
+    made = replace(override(BalanceBenchConfig(), table, source=source), **lists, folder=path.parent)
     if simulated is not None:
-        made = replace(made, simulated=override(Simulated(), simulated, source=source, prefix="simulated."))
+        made = replace(made, simulated=override(SimulatedLoads(), simulated, source=source, prefix="simulated."))
     return made
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic_lab.balance.config import Case
-from moesaic_lab.balance.methods import Method
+from moesaic_lab.balance.config import SkewedCase
+from moesaic_lab.balance.methods import BalanceMethod
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import Span
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BalanceJob:
     """One case on one cluster."""
 
-    case: Case
-    methods: dict[str, Method]
+    case: SkewedCase
+    methods: dict[str, BalanceMethod]
     """By name, in the order of the tables; the first is the plain layer."""
     seed: int = 0
     """Of inputs and weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class CountedCall:
     """What one call of a method did on one rank, with real experts."""
 
     messages: dict[int, list[Message]]
@@ -52,14 +52,14 @@ class Decided:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BalanceFound:
     """What one rank found."""
 
     spans: dict[str, list[Span]]
     """By method, all in turn."""
     pairs: dict[str, list[Span]]
     """By method, of the further rounds in which only ours and those near it ran."""
-    counted: dict[str, Counted]
+    counted: dict[str, CountedCall]
     """By method, of the case's first call."""
     decided: dict[str, Decided]
     """By method that replicates."""

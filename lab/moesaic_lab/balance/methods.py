@@ -23,7 +23,7 @@ PARTS_PER_MESSAGE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class BalanceMethod:
     """One way to run the layer."""
 
     plan: Plan
@@ -37,7 +37,7 @@ class Method:
     """Corrects itself by what its calls take."""
 
 
-def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
+def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
     """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes.
 
     Args:
@@ -45,26 +45,28 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, Method]:
         budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
     """
     bounded = (
-        {BOUNDED: Method(plan=Plan(replication="arbiter", token_budget=budget), is_single=False)} if budget else {}
+        {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", token_budget=budget), is_single=False)}
+        if budget
+        else {}
     )
     nodes = grid.world // (grid.ranks_per_node or grid.world)
     return {
-        PLAIN: Method(plan=Plan()),
-        "ZeRO-3 (r = 0)": Method(plan=Plan(gather_weights=0)),
-        "shadow, published": Method(plan=Plan(replication="published")),
-        "shadow": Method(plan=Plan(replication="shadow")),
-        "spill": Method(plan=Plan(replication="spill")),
-        "least loaded": Method(plan=Plan(replication="least_loaded")),
-        SMART: Method(plan=Plan(peer_groups=nodes)),
-        "smart + shadow": Method(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
-        NETMOE: Method(plan=Plan(), moves_samples=True),
-        PLACED: Method(plan=Plan(), places_experts=True),
-        OURS: Method(plan=Plan(replication="arbiter"), is_single=False, learns=True),
+        PLAIN: BalanceMethod(plan=Plan()),
+        "ZeRO-3 (r = 0)": BalanceMethod(plan=Plan(gather_weights=0)),
+        "shadow, published": BalanceMethod(plan=Plan(replication="published")),
+        "shadow": BalanceMethod(plan=Plan(replication="shadow")),
+        "spill": BalanceMethod(plan=Plan(replication="spill")),
+        "least loaded": BalanceMethod(plan=Plan(replication="least_loaded")),
+        SMART: BalanceMethod(plan=Plan(peer_groups=nodes)),
+        "smart + shadow": BalanceMethod(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
+        NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
+        PLACED: BalanceMethod(plan=Plan(), places_experts=True),
+        OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, learns=True),
         **bounded,
     }
 
 
-def policy_of(name: str, method: Method, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
+def policy_of(name: str, method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
     """Return the policy of a method, which knows the rates; None for a method that replicates nothing."""
     if method.plan.replication == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)

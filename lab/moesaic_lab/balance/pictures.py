@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from moesaic_lab.balance.methods import PLAIN, SMART
-from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.simulated import Forecast
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.pictures import Panel, PlottedSeries
 
 VIRTUAL = "virtual compute"
 """What stands beside every axis of time."""
 
 
-def panels(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[Panel]:
+def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[Panel]:
     """Return the panels of what was run: two per bed, one for all recorded cases, three for all beds, one per cluster."""
     made = []
     skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
@@ -33,21 +33,21 @@ def panels(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[Panel]:
     return made
 
 
-def _speedup(cell: Cell, name: str) -> tuple[float, float, float]:
+def _speedup(cell: BalanceCell, name: str) -> tuple[float, float, float]:
     ratio = cell.ratio(PLAIN, name)
     return ratio.median, ratio.low, ratio.high
 
 
-def _memory(cell: Cell, name: str) -> tuple[float, float, float]:
+def _memory(cell: BalanceCell, name: str) -> tuple[float, float, float]:
     size = cell.peak_bytes[name] / 2**20
     return size, size, size
 
 
 def _over_loads(
     title: str,
-    cells: Sequence[Cell],
+    cells: Sequence[BalanceCell],
     y_title: str,
-    value: Callable[[Cell, str], tuple[float, float, float]],
+    value: Callable[[BalanceCell, str], tuple[float, float, float]],
     spread: bool = True,
 ) -> Panel:
     """Draw a figure of every method over MaxVio."""
@@ -56,14 +56,14 @@ def _over_loads(
         found = [value(cell, name) for cell in cells]
         y, low, high = (tuple(column) for column in zip(*found))
         ends = {"low": low, "high": high} if spread else {}
-        series.append(Series(name=name, x=tuple(_load(cell) for cell in cells), y=y, **ends))
+        series.append(PlottedSeries(name=name, x=tuple(_load(cell) for cell in cells), y=y, **ends))
     return Panel(title=title, x_title="MaxVio of ranks", y_title=y_title, series=tuple(series))
 
 
-def _bars(title: str, cells: Sequence[Cell]) -> Panel:
+def _bars(title: str, cells: Sequence[BalanceCell]) -> Panel:
     names = list(cells[0].timings)
     series = tuple(
-        Series(
+        PlottedSeries(
             name=name,
             x=tuple(float(place) for place in range(len(cells))),
             y=tuple(_speedup(cell, name)[0] for cell in cells),
@@ -76,12 +76,12 @@ def _bars(title: str, cells: Sequence[Cell]) -> Panel:
     return Panel(title=title, x_title="", y_title=f"plain ep / method, {VIRTUAL}", series=series, categories=categories)
 
 
-def _replicated(cells: Sequence[Cell]) -> Panel:
+def _replicated(cells: Sequence[BalanceCell]) -> Panel:
     """Draw how many experts each policy replicates per call, on the bed with most ranks."""
     place = max((cell.job.case.place for cell in cells), key=lambda place: place.bed.world)
     of_bed = [cell for cell in cells if cell.job.case.place == place]
     series = tuple(
-        Series(
+        PlottedSeries(
             name=name,
             x=tuple(_load(cell) for cell in of_bed),
             y=tuple(statistics.mean(cell.decided[name].replicated_experts) for cell in of_bed),
@@ -92,23 +92,23 @@ def _replicated(cells: Sequence[Cell]) -> Panel:
     return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
 
 
-def _gain(cells: Sequence[Cell]) -> Panel:
+def _gain(cells: Sequence[BalanceCell]) -> Panel:
     """Draw what the smart schedule gains against the most that any overlap of the plain layer could."""
     series = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         found = sorted((_most(cell), _speedup(cell, SMART)) for cell in cells if cell.job.case.place == place)
         x, values = zip(*found)
         y, low, high = (tuple(column) for column in zip(*values))
-        series.append(Series(name=f"{SMART}, {place.name}", x=x, y=y, low=low, high=high))
+        series.append(PlottedSeries(name=f"{SMART}, {place.name}", x=x, y=y, low=low, high=high))
     ends = [x for each in series for x in each.x]
-    series.append(Series(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
+    series.append(PlottedSeries(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
     return Panel(
         title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
         y_title=f"plain ep / smart schedule, {VIRTUAL}", series=tuple(series),
     )  # fmt: skip
 
 
-def _most(cell: Cell) -> float:
+def _most(cell: BalanceCell) -> float:
     comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
     return (comm + comp) / max(comm, comp)
 
@@ -119,14 +119,14 @@ def _simulated(ranks: int, forecasts: Sequence[Forecast]) -> Panel:
     for name in dict.fromkeys(each.method for each in forecasts):
         found = [each for each in forecasts if each.method == name]
         y = tuple(plain[each.max_vio] / each.seconds for each in found)
-        series.append(Series(name=name, x=tuple(each.max_vio for each in found), y=y))
+        series.append(PlottedSeries(name=name, x=tuple(each.max_vio for each in found), y=y))
     return Panel(
         title=f"{ranks} ranks, simulated", x_title="MaxVio of ranks", y_title="plain ep / method, simulated",
         series=tuple(series),
     )  # fmt: skip
 
 
-def _load(cell: Cell) -> float:
+def _load(cell: BalanceCell) -> float:
     load = cell.job.case.max_vio
     assert load is not None
     return load

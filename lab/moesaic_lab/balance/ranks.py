@@ -25,9 +25,9 @@ from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
-from moesaic_lab.balance.job import Counted, Decided, Found, Job
+from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.memory import peak_bytes
-from moesaic_lab.balance.methods import OURS, PLAIN, Method, placed_by, policy_of
+from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
 from moesaic_lab.balance.router import ToldRouter
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import in_turn, paired
@@ -75,7 +75,7 @@ class Subject:
     """
 
     def __init__(
-        self, job: Job, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
+        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
     ) -> None:
         place, method = job.case.place, job.methods[name]
         grid, routes = place.grid, job.case.routes
@@ -167,7 +167,7 @@ class Subject:
             parameter.grad = None
 
 
-def measure(jobs: Sequence[Job]) -> list[Found]:
+def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     """Compare, count and time all methods of some cases on one mesh, on this rank; all ranks call it together.
 
     One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
@@ -178,7 +178,7 @@ def measure(jobs: Sequence[Job]) -> list[Found]:
     return [measure_case(job, plans, transport) for job in jobs]
 
 
-def measure_case(job: Job, plans: Mapping[str, Compiled], transport: AbstractTransport) -> Found:
+def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> BalanceFound:
     """Measure one case.
 
     Args:
@@ -210,10 +210,12 @@ def measure_case(job: Job, plans: Mapping[str, Compiled], transport: AbstractTra
         name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.replication != "none"
     }
     charged = {name: (each.charged - before[name]) / subjects[name].steps for name, each in accelerators.items()}
-    return Found(spans=spans, pairs=pairs, counted=counted, decided=decided, charged=charged)
+    return BalanceFound(spans=spans, pairs=pairs, counted=counted, decided=decided, charged=charged)
 
 
-def near_ours(seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, Method], balanced: bool) -> list[str]:
+def near_ours(
+    seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, BalanceMethod], balanced: bool
+) -> list[str]:
     """Return ours and the two fastest single techniques that are near it; where loads are balanced, the plain layer too."""
     if OURS not in seconds:
         return []
@@ -224,7 +226,7 @@ def near_ours(seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, Me
     return [OURS, *near] if near else []
 
 
-def counts(job: Job, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, Counted]:
+def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedCall]:
     """Run the case's first call with real experts under every method; return what it sent and held.
 
     Raises:
@@ -244,7 +246,7 @@ def counts(job: Job, plans: Mapping[str, Compiled], transport: AbstractTransport
         for each in recorder.ranges[first:]:
             for m in each.messages:
                 sent.setdefault(m.tag, []).append((m.source, m.target, float(m.num_bytes)))
-        found[name] = Counted(messages=sent, peak_bytes=peak, error=latest(error))
+        found[name] = CountedCall(messages=sent, peak_bytes=peak, error=latest(error))
     wrong = {name: each.error for name, each in found.items() if not each.error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from moesaic_lab.balance.methods import PLAIN
-from moesaic_lab.balance.run import Cell
+from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
@@ -30,12 +30,12 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
-def all_rows(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+def all_rows(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
     """Return everything that was measured and simulated, as plain data."""
     return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts)
 
 
-def rows_of(cell: Cell) -> list[dict[str, Any]]:
+def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     """Return a line of the table per method."""
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
@@ -54,7 +54,7 @@ def rows_of(cell: Cell) -> list[dict[str, Any]]:
     return [{**shape, "method": name, "is_best": name == best, **_figures(cell, name)} for name in cell.timings]
 
 
-def _figures(cell: Cell, name: str) -> dict[str, Any]:
+def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     timing, over, decided = cell.timings[name], cell.ratio(PLAIN, name), cell.decided.get(name)
     return {
         "median_seconds": timing.median,
@@ -132,7 +132,7 @@ FORECAST_COLUMNS = (
 )
 
 
-def tables(cells: Sequence[Cell], forecasts: Sequence[Forecast]) -> list[Table]:
+def tables(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[Table]:
     """Return a table per bed and layer, and one of what was simulated, for a terminal."""
     made = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):

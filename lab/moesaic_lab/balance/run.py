@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from moesaic.program.grid import Grid
 from moesaic.testbed.bed import Bed
 from moesaic.testbed.cluster import Cluster, Launcher
-from moesaic_lab.balance.config import Config
-from moesaic_lab.balance.job import Decided, Found, Job
+from moesaic_lab.balance.config import BalanceBenchConfig
+from moesaic_lab.balance.job import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.methods import methods
 from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], object]
 """Told what is measured now, and how many cases are done."""
 BUDGET = 1.25
 """Rows of the method with a token budget, over a rank's under balance: the least under which nothing is cut into slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class BalanceCell:
     """What one case found."""
 
-    job: Job
+    job: BalanceJob
     max_vio: tuple[float, ...]
     """Of ranks, by call."""
     timings: Mapping[str, Timing]
@@ -57,20 +57,20 @@ class Cell:
         return min(singles, key=lambda name: self.timings[name].median)
 
 
-def run(config: Config, progress: Progress = lambda label, number: None) -> list[Cell]:
+def run(config: BalanceBenchConfig, progress: Progress = lambda label, number: None) -> list[BalanceCell]:
     """Measure every case that a configuration asks for; it starts clusters, one after another.
 
     Raises:
         InputError: if this machine cannot make them.
     """
-    cells: list[Cell] = []
+    cells: list[BalanceCell] = []
     cases = config.cases()
     if not cases:
         return cells
-    by_bed: dict[tuple[Bed, Grid, int], list[Job]] = {}
+    by_bed: dict[tuple[Bed, Grid, int], list[BalanceJob]] = {}
     for case in cases:
         place = case.place
-        job = Job(
+        job = BalanceJob(
             case=case, methods=methods(place.grid, int(BUDGET * place.tokens_per_rank * place.top_k)), seed=config.seed
         )
         by_bed.setdefault((place.bed, place.grid, place.num_experts), []).append(job)
@@ -82,7 +82,7 @@ def run(config: Config, progress: Progress = lambda label, number: None) -> list
     return cells
 
 
-def measure(ranks: Cluster, jobs: Sequence[Job]) -> list[Cell]:
+def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure cases of one mesh on a cluster that runs."""
     from moesaic_lab.balance import ranks as side
 
@@ -90,7 +90,7 @@ def measure(ranks: Cluster, jobs: Sequence[Job]) -> list[Cell]:
     return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
 
 
-def summed_up(job: Job, found: Sequence[Found]) -> Cell:
+def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
     """Return a cell from what every rank found."""
     place, routes = job.case.place, job.case.routes
     seconds = over_ranks([of_rank.spans for of_rank in found])
@@ -105,7 +105,7 @@ def summed_up(job: Job, found: Sequence[Found]) -> Cell:
         links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
         across[name] = round(sum(size for a, b, size in messages if place.grid.node_of(a) != place.grid.node_of(b)))
     loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
-    return Cell(
+    return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
         timings={name: Timing.of(times) for name, times in seconds.items()},

@@ -25,11 +25,11 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
-from moesaic_lab.balance.config import Simulated
+from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
-from moesaic_lab.balance.methods import Method, methods, placed_by, policy_of
+from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Told what is simulated now."""
 
 
@@ -54,7 +54,7 @@ class Forecast:
     """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
 
 
-def simulate(config: Simulated, seed: int, progress: Progress = lambda label: None) -> list[Forecast]:
+def simulate(config: SimulatedLoads, seed: int, progress: Progress = lambda label: None) -> list[Forecast]:
     """Simulate all methods under all loads on clusters of all sizes.
 
     Raises:
@@ -92,7 +92,7 @@ class Larger:
         ranks: all of its devices.
     """
 
-    def __init__(self, config: Simulated, spec: ClusterSpec, ranks: int) -> None:
+    def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int) -> None:
         self.config, self.layer = config, config.layer(ranks)
         self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
@@ -132,7 +132,7 @@ class Larger:
                 decision_seconds=float(np.mean(decided)) if policy else 0.0,
             )
 
-    def _copies(self, routes: Routes, call: int, method: Method) -> np.ndarray:
+    def _copies(self, routes: Routes, call: int, method: BalanceMethod) -> np.ndarray:
         """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64."""
         copies = routes.counts(call, self.grid.world, self.layer.num_experts)
         if method.places_experts:
@@ -142,7 +142,7 @@ class Larger:
     def _run(
         self,
         compiled: Compiled,
-        method: Method,
+        method: BalanceMethod,
         copies: np.ndarray,
         replicated: np.ndarray | None,
         routes: Routes,

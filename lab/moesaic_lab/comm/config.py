@@ -121,7 +121,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class CommConfig:
     """The whole benchmark."""
 
     dim: int = 256
@@ -140,7 +140,7 @@ class Config:
             for size in sweep.sizes_kib:
                 sweep.rows_of(size, self.dim)
 
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> Config:
+    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> CommConfig:
         """Return the part of the benchmark that was asked for.
 
         Args:
@@ -165,8 +165,8 @@ def in_chunks(name: str, chunks: int) -> str:
     return name if chunks == 1 else f"{name}/{chunks}"
 
 
-def read_config(path: Path = COMMITTED) -> Config:
-    """Read the benchmark from a TOML or JSON file: fields of `Config`, and tables of sweeps by their kind.
+def read_config(path: Path = COMMITTED) -> CommConfig:
+    """Read the benchmark from a TOML or JSON file: fields of `CommConfig`, and tables of sweeps by their kind.
 
     Raises:
         InputError: naming the file and the field.
@@ -183,7 +183,7 @@ def read_config(path: Path = COMMITTED) -> Config:
         raise InputError(
             f"config {path}: unknown field {unknown[0]}{suggestion(unknown[0], [*KINDS, 'dim', 'warmup'])}"
         )
-    return replace(override(Config(), table, source=f"config {path}"), sweeps=tuple(sweeps))
+    return replace(override(CommConfig(), table, source=f"config {path}"), sweeps=tuple(sweeps))
 
 
 def _sweep(kind: Kind, table: dict[str, Any], path: Path, number: int) -> Sweep:

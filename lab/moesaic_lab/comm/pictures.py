@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from moesaic_lab.comm.run import Cell
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.comm.run import CommCell
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import byte_size
 
 
-def panels(cells: Sequence[Cell]) -> list[Panel]:
+def panels(cells: Sequence[CommCell]) -> list[Panel]:
     """Return a panel per bed of all-to-alls, and one each for lanes and dispatches."""
     made = []
     by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
@@ -27,7 +27,7 @@ def panels(cells: Sequence[Cell]) -> list[Panel]:
     return made
 
 
-def _over_sizes(title: str, cells: Sequence[Cell]) -> Panel:
+def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
     names = dict.fromkeys(name for cell in cells for name in cell.timings)
     least = {cell.size_kib: min(limit.seconds for limit in cell.limits.values()) for cell in cells}
     series = []
@@ -46,7 +46,7 @@ def _over_sizes(title: str, cells: Sequence[Cell]) -> Panel:
     )
 
 
-def _bars(title: str, cells: Sequence[Cell]) -> Panel:
+def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
     names = dict.fromkeys(name for cell in cells for name in cell.timings)
     series = []
     for name in names:
@@ -61,10 +61,10 @@ def _bars(title: str, cells: Sequence[Cell]) -> Panel:
     return Panel(title=title, x_title="", y_title="ms", series=tuple(series), categories=labels)
 
 
-def _series(name: str, at: Sequence[tuple[float, Cell]], scales: Sequence[float]) -> Series:
+def _series(name: str, at: Sequence[tuple[float, CommCell]], scales: Sequence[float]) -> PlottedSeries:
     timings = [cell.timings[name] for _, cell in at]
     bounds = [cell.limits[name].seconds for _, cell in at]
-    return Series(
+    return PlottedSeries(
         name=name,
         x=tuple(float(place) for place, _ in at),
         y=tuple(scale * timing.median for scale, timing in zip(scales, timings)),

@@ -33,7 +33,7 @@ CYCLE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CommFound:
     """What one rank measured for one size."""
 
     spans: dict[str, list[Span]]
@@ -45,7 +45,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class CommMethod:
     """A program, what this rank brings to it, and what it must get from it."""
 
     work: Work
@@ -54,7 +54,7 @@ class Method:
     """By slot."""
 
 
-def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Found:
+def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
     """Check and time all-to-alls of one size on this rank; all ranks call it together.
 
     Raises:
@@ -64,7 +64,9 @@ def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Foun
     works = {name: exchange(grid, rows, name) for name in sweep.methods if name != TORCH}
     straight = exchange(grid, rows, "linear")
     mine, expected = _numbered_rows(straight, dim)
-    methods = {name: Method(work=work, values={"rows": mine}, expected={"h": expected}) for name, work in works.items()}
+    methods = {
+        name: CommMethod(work=work, values={"rows": mine}, expected={"h": expected}) for name, work in works.items()
+    }
     if TORCH not in sweep.methods:
         return _measure(methods, {}, dim, sweep.repeats, warmup)
     _compare(TORCH, {"h": expected}, {"h": torchs_own(mine)})
@@ -73,18 +75,18 @@ def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Foun
     return found
 
 
-def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Found:
+def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
     """Check and time the pipelined all-to-all, and each of its lanes alone; as `measure_exchange`."""
     grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
     methods = {}
     for name, which in LANES.items():
         work = exchange(grid, rows, "pipelined", which)
         mine, expected = _numbered_rows(work, dim)
-        methods[name] = Method(work=work, values={"rows": mine}, expected={"h": expected})
+        methods[name] = CommMethod(work=work, values={"rows": mine}, expected={"h": expected})
     return _measure(methods, {}, dim, sweep.repeats, warmup)
 
 
-def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> Found:
+def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFound:
     """Check and time the dispatch of a layer, copy by copy and by multicast; as `measure_exchange`."""
     grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
     token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
@@ -107,7 +109,7 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> Found:
             come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""
             expected |= {f"h{suffix}": numbered(come, dim), f"g{suffix}": numbered(come, 1)}
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
-        methods[in_chunks(name, chunks)] = Method(work=work, values=values | indices, expected=expected)
+        methods[in_chunks(name, chunks)] = CommMethod(work=work, values=values | indices, expected=expected)
     return _measure(methods, {}, dim, sweep.repeats, warmup)
 
 
@@ -157,18 +159,18 @@ def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _measure(
-    methods: Mapping[str, Method], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
-) -> Found:
+    methods: Mapping[str, CommMethod], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
+) -> CommFound:
     """Check every method, then time all in turn."""
     transport = open_transport()
     messages = {name: method.work.messages(dim) for name, method in methods.items()}
     sent = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
     timed = {name: _runner(method, transport) for name, method in methods.items()}
     spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
-    return Found(spans=spans, sent=sent, messages=messages)
+    return CommFound(spans=spans, sent=sent, messages=messages)
 
 
-def _runner(method: Method, transport: AbstractTransport) -> Callable[[], Environment]:
+def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
     work, call = method.work, Call(transport.rank, method.work.sizes, PlainExperts(1, 1, 1))
 
@@ -179,7 +181,7 @@ def _runner(method: Method, transport: AbstractTransport) -> Callable[[], Enviro
     return run
 
 
-def _check(name: str, method: Method, transport: AbstractTransport, messages: Sequence[Message]) -> list[Message]:
+def _check(name: str, method: CommMethod, transport: AbstractTransport, messages: Sequence[Message]) -> list[Message]:
     """Run a method once; return what this rank sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())

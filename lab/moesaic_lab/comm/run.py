@@ -11,16 +11,16 @@ from rich.table import Table
 
 from moesaic.testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, Message, link_limit
-from moesaic_lab.comm.config import Config, Sweep
+from moesaic_lab.comm.config import CommConfig, Sweep
 from moesaic_lab.measure import Timing, over_ranks
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], object]
 """Told what is measured now, and which one it is of how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class CommCell:
     """What was measured for one size on one bed."""
 
     sweep: Sweep
@@ -39,7 +39,7 @@ class Cell:
         return f"{self.sweep.label}, {byte_size(1024 * self.size_kib)}"
 
 
-def run(config: Config, progress: Progress = lambda label, number, total: None) -> list[Cell]:
+def run(config: CommConfig, progress: Progress = lambda label, number, total: None) -> list[CommCell]:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
@@ -49,7 +49,7 @@ def run(config: Config, progress: Progress = lambda label, number, total: None) 
     jobs = [
         (sweep, size) for sweep in config.sweeps for size in (sweep.sizes_kib if sweep.kind != "dispatch" else (0,))
     ]
-    cells: list[Cell] = []
+    cells: list[CommCell] = []
     with Launcher() as launcher:
         for bed, of_bed in itertools.groupby(jobs, key=lambda job: job[0].bed):
             with launcher.open(bed) as ranks:
@@ -60,7 +60,7 @@ def run(config: Config, progress: Progress = lambda label, number, total: None) 
     return cells
 
 
-def measure(ranks: Cluster, sweep: Sweep, size_kib: int, config: Config) -> Cell:
+def measure(ranks: Cluster, sweep: Sweep, size_kib: int, config: CommConfig) -> CommCell:
     """Measure one size on a cluster that runs.
 
     Args:
@@ -81,7 +81,7 @@ def measure(ranks: Cluster, sweep: Sweep, size_kib: int, config: Config) -> Cell
     seconds = over_ranks([of_rank.spans for of_rank in found])
     messages = found[0].messages
     counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in seconds}
-    return Cell(
+    return CommCell(
         sweep=sweep,
         size_kib=size_kib,
         timings={name: Timing.of(times) for name, times in seconds.items()},
@@ -96,7 +96,7 @@ def across(messages: Sequence[Message], sweep: Sweep) -> tuple[int, int]:
     return round(sum(crossing)), len(crossing)
 
 
-def rows_of(cell: Cell) -> list[dict[str, Any]]:
+def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     """Return a line of the table per method."""
     first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
     return [
@@ -144,7 +144,7 @@ COLUMNS = (
 all ranks send between nodes."""
 
 
-def tables(cells: Sequence[Cell]) -> list[Table]:
+def tables(cells: Sequence[CommCell]) -> list[Table]:
     """Return a table for people per kind and bed."""
     made = []
     for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):

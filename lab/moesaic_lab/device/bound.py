@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moesaic_lab.device.cases import Case
+from moesaic_lab.device.cases import DeviceCase
 
 
 class Bound:
@@ -24,7 +24,7 @@ class Bound:
         counts: rows of each expert.
     """
 
-    def __init__(self, case: Case, counts: Sequence[int]) -> None:
+    def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
         shape, rows = case.shape, sum(counts)
         num_ups = 2 if case.activation == "swiglu" else 1
 
@@ -77,7 +77,7 @@ class RouterBound:
         case: the layer.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: DeviceCase) -> None:
         tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts
         self.x, self.dx = torch.randn(tokens, dim), torch.empty(tokens, dim)
         self.weight, self.d_weight = torch.randn(experts, dim), torch.empty(experts, dim)

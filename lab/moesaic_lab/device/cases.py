@@ -24,7 +24,7 @@ ACTIVATIONS = ("gelu", "swiglu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class DeviceShape:
     """One layer and the tokens that it gets."""
 
     tokens: int
@@ -40,17 +40,17 @@ class Shape:
 
 
 SHAPES = (
-    Shape(tokens=2048, dim=512, hidden=1024, experts=8, top_k=2),
-    Shape(tokens=2048, dim=512, hidden=1024, experts=32, top_k=2),
-    Shape(tokens=4096, dim=512, hidden=256, experts=64, top_k=8),
+    DeviceShape(tokens=2048, dim=512, hidden=1024, experts=8, top_k=2),
+    DeviceShape(tokens=2048, dim=512, hidden=1024, experts=32, top_k=2),
+    DeviceShape(tokens=4096, dim=512, hidden=256, experts=64, top_k=8),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DeviceCase:
     """One cell of the table."""
 
-    shape: Shape
+    shape: DeviceShape
     dtype: str
     activation: str
     routed: Routed
@@ -86,10 +86,10 @@ class Case:
         return layer.to(self.torch_dtype)
 
 
-def cases(shapes: tuple[Shape, ...] = SHAPES) -> list[Case]:
+def cases(shapes: tuple[DeviceShape, ...] = SHAPES) -> list[DeviceCase]:
     """Return every cell of the table."""
     return [
-        Case(shape=shape, dtype=dtype, activation=activation, routed=routed)
+        DeviceCase(shape=shape, dtype=dtype, activation=activation, routed=routed)
         for shape in shapes
         for dtype in DTYPES
         for activation in ACTIVATIONS

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from moesaic_lab.claims import Claim
-from moesaic_lab.device.run import LAYER, LB, Cell
+from moesaic_lab.device.run import LAYER, LB, DeviceCell
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
 NOTES = (
@@ -101,7 +101,7 @@ def device_table(rows: Sequence[Row]) -> Table:
     return table("One layer, forward + backward", [row for row in rows if "reason" not in row], columns, group_by=CASE)
 
 
-def summary(cell: Cell) -> str:
+def summary(cell: DeviceCell) -> str:
     """Return a case in one line, for progress."""
     case = cell.case
     parts = [f"{cell.ratio(LAYER, LB).median:.3f} LB"]

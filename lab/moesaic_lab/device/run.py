@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.layer import MoE
 from moesaic_lab.device.bound import Bound, RouterBound
-from moesaic_lab.device.cases import Case, step
+from moesaic_lab.device.cases import DeviceCase, step
 from moesaic_lab.device.memory import peak_growth_bytes
 from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
 from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
@@ -34,10 +34,10 @@ NEAR_BEST = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class DeviceCell:
     """What was measured of one case."""
 
-    case: Case
+    case: DeviceCase
     counts: tuple[int, ...]
     """Rows of each expert."""
     seconds: dict[str, tuple[float, ...]]
@@ -112,7 +112,7 @@ class GivenRouting(nn.Module):
         return self.experts.compute_tokens(sharded, common, x, routing.weight.detach(), permutation)
 
 
-def measure(case: Case, repeats: int, with_peers: bool = True, given_routing: bool = False) -> Cell:
+def measure(case: DeviceCase, repeats: int, with_peers: bool = True, given_routing: bool = False) -> DeviceCell:
     """Measure one case with as many threads as torch has.
 
     Args:
@@ -141,7 +141,7 @@ def measure(case: Case, repeats: int, with_peers: bool = True, given_routing: bo
         once[name] = time.monotonic() - start
     slow = [name for name in peer_modules if once[name] > SLOW * once[LAYER]]
     seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
-    return Cell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
+    return DeviceCell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
 
 
 def _timed(
@@ -161,7 +161,7 @@ def _timed(
     return {name: (*found[name], *later.get(name, ())) for name in found} | run(slow, 2, 0)
 
 
-def _peers(layer: MoE, case: Case) -> tuple[dict[str, nn.Module], dict[str, str]]:
+def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the layers of others that can run a case, and why the rest cannot."""
     made, absent = {}, {}
     for name, make in peers().items():
@@ -173,7 +173,7 @@ def _peers(layer: MoE, case: Case) -> tuple[dict[str, nn.Module], dict[str, str]
     return made, absent
 
 
-def _too_large(name: str, case: Case) -> str | None:
+def _too_large(name: str, case: DeviceCase) -> str | None:
     """Return why a peer cannot run a case; None if it can."""
     shape = case.shape
     copied = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from moesaic.errors import InputError
-from moesaic_lab.gpu.run import STAGES, Options, measure
+from moesaic_lab.gpu.run import STAGES, GpuOptions, measure
 
 
 def main() -> int:
     """Run it; returns the exit code. (No tyro: machines replicated for their GPU often have no package beyond torch.)"""
     parser = argparse.ArgumentParser(description="One MoE layer on one GPU.")
-    default = Options()
+    default = GpuOptions()
     parser.add_argument("--layers", nargs="*", default=[], help="names of layers, or parts of names; all by default")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), help="of check, tune, measure")
     parser.add_argument("--folder", type=Path, default=default.folder, help="tiles.json and rows.json are kept there")
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--json", default="-", help='write the results there; "-" for standard output')
     given = parser.parse_args()
     try:
-        options = Options(
+        options = GpuOptions(
             layers=tuple(given.layers), stages=tuple(given.stages), folder=given.folder, repeats=given.repeats,
             seconds=given.seconds, small=given.small,
         )  # fmt: skip

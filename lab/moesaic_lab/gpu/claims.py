@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic_lab.claims import Claim
-from moesaic_lab.gpu.shapes import LARGEST, LAYERS, Layer
+from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer
 
 OVER_SCATTERMOE = 1.5
 OVER_DENSE = 0.75
 OVER_SONIC_MEMORY = 1.1
 
 
-def claims(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     """Return the claims of these layers; one without a value says why.
 
     Args:
@@ -23,7 +23,7 @@ def claims(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) -> li
     return [claim for layer in layers for claim in _of_layer(layer, rows)] + _of_largest(layers, rows)
 
 
-def _of_layer(layer: Layer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     row, published = rows.get(layer.name, {"error": "not measured: no time was left"}), LAYERS.get(layer)
     mine, reason = row.get("ours"), row.get("error", "")
     found = []
@@ -48,7 +48,7 @@ def _of_layer(layer: Layer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim
     return found
 
 
-def _of_largest(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _of_largest(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     """Return how near the largest layer comes to the card's rate on one dense product."""
     if LARGEST not in layers:
         return []
@@ -66,7 +66,7 @@ def _of_largest(layers: Sequence[Layer], rows: Mapping[str, Mapping[str, Any]]) 
 
 
 def _claim(
-    layer: Layer, what: str, value: float | None, unit: str, target: float | None, op: Any, reason: str
+    layer: GpuLayer, what: str, value: float | None, unit: str, target: float | None, op: Any, reason: str
 ) -> Claim:
     name = f"gpu.{layer.name}.{what}"
     return Claim(name=name, value=value, unit=unit, target=target, op=op, reason="" if value is not None else reason)

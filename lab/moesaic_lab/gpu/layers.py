@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.kernels import whole_batch
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted
-from moesaic_lab.gpu.shapes import Layer
+from moesaic_lab.gpu.shapes import GpuLayer
 
 SAMPLE = 8
 """Tokens that a check computes one by one."""
@@ -47,7 +47,7 @@ class Inputs:
         return self.x, self.w1, self.w3, self.w2, self.weight
 
     @staticmethod
-    def random(layer: Layer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
         """Return a layer with random weights and a random router: experts' loads differ as chance has it."""
         generator = torch.Generator(device=device).manual_seed(seed)
         made: dict[str, Any] = {"device": device, "generator": generator}

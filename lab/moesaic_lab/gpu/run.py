@@ -25,12 +25,12 @@ from moesaic.errors import InputError
 from moesaic_lab.claims import Measurement, describe_machine
 from moesaic_lab.gpu.claims import claims
 from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, ours, relative, scattermoe
-from moesaic_lab.gpu.shapes import LAYERS, Layer
+from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
 STAGES = ("check", "tune", "measure")
 DENSE_SIZE = 8192
-SMALL = Layer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
+SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
 """What is checked first: no size is a multiple of a tile."""
 NOTES = (
     "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
@@ -41,7 +41,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GpuOptions:
     """What to measure and for how long."""
 
     layers: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Options:
     """Layers of a hundredth of the size: to see that everything runs."""
 
 
-def measure(options: Options) -> Measurement:
+def measure(options: GpuOptions) -> Measurement:
     """Run the stages and return rows and claims.
 
     Raises:
@@ -91,7 +91,7 @@ def measure(options: Options) -> Measurement:
 class _Book:
     """What was found so far, in a file."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: GpuOptions) -> None:
         self.path = options.folder / ("rows_small.json" if options.small else "rows.json")
         self.key = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
         self.rows: dict[str, dict[str, Any]] = {}
@@ -99,7 +99,7 @@ class _Book:
             held = json.loads(self.path.read_text(encoding="utf-8"))
             self.rows = held["rows"] if held.get("key") == self.key else {}
 
-    def is_done(self, layer: Layer) -> bool:
+    def is_done(self, layer: GpuLayer) -> bool:
         """Say whether a layer was measured, without an error."""
         return "error" not in self.rows.get(layer.name, {"error": "not measured"})
 
@@ -112,7 +112,7 @@ class _Book:
         os.replace(aside, self.path)
 
 
-def _attempt(stage: str, layer: Layer, options: Options, book: _Book, deadline: float) -> None:
+def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
     """Tune or measure one layer; whatever goes wrong becomes the layer's row."""
     start = time.monotonic()
     try:
@@ -127,7 +127,7 @@ def _attempt(stage: str, layer: Layer, options: Options, book: _Book, deadline: 
     _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
 
 
-def _run(stage: str, layer: Layer, options: Options, book: _Book, deadline: float) -> None:
+def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
     from moesaic.kernels.triton.launch import device_of
     from moesaic.kernels.triton.search import load
     from moesaic_lab.gpu.tune import tune
@@ -141,7 +141,7 @@ def _run(stage: str, layer: Layer, options: Options, book: _Book, deadline: floa
         book.write(layer.name, _row(layer, inputs, tuned, options))
 
 
-def _row(layer: Layer, of: Inputs, tuned: Any, options: Options) -> dict[str, Any]:
+def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
     """Check, time and weigh one layer."""
     from moesaic.kernels.triton.expert_stage import shapes
     from moesaic_lab.gpu.tune import breakdown
@@ -215,20 +215,20 @@ def _checked(of: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]
     return found
 
 
-def _chosen(options: Options) -> list[Layer]:
+def _chosen(options: GpuOptions) -> list[GpuLayer]:
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
     if not layers:
         names = ", ".join(layer.name for layer in LAYERS)
         raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
     if options.small:
         return [
-            Layer(tokens=each.tokens // 32, dim=each.dim // 4, hidden=each.hidden // 4, num_experts=8, top_k=2)
+            GpuLayer(tokens=each.tokens // 32, dim=each.dim // 4, hidden=each.hidden // 4, num_experts=8, top_k=2)
             for each in layers[:2]
         ]
     return layers
 
 
-def _require(options: Options) -> None:
+def _require(options: GpuOptions) -> None:
     if not torch.cuda.is_available():
         raise InputError("the GPU benchmark needs a CUDA device, and torch sees none here: run it where there is one")
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class GpuLayer:
     """The sizes of one layer."""
 
     tokens: int
@@ -31,7 +31,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
+class PublishedTimes:
     """TFLOP/s forward and backward on an H100, and memory."""
 
     sonic: tuple[int, int]
@@ -40,15 +40,15 @@ class Published:
     """Activation memory of a layer; None where no figure was read."""
 
 
-def _layer(tokens: int, dim: int, hidden: int, num_experts: int, top_k: int) -> Layer:
-    return Layer(tokens=tokens, dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k)
+def _layer(tokens: int, dim: int, hidden: int, num_experts: int, top_k: int) -> GpuLayer:
+    return GpuLayer(tokens=tokens, dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k)
 
 
-def _published(sonic: tuple[int, int], scatter: tuple[int, int], sonic_gib: float | None) -> Published:
-    return Published(sonic=sonic, scatter=scatter, sonic_gib=sonic_gib)
+def _published(sonic: tuple[int, int], scatter: tuple[int, int], sonic_gib: float | None) -> PublishedTimes:
+    return PublishedTimes(sonic=sonic, scatter=scatter, sonic_gib=sonic_gib)
 
 
-LAYERS: dict[Layer, Published] = {
+LAYERS: dict[GpuLayer, PublishedTimes] = {
     _layer(40960, 768, 256, 128, 8): _published((337, 365), (181, 204), None),
     _layer(40960, 768, 512, 64, 4): _published((397, 401), (202, 243), None),
     _layer(40960, 768, 1024, 32, 2): _published((403, 433), (234, 268), None),

@@ -46,7 +46,7 @@ def seconds_of(run: Callable[[], object], repeats: int = 8) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class GpuMemory:
     """GiB of the GPU that a layer's call takes beyond weights and inputs."""
 
     kept: float
@@ -57,7 +57,7 @@ class Memory:
     """The most during backward, beyond what was there before forward, gradients included."""
 
 
-def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> Memory:
+def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> GpuMemory:
     """Return what a forward and a backward pass take; run once before, so that what is cached is there.
 
     Args:
@@ -78,7 +78,7 @@ def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], 
     torch.cuda.synchronize()
     backward_peak = torch.cuda.max_memory_allocated() - before
     del grads, y
-    return Memory(kept=kept / GIB, forward_peak=forward_peak / GIB, backward_peak=backward_peak / GIB)
+    return GpuMemory(kept=kept / GIB, forward_peak=forward_peak / GIB, backward_peak=backward_peak / GIB)
 
 
 def dense_tflops(size: int, dtype: torch.dtype) -> float:

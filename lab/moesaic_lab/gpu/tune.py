@@ -19,7 +19,7 @@ from moesaic.kernels.triton.sort import sort
 from moesaic.kernels.triton.tiles import Tile
 from moesaic.kernels.triton.up import up
 from moesaic_lab.gpu.layers import Inputs
-from moesaic_lab.gpu.shapes import Layer
+from moesaic_lab.gpu.shapes import GpuLayer
 from moesaic_lab.gpu.timing import seconds_of
 
 
@@ -42,7 +42,7 @@ def products(of: Inputs) -> dict[str, Callable[[Tile], object]]:
 
 
 def tune(
-    layer: Layer, of: Inputs, tuned: Tuned, path: Path | None, deadline: float, say: Callable[[str], None]
+    layer: GpuLayer, of: Inputs, tuned: Tuned, path: Path | None, deadline: float, say: Callable[[str], None]
 ) -> Tuned:
     """Search the tiles that a file does not hold yet, and write each finding to the file at once.
 
@@ -69,7 +69,7 @@ def tune(
     return tuned
 
 
-def breakdown(layer: Layer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
+def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
     """Return milliseconds and TFLOP/s (GB/s for what only moves bytes) of every step, each timed by itself."""
     run = products(of)
     num_rows = layer.tokens * layer.top_k

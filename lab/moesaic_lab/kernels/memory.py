@@ -13,9 +13,11 @@ import torch
 
 from moesaic.kernels.by_expert.blocks import CACHE_BYTES, MIN_ROWS
 from moesaic.layer import MoE
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import step
 from moesaic_lab.device.memory import peak_growth_bytes
+from moesaic_lab.tables import Column, share
 
 TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
 """By tokens."""
@@ -79,3 +81,29 @@ def claims(found: list[dict[str, Any]]) -> list[Claim]:
         name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
         made.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemoryOptions(BenchmarkOptions):
+    """What to measure."""
+
+    measured_up_to: int = 8192
+    """Tokens up to which memory is measured, half a minute at 8192; larger sizes by the formula."""
+
+
+NOTES = (
+    "Peak of all tensors in a training step of one layer, weights and gradients included: width 4,096, hidden 4,096, "
+    "top-2, 2 experts, float32, GELU; Tutel's figures from its Table 5. Sizes that were not measured are by the formula of "
+    "docs/kernels.md."
+)
+TITLES = {"measured_gib": "measured", "formula_gib": "formula", "tutel_gib": "Tutel"}
+COLUMNS = (
+    Column(key="tokens", title="tokens"),
+    *(Column(key=key, title=f"{title}, GiB", show=share) for key, title in TITLES.items()),
+)
+
+BENCHMARK = Benchmark(
+    name="layer_memory", description="Measure the memory of one layer at the sizes of Tutel's Table 5.",
+    options=LayerMemoryOptions, notes=NOTES, cases=once, measure=lambda options, _, told: rows(options.measured_up_to),
+    rows=same, claims=claims, columns=(Shown(title="Memory of one layer", columns=COLUMNS),),
+)  # fmt: skip

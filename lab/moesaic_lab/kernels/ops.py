@@ -19,14 +19,14 @@ from moesaic.kernels.encode import decode_reference, encode_reference, encoding,
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import Permutation, sort_by_expert, sum_rows
 from moesaic.kernels.work import ExpertWork
-from moesaic_lab.device.cases import Shape
+from moesaic_lab.device.cases import DeviceShape
 
 CAPACITY_FACTOR = 1.25
 """Of encode and decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Op:
+class KernelOp:
     """One operation on given inputs."""
 
     name: str
@@ -46,7 +46,7 @@ class Op:
         return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
-def ops(shape: Shape, dtype: torch.dtype) -> list[Op]:
+def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     """Return the operations of one layer, random routing."""
     generator = torch.Generator().manual_seed(0)
 
@@ -65,8 +65,8 @@ def ops(shape: Shape, dtype: torch.dtype) -> list[Op]:
     return [*found, _experts(shape, order, gates, made)]
 
 
-def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> Op:
-    return Op(
+def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> KernelOp:
+    return KernelOp(
         name="sort by expert",
         inputs=(token, expert),
         run=lambda token, expert: sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token,
@@ -76,7 +76,7 @@ def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int
     )
 
 
-def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Op]:
+def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[KernelOp]:
     """Dispatch and combine: rows of tokens in the order of the experts, and back."""
     sent, dim, item = order.dispatch, x.shape[1], x.element_size()
     num_rows, rows = len(sent.token), x.index_select(0, sent.token)
@@ -85,7 +85,7 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Op]
         weighted = rows[sent.by_token] * gates[sent.by_token].unsqueeze(1)
         return weighted.view(-1, top_k, dim).sum(1)
 
-    gather = Op(
+    gather = KernelOp(
         name="gather",
         inputs=(x,),
         run=lambda x: x.index_select(0, sent.token),
@@ -93,7 +93,7 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Op]
         flops=0.0,
         num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
     )
-    back = Op(
+    back = KernelOp(
         name="combine",
         inputs=(rows, gates),
         run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
@@ -104,7 +104,7 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Op]
     return [gather, back]
 
 
-def _pointwise(a: Tensor, b: Tensor) -> list[Op]:
+def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
     """What happens between the products, and the routing weights' gradient."""
 
     def into(*pre: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def _pointwise(a: Tensor, b: Tensor) -> list[Op]:
 
     size = a.nbytes
     return [
-        Op(name="GELU", inputs=(a,), run=into, plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
-        Op(
+        KernelOp(name="GELU", inputs=(a,), run=into, plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
+        KernelOp(
             name="SwiGLU",
             inputs=(a, b),
             run=into,
@@ -123,7 +123,7 @@ def _pointwise(a: Tensor, b: Tensor) -> list[Op]:
             flops=0.0,
             num_bytes=3.0 * size,
         ),
-        Op(
+        KernelOp(
             name="dot products",
             inputs=(a, b),
             run=dot_rows,
@@ -134,14 +134,14 @@ def _pointwise(a: Tensor, b: Tensor) -> list[Op]:
     ]
 
 
-def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Op]:
+def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[KernelOp]:
     """Encode and decode against GShard's einsum."""
     capacity = int(CAPACITY_FACTOR * chosen.numel() / experts)
     form = encoding(chosen, experts, capacity)
     encoded = fast_encode(x, form)
     moved = float(x.nbytes + encoded.nbytes)
     return [
-        Op(
+        KernelOp(
             name="fast encode",
             inputs=(x,),
             run=lambda x: fast_encode(x, form),
@@ -149,7 +149,7 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Op]:
             flops=0.0,
             num_bytes=moved,
         ),
-        Op(
+        KernelOp(
             name="fast decode",
             inputs=(encoded, gates),
             run=lambda rows, gates: fast_decode(rows, gates, form),
@@ -160,7 +160,7 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Op]:
     ]
 
 
-def _experts(shape: Shape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> Op:
+def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:
     """The expert stage forward and backward, SwiGLU: what comes back is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
     ups, down = [made(experts, hidden, dim) * dim**-0.5 for _ in range(2)], made(experts, dim, hidden) * hidden**-0.5
@@ -170,7 +170,7 @@ def _experts(shape: Shape, order: Permutation, gates: Tensor, made: Callable[...
         down_bias=None, activation="silu",
     )  # fmt: skip
     rows = len(order.token)
-    return Op(
+    return KernelOp(
         name="experts, both passes",
         inputs=(x, gates, *ups, down, dy),
         run=lambda *inputs: _backward(work, inputs, expert_ffn),

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from moesaic_lab.claims import Claim
-from moesaic_lab.device.cases import DTYPES, SHAPES, Shape
+from moesaic_lab.device.cases import DTYPES, SHAPES, DeviceShape
 from moesaic_lab.device.memory import peak_growth_bytes
-from moesaic_lab.kernels.ops import Op, ops
+from moesaic_lab.kernels.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.pictures import Panel, PlottedSeries
 
 OURS, PLAIN = "ours", "plain"
 CACHE_BYTES = 2**26
@@ -50,12 +50,14 @@ class Roof:
         copy = _best(lambda: target.copy_(source), 5)
         return cls(flops=2 * 1024**3 / product, bandwidth=2 * source.nbytes / copy)
 
-    def bound(self, op: Op) -> float:
+    def bound(self, op: KernelOp) -> float:
         """Return the least seconds of an operation."""
         return max(op.flops / self.flops, op.num_bytes / self.bandwidth)
 
 
-def measure(repeats: int, shape: Shape = SHAPES[0], dtypes: Sequence[str] = tuple(DTYPES)) -> list[dict[str, Any]]:
+def measure(
+    repeats: int, shape: DeviceShape = SHAPES[0], dtypes: Sequence[str] = tuple(DTYPES)
+) -> list[dict[str, Any]]:
     """Return a row per operation and dtype.
 
     Args:
@@ -75,7 +77,7 @@ def measure(repeats: int, shape: Shape = SHAPES[0], dtypes: Sequence[str] = tupl
     return rows
 
 
-def _row(op: Op, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]) -> dict[str, Any]:
+def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]) -> dict[str, Any]:
     timing, over, bound = Timing.of(seconds[OURS]), paired(seconds[OURS], seconds[PLAIN]), roof.bound(op)
     return {
         "op": op.name, "median_seconds": timing.median, "low_seconds": timing.low, "high_seconds": timing.high,
@@ -107,7 +109,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         flops, bandwidth = of_dtype[0]["peak_flops"], of_dtype[0]["bandwidth"]
         least, most = 2.0**-4, 2.0**12
         corner = min(max(flops / bandwidth, least), most)
-        roof = Series(
+        roof = PlottedSeries(
             name="roof",
             x=(least, corner, most),
             y=tuple(min(flops, bandwidth * at) / 1e9 for at in (least, corner, most)),
@@ -121,7 +123,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         )  # fmt: skip
         names = tuple(row["op"] for row in of_dtype)
         at = tuple(map(float, range(len(names))))
-        over = Series(
+        over = PlottedSeries(
             name="ours over plain",
             x=at,
             y=tuple(row["over_plain"] for row in of_dtype),
@@ -136,11 +138,11 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     return found
 
 
-def _point(row: dict[str, Any], least: float) -> Series:
+def _point(row: dict[str, Any], least: float) -> PlottedSeries:
     """Return an operation as a point; one without arithmetic stands at the left end, at the rate of its bytes."""
     intensity = max(row["flops"] / row["bytes"], least)
     rate = max(row["flops"], least * row["bytes"]) / row["median_seconds"]
-    return Series(name=row["op"], x=(intensity,), y=(rate / 1e9,))
+    return PlottedSeries(name=row["op"], x=(intensity,), y=(rate / 1e9,))
 
 
 def _best(call: Callable[[], object], times: int) -> float:

@@ -12,9 +12,18 @@ from moesaic.plan.compile import Durations
 from moesaic.plan.plan import Codec
 from moesaic.program.grid import Grid
 from moesaic.program.task import Program
-from moesaic_lab.layer.config import Ablation, AdaptiveR, Codecs, Config, Orders, Pipelining, Place, Schedules
-from moesaic_lab.layer.job import BEST, Job
-from moesaic_lab.layer.predict import Predictor
+from moesaic_lab.layer.config import (
+    Ablation,
+    AdaptiveR,
+    Codecs,
+    LayerBenchConfig,
+    LayerPlace,
+    Orders,
+    Pipelining,
+    Schedules,
+)
+from moesaic_lab.layer.job import BEST, LayerJob
+from moesaic_lab.layer.predict import LayerPredictor
 from moesaic_lab.layer.same import distinct
 
 SINGLES = {
@@ -32,9 +41,9 @@ COMPETE = ("ted", "s1", "s2")
 """What the best plan must not fall behind."""
 
 
-def jobs(config: Config) -> Iterator[Job]:
+def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the jobs of a configuration, part by part; plans are compiled as they are needed."""
-    found: list[Iterator[Job]] = []
+    found: list[Iterator[LayerJob]] = []
     if config.schedules:
         found.append(schedules(config.schedules, config))
     found += [adaptive_r(part, config) for part in config.adaptive_r]
@@ -48,9 +57,9 @@ def jobs(config: Config) -> Iterator[Job]:
     return itertools.chain.from_iterable(found)
 
 
-def schedules(part: Schedules, config: Config) -> Iterator[Job]:
+def schedules(part: Schedules, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield a job for every tp, etp and innermost axis; with etp 1 either axis is the same mesh."""
-    predictor = Predictor(part)
+    predictor = LayerPredictor(part)
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
             grid = Grid(
@@ -69,7 +78,7 @@ def schedules(part: Schedules, config: Config) -> Iterator[Job]:
             new = [name for name in distinct(methods | others)[0] if name in others]
             found = predictor.most_promising([others[name] for name in new], part.trial_plans, min(predicted.values()))
             where = f", {innermost} inside nodes" if etp > 1 else ""
-            yield Job(
+            yield LayerJob(
                 section="schedules", label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods,
                 candidates={described(compiled.plan): compiled for compiled in found},
                 compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin, same=same,
@@ -77,7 +86,7 @@ def schedules(part: Schedules, config: Config) -> Iterator[Job]:
             )  # fmt: skip
 
 
-def adaptive_r(part: AdaptiveR, config: Config) -> Iterator[Job]:
+def adaptive_r(part: AdaptiveR, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield a job for every capacity factor."""
     grid = Grid(world=part.bed.world, ep=part.bed.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
     plans = {
@@ -86,23 +95,23 @@ def adaptive_r(part: AdaptiveR, config: Config) -> Iterator[Job]:
         if r == 0 or part.etp % r == 0
     }
     for factor in part.factors:
-        yield Job(
+        yield LayerJob(
             section="adaptive_r", label=f"{part.name}, factor {factor:g}", place=part, grid=grid, methods=plans,
             factor=factor, counts_switches=factor == part.factors[0], warmup=config.warmup, seed=config.seed,
         )  # fmt: skip
 
 
-def pipelining(part: Pipelining, config: Config) -> Iterator[Job]:
+def pipelining(part: Pipelining, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield a job of numbers of chunks for every codec."""
     grid = all_ep(part)
     for codec in part.codecs:
-        yield Job(
+        yield LayerJob(
             section="pipelining", label=f"chunks, {coded(codec)}", place=part, grid=grid, warmup=config.warmup,
             methods={str(n): compiled(part, grid, codec, chunks=n) for n in part.chunks}, seed=config.seed,
         )  # fmt: skip
 
 
-def orders(part: Orders, config: Config) -> Iterator[Job]:
+def orders(part: Orders, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the one job of a program's orders; those that come out alike are timed once."""
     grid = all_ep(part)
     plans = {
@@ -110,23 +119,23 @@ def orders(part: Orders, config: Config) -> Iterator[Job]:
         for name in part.orders
     }
     methods, same = distinct(plans, in_order=True)
-    yield Job(
+    yield LayerJob(
         section="orders", label=f"{part.all_to_all}, {part.chunks} chunks, {coded(part.codec)}", place=part, grid=grid,
         methods=methods, same=same, warmup=config.warmup, seed=config.seed,
     )  # fmt: skip
 
 
-def codecs(part: Codecs, config: Config) -> Iterator[Job]:
+def codecs(part: Codecs, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the one job of all codecs."""
     grid = all_ep(part)
     methods = {str(codec): compiled(part, grid, codec, chunks=part.chunks) for codec in part.codecs}
-    yield Job(
+    yield LayerJob(
         section="codecs", label=f"{part.chunks} chunks", place=part, grid=grid, methods=methods, warmup=config.warmup,
         seed=config.seed,
     )  # fmt: skip
 
 
-def ablation(part: Ablation, config: Config) -> Iterator[Job]:
+def ablation(part: Ablation, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the one job of ScheMoE's steps: the plain layer, a codec, both lanes at once, chunks in OptSche's order."""
     grid, codec = all_ep(part), part.codec
     methods = {
@@ -135,21 +144,21 @@ def ablation(part: Ablation, config: Config) -> Iterator[Job]:
         "+ pipelined all-to-all": compiled(part, grid, codec, order="fifo", all_to_all="pipelined"),
         "+ schedule": compiled(part, grid, codec, all_to_all="pipelined", chunks=part.chunks),
     }
-    yield Job(
+    yield LayerJob(
         section="ablation", label=f"{codec}, {part.chunks} chunks", place=part, grid=grid, methods=methods,
         warmup=config.warmup, seed=config.seed,
     )  # fmt: skip
 
 
-def all_ep(place: Place) -> Grid:
+def all_ep(place: LayerPlace) -> Grid:
     """Return the mesh in which every rank holds experts of its own."""
     return Grid(world=place.bed.world, ep=place.bed.world, ranks_per_node=place.ranks_per_node)
 
 
-def compiled(place: Place, grid: Grid, codec: Codec, **choices: object) -> Compiled:
+def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> Compiled:
     """Return a plan with a codec in both directions; an exact order gets the durations of the bed and its accelerators."""
     plan = Plan(codec=codec, backward_codec=codec, **choices)  # type: ignore[arg-type]
-    predictor = Predictor(place, with_host=False)
+    predictor = LayerPredictor(place, with_host=False)
     durations: Durations | None = None
     if plan.order == "exact":
 

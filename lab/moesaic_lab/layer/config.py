@@ -17,7 +17,7 @@ PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LayerPlace:
     """A bed, the accelerators on it and the layer that runs there: what all parts share."""
 
     nodes: int = 4
@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedules(Place):
+class Schedules(LayerPlace):
     """Every schedule over sizes of tp and etp."""
 
     tp: tuple[int, ...] = (1, 2, 4)
@@ -84,7 +84,7 @@ class Schedules(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveR(Place):
+class AdaptiveR(LayerPlace):
     """Tutel's r over capacity factors, for one size of weights."""
 
     name: str = "base"
@@ -96,7 +96,7 @@ class AdaptiveR(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipelining(Place):
+class Pipelining(LayerPlace):
     """Numbers of chunks, in OptSche's order."""
 
     chunks: tuple[int, ...] = (1, 2, 4, 8)
@@ -106,7 +106,7 @@ class Pipelining(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders(Place):
+class Orders(LayerPlace):
     """Orders of the tasks of one program."""
 
     orders: tuple[Order, ...] = ("optsche", "fifo", "early", "exact")
@@ -119,7 +119,7 @@ class Orders(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codecs(Place):
+class Codecs(LayerPlace):
     """All codecs."""
 
     codecs: tuple[Codec, ...] = ("none", "bf16", "int8", "fp8", "zfp")
@@ -129,7 +129,7 @@ class Codecs(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ablation(Place):
+class Ablation(LayerPlace):
     """ScheMoE's steps, one on top of the other."""
 
     codec: Codec = "zfp"
@@ -139,7 +139,7 @@ class Ablation(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class LayerBenchConfig:
     """The whole benchmark; None where a part is left out."""
 
     warmup: int = 1
@@ -154,7 +154,7 @@ class Config:
     codecs: Codecs | None = None
     ablation: Ablation | None = None
 
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> Config:
+    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> LayerBenchConfig:
         """Return the part of the benchmark that was asked for.
 
         Args:
@@ -177,7 +177,7 @@ class Config:
         return replace(self, **changes)
 
 
-TABLES: dict[str, type[Place]] = {
+TABLES: dict[str, type[LayerPlace]] = {
     "schedules": Schedules,
     "adaptive_r": AdaptiveR,
     "pipelining": Pipelining,
@@ -190,8 +190,8 @@ LISTS = ("adaptive_r", "orders")
 """Those of which a file may have several."""
 
 
-def read_config(path: Path = COMMITTED) -> Config:
-    """Read the benchmark from a TOML or JSON file: fields of `Config`, and a table, or a list of them, for each part.
+def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
+    """Read the benchmark from a TOML or JSON file: fields of `LayerBenchConfig`, and a table, or a list of them, for each part.
 
     Raises:
         InputError: naming the file and the field.
@@ -217,7 +217,7 @@ def read_config(path: Path = COMMITTED) -> Config:
     unknown = [name for name in table if name not in plain]
     if unknown:
         raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], [*TABLES, *plain])}")
-    return replace(override(Config(), table, source=source), **parts)
+    return replace(override(LayerBenchConfig(), table, source=source), **parts)
 
 
 def _repeated(part: Any, repeats: int) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from moesaic.plan import Compiled
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import Message
-from moesaic_lab.layer.config import Place
+from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.measure import Span
 
 BEST = "best"
@@ -15,14 +15,14 @@ BEST = "best"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LayerJob:
     """What one run of a cluster measures."""
 
     section: str
     """The part of the benchmark that it belongs to."""
     label: str
     """Of the cell, for people."""
-    place: Place
+    place: LayerPlace
     """Bed, accelerators and sizes."""
     grid: Grid
     """The mesh, on all ranks of the bed."""
@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CountedStep:
     """What one step of a method did on one rank, counted."""
 
     forward: list[Message]
@@ -81,7 +81,7 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class LayerFound:
     """What one rank found."""
 
     spans: dict[str, list[Span]]
@@ -92,7 +92,7 @@ class Found:
     """Which method or candidate the search chose; "" without a search."""
     trial: dict[str, float]
     """Median seconds of what the search tried."""
-    steps: dict[str, Step]
+    steps: dict[str, CountedStep]
     """By method."""
     switches: dict[str, Switch]
     """By method, where the job asks for them."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from moesaic_lab.layer.config import AdaptiveR
 from moesaic_lab.layer.job import BEST
-from moesaic_lab.layer.run import Cell
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.layer.run import LayerCell
+from moesaic_lab.pictures import Panel, PlottedSeries
 
 VIRTUAL = "ms, virtual compute"
 """What stands beside every axis of time."""
 
 
-def panels(cells: Sequence[Cell]) -> list[Panel]:
+def panels(cells: Sequence[LayerCell]) -> list[Panel]:
     """Return a panel per kind of mesh, per size of weights, and per job of the other parts."""
     made = []
     schedules = sorted((c for c in cells if c.job.section == "schedules"), key=_mesh)
@@ -33,16 +33,16 @@ def panels(cells: Sequence[Cell]) -> list[Panel]:
     return made
 
 
-def _mesh(cell: Cell) -> tuple[int, str]:
+def _mesh(cell: LayerCell) -> tuple[int, str]:
     return cell.job.grid.etp, cell.job.grid.innermost
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: LayerCell) -> str:
     assert isinstance(cell.job.place, AdaptiveR)
     return cell.job.place.name
 
 
-def _bars(title: str, cells: Sequence[Cell], categories: tuple[str, ...]) -> Panel:
+def _bars(title: str, cells: Sequence[LayerCell], categories: tuple[str, ...]) -> Panel:
     """Draw methods side by side; the plan that a search found stands last."""
     names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
     found = [(name, [(n, c, name) for n, c in enumerate(cells) if _has(c, name)]) for name in names]
@@ -52,7 +52,7 @@ def _bars(title: str, cells: Sequence[Cell], categories: tuple[str, ...]) -> Pan
     return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
 
 
-def _over_factors(title: str, cells: Sequence[Cell]) -> Panel:
+def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
     names = list(cells[0].timings)
     series = tuple(_series(name, [(c.job.factor or 0.0, c, name) for c in cells]) for name in names)
     ticks = tuple((c.job.factor or 0.0, f"{c.job.factor:g}") for c in cells)
@@ -61,14 +61,14 @@ def _over_factors(title: str, cells: Sequence[Cell]) -> Panel:
     )
 
 
-def _has(cell: Cell, name: str) -> bool:
+def _has(cell: LayerCell, name: str) -> bool:
     return name in cell.timings or name in cell.job.same
 
 
-def _series(name: str, points: Sequence[tuple[float, Cell, str]]) -> Series:
+def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
     found = [(x, cell, cell.job.same.get(method, method)) for x, cell, method in points]
     timings = [cell.timings[method] for _, cell, method in found]
-    return Series(
+    return PlottedSeries(
         name=name,
         x=tuple(float(x) for x, _, _ in found),
         y=tuple(1e3 * timing.median for timing in timings),

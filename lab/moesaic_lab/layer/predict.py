@@ -22,7 +22,7 @@ from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.timeline import lay_out
 from moesaic.program.volume import even_node_tokens, even_sizes, messages_of
 from moesaic_lab.bounds import link_seconds
-from moesaic_lab.layer.config import Place
+from moesaic_lab.layer.config import LayerPlace
 
 TASK_SECONDS = 1e-4
 """Processor time of the interpreter per task."""
@@ -34,7 +34,7 @@ COPIED_BYTES_PER_SECOND = 2e9
 """Of rows that a rank puts in another order."""
 
 
-class Predictor:
+class LayerPredictor:
     """Durations on one bed; sizes are kept between plans.
 
     Args:
@@ -42,7 +42,7 @@ class Predictor:
         with_host: count the host's part; without it, durations are those of links and accelerators alone.
     """
 
-    def __init__(self, place: Place, *, with_host: bool = True) -> None:
+    def __init__(self, place: LayerPlace, *, with_host: bool = True) -> None:
         self._place = place
         self._with_host = with_host
         self._shape = LayerShape(dim=place.dim, hidden=place.hidden, element_bytes=4, matrices=2)

@@ -22,7 +22,7 @@ from moesaic.profiling.balanced import BalancedRouter
 from moesaic.profiling.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import gathered
-from moesaic_lab.layer.job import BEST, Found, Job, Step, Switch
+from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob, Switch
 from moesaic_lab.measure import in_turn, paired
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 
@@ -32,7 +32,7 @@ BEHIND = 1.3
 """A plan whose first trial takes so many times the fastest one's is not tried again."""
 
 
-class Runner:
+class LayerRunner:
     """A layer on a mesh, with its input; runs steps.
 
     Args:
@@ -40,7 +40,7 @@ class Runner:
         transport: between the ranks.
     """
 
-    def __init__(self, job: Job, transport: AbstractTransport) -> None:
+    def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
         self.accelerator = Accelerator(
             flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
@@ -72,13 +72,13 @@ class Runner:
             parameter.grad = None
 
 
-def measure(job: Job) -> Found:
+def measure(job: LayerJob) -> LayerFound:
     """Count, search, time, on this rank; all ranks call it together."""
     transport = open_transport()
-    runner = Runner(job, transport)
+    runner = LayerRunner(job, transport)
     everything = {**job.methods, **job.candidates}
     recorder = Recorder(transport)
-    recorded = Runner(job, recorder)
+    recorded = LayerRunner(job, recorder)
     steps = {name: count(recorded, recorder, compiled) for name, compiled in everything.items()}
     switches = switch_costs(job, transport) if job.counts_switches else {}
     del recorded
@@ -94,10 +94,10 @@ def measure(job: Job) -> Found:
     more = max(job.place.pairs - job.place.repeats, 0)
     pairs = in_turn({name: run[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
     kept = {name: steps[name] for name in methods}
-    return Found(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
+    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
 
 
-def count(runner: Runner, recorder: Recorder, compiled: Compiled) -> Step:
+def count(runner: LayerRunner, recorder: Recorder, compiled: Compiled) -> CountedStep:
     """Run one step and return what it sent, and how much virtual compute it took."""
     first, before = len(recorder.ranges), runner.accelerator.charged
     runner.step(compiled)
@@ -108,7 +108,7 @@ def count(runner: Runner, recorder: Recorder, compiled: Compiled) -> Step:
         for message in each.messages:
             is_backward = each.length == of_program and message.tag >= forward_tasks
             sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
-    return Step(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
+    return CountedStep(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
 
 
 class _Counting(TorchDispatchMode):
@@ -125,10 +125,10 @@ class _Counting(TorchDispatchMode):
         return result
 
 
-def switch_costs(job: Job, transport: AbstractTransport) -> dict[str, Switch]:
+def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switch]:
     """Return what it costs to take up each plan, coming from another one, on a layer that does not know it yet."""
     recorder = Recorder(transport)
-    runner = Runner(job, recorder)
+    runner = LayerRunner(job, recorder)
     layer, found = runner.layer, {}
     plans = list(job.methods.values())
     for name, compiled in job.methods.items():
@@ -155,7 +155,7 @@ def switch_costs(job: Job, transport: AbstractTransport) -> dict[str, Switch]:
 
 
 def search(
-    job: Job, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
+    job: LayerJob, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
 ) -> tuple[str, dict[str, float]]:
     """Try the candidates and the methods that compete, plans that are far behind only once; return the best, all medians."""
     tried = {name: run[name] for name in (*job.compete, *job.candidates)}
@@ -179,7 +179,7 @@ def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
     return fastest if medians[fastest] < (1 - margin) * medians[predicted] else predicted
 
 
-def near_ones(job: Job, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
+def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
     """Return the reference and the methods that are near it; none if it stands alone.
 
     Where a search found the best one, only the methods that competed with it count.

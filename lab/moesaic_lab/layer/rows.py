@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic_lab.layer.run import Cell
+from moesaic_lab.layer.run import LayerCell
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
 NOTES = (
@@ -21,13 +21,13 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
-def all_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
     """Return everything that was measured, as plain data: methods, what searches tried, what switches cost."""
     makers = (rows_of, trial_rows, switch_rows)
     return [row for make in makers for cell in cells for row in make(cell)]
 
 
-def rows_of(cell: Cell) -> list[dict[str, Any]]:
+def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a line of the table per method, and one for every name of a plan that does the same as a method."""
     place = cell.job.place
     bed = f"{place.nodes}x{place.ranks_per_node} {place.inter}" + (f", lo {place.intra}" if place.intra else "")
@@ -47,7 +47,7 @@ def rows_of(cell: Cell) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(cell: Cell, name: str) -> dict[str, Any]:
+def _figures(cell: LayerCell, name: str) -> dict[str, Any]:
     first = next(iter(cell.timings))
     timing, over = cell.timings[name], cell.ratio(first, name)
     return {
@@ -66,7 +66,7 @@ def _figures(cell: Cell, name: str) -> dict[str, Any]:
     }
 
 
-def trial_rows(cell: Cell) -> list[dict[str, Any]]:
+def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return what the search of a cell tried, as plain data."""
     return [
         {
@@ -80,7 +80,7 @@ def trial_rows(cell: Cell) -> list[dict[str, Any]]:
     ]
 
 
-def switch_rows(cell: Cell) -> list[dict[str, Any]]:
+def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return what switching to each plan of a cell costs, as plain data."""
     return [
         {
@@ -134,7 +134,7 @@ TITLES = {
 """By part."""
 
 
-def tables(cells: Sequence[Cell]) -> list[Table]:
+def tables(cells: Sequence[LayerCell]) -> list[Table]:
     """Return a table per part, and one of switches, for a terminal."""
     made = []
     for part, title in TITLES.items():

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from moesaic.testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, link_limit
 from moesaic_lab.layer.cells import jobs
-from moesaic_lab.layer.config import Config
-from moesaic_lab.layer.job import Found, Job, Switch
+from moesaic_lab.layer.config import LayerBenchConfig
+from moesaic_lab.layer.job import LayerFound, LayerJob, Switch
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], object]
 """Told what is measured now, and how many jobs are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class LayerCell:
     """What one job found."""
 
-    job: Job
+    job: LayerJob
     timings: Mapping[str, Timing]
     """By method, rounds in turn with all others."""
     near: Mapping[str, tuple[float, ...]]
@@ -56,13 +56,13 @@ class Cell:
         return max(forward.seconds + backward.seconds, self.charged[name])
 
 
-def run(config: Config, progress: Progress = lambda label, number: None) -> list[Cell]:
+def run(config: LayerBenchConfig, progress: Progress = lambda label, number: None) -> list[LayerCell]:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
         InputError: if this machine cannot make them.
     """
-    cells: list[Cell] = []
+    cells: list[LayerCell] = []
     with Launcher() as launcher:
         for bed, of_bed in itertools.groupby(jobs(config), key=lambda job: job.place.bed):
             with launcher.open(bed) as ranks:
@@ -72,14 +72,14 @@ def run(config: Config, progress: Progress = lambda label, number: None) -> list
     return cells
 
 
-def measure(ranks: Cluster, job: Job) -> Cell:
+def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
     """Measure one job on a cluster that runs, on the bed of the job."""
     from moesaic_lab.layer import ranks as side
 
     return summed_up(job, ranks.run(side.measure, job))
 
 
-def summed_up(job: Job, found: Sequence[Found]) -> Cell:
+def summed_up(job: LayerJob, found: Sequence[LayerFound]) -> LayerCell:
     """Return a cell from what every rank found."""
     seconds = over_ranks([of_rank.spans for of_rank in found])
     pairs = over_ranks([of_rank.pairs for of_rank in found])
@@ -91,7 +91,7 @@ def summed_up(job: Job, found: Sequence[Found]) -> Cell:
         crossing = [n for a, b, n in (*forward, *backward) if job.grid.node_of(a) != job.grid.node_of(b)]
         across[name] = round(sum(crossing)), len(crossing)
         charged[name] = max(step.charged for step in steps)
-    return Cell(
+    return LayerCell(
         job=job,
         timings={name: Timing.of(times) for name, times in seconds.items()},
         near={name: (*seconds[name], *times) for name, times in pairs.items()},

@@ -11,8 +11,8 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from moesaic_lab.claims import Claim
-from moesaic_lab.model.run import Found, points
-from moesaic_lab.pictures import Panel, Series
+from moesaic_lab.model.run import ModelFound, points
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, table
 
 LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
@@ -27,7 +27,7 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
-def rows_of(found: Sequence[Found]) -> list[dict[str, Any]]:
+def rows_of(found: Sequence[ModelFound]) -> list[dict[str, Any]]:
     """Return a row per plan of every case."""
     rows = []
     for each in found:
@@ -44,7 +44,7 @@ def rows_of(found: Sequence[Found]) -> list[dict[str, Any]]:
     return rows
 
 
-def case_rows(found: Sequence[Found]) -> list[dict[str, Any]]:
+def case_rows(found: Sequence[ModelFound]) -> list[dict[str, Any]]:
     """Return a row per case."""
     rows = []
     for each in found:
@@ -76,12 +76,12 @@ COLUMNS = (
 )
 
 
-def case_table(found: Sequence[Found]) -> Table:
+def case_table(found: Sequence[ModelFound]) -> Table:
     """Return the cases for a terminal."""
     return table("Predicted and measured layers", case_rows(found), COLUMNS, group_by=("bed",))
 
 
-def claims(found: Sequence[Found], speeds: Mapping[int, float]) -> list[Claim]:
+def claims(found: Sequence[ModelFound], speeds: Mapping[int, float]) -> list[Claim]:
     """Return all claims, also those that this run did not measure.
 
     Args:
@@ -113,7 +113,7 @@ def claims(found: Sequence[Found], speeds: Mapping[int, float]) -> list[Claim]:
     return made
 
 
-def panels(found: Sequence[Found]) -> list[Panel]:
+def panels(found: Sequence[ModelFound]) -> list[Panel]:
     """Return predicted over measured times, a panel per bed and kind of compute."""
     made = []
     kinds = dict.fromkeys((each.bed.name, each.case.compute) for each in found)
@@ -121,11 +121,11 @@ def panels(found: Sequence[Found]) -> list[Panel]:
         of_kind = [each for each in found if (each.bed.name, each.case.compute) == (bed, compute)]
         ends = [1e3 * value for pair in points(of_kind) for value in pair]
         low, high = min(ends), max(ends)
-        series = [Series(name="equal", x=(low, high), y=(low, high))]
+        series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]
         for each in of_kind:
             ordered = sorted((1e3 * measured, 1e3 * predicted) for measured, predicted in points([each]))
             x, y = zip(*ordered)
-            series.append(Series(name=each.case.name, x=x, y=y))
+            series.append(PlottedSeries(name=each.case.name, x=x, y=y))
         made.append(
             Panel(
                 title=f"{bed}, {compute} compute", x_title="measured, ms", y_title="predicted, ms", series=tuple(series),

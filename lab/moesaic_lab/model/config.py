@@ -39,7 +39,7 @@ class BedFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ModelCase:
     """One layer on one mesh of a bed: every lossless plan of it is measured and predicted."""
 
     name: str = "case"
@@ -101,7 +101,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ModelBenchConfig:
     """The whole benchmark."""
 
     seed: int = 0
@@ -115,19 +115,19 @@ class Config:
     leader_repeats: int = 12
     """How often they are."""
     beds: tuple[BedFields, ...] = ()
-    cases: tuple[Case, ...] = ()
+    cases: tuple[ModelCase, ...] = ()
 
-    def bed_of(self, case: Case) -> BedFields:
+    def bed_of(self, case: ModelCase) -> BedFields:
         """Return the bed that a case names."""
         return next(bed for bed in self.beds if bed.name == case.bed)
 
-    def part(self, case: Case) -> str:
+    def part(self, case: ModelCase) -> str:
         """Return which part of the benchmark a case belongs to."""
         return "real" if case.compute == "real" else "plans"
 
 
-def read_config(path: Path = COMMITTED) -> Config:
-    """Read the benchmark from a TOML or JSON file: fields of `Config`, a list `[[beds]]` and a list `[[cases]]`.
+def read_config(path: Path = COMMITTED) -> ModelBenchConfig:
+    """Read the benchmark from a TOML or JSON file: fields of `ModelBenchConfig`, a list `[[beds]]` and a list `[[cases]]`.
 
     Raises:
         InputError: naming the file and the field.
@@ -135,7 +135,7 @@ def read_config(path: Path = COMMITTED) -> Config:
     table = read_table(path)
     source = f"config {path}"
     lists: dict[str, list[Any]] = {}
-    for name, kind in (("beds", BedFields), ("cases", Case)):
+    for name, kind in (("beds", BedFields), ("cases", ModelCase)):
         value = table.pop(name, None)
         if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
             raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
@@ -143,7 +143,9 @@ def read_config(path: Path = COMMITTED) -> Config:
         names = [each.name for each in lists[name]]
         if len(set(names)) < len(names):
             raise InputError(f"{source}: two {name} have one name: give each its own")
-    config = replace(override(Config(), table, source=source), beds=tuple(lists["beds"]), cases=tuple(lists["cases"]))
+    config = replace(
+        override(ModelBenchConfig(), table, source=source), beds=tuple(lists["beds"]), cases=tuple(lists["cases"])
+    )
     known = [bed.name for bed in config.beds]
     for case in config.cases:
         if case.bed not in known:
@@ -152,7 +154,7 @@ def read_config(path: Path = COMMITTED) -> Config:
     return config
 
 
-def narrowed(config: Config, only: tuple[str, ...]) -> Config:
+def narrowed(config: ModelBenchConfig, only: tuple[str, ...]) -> ModelBenchConfig:
     """Return the part of the benchmark that was asked for: parts, names of beds or of cases.
 
     Raises:

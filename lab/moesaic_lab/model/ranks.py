@@ -21,15 +21,15 @@ from moesaic.program.grid import Grid
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
-from moesaic_lab.model.config import Case
+from moesaic_lab.model.config import ModelCase
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ModelJob:
     """One case and the plans to be timed on it."""
 
-    case: Case
+    case: ModelCase
     grid: Grid
     """The mesh, on all ranks of the bed."""
     plans: dict[str, Compiled]
@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class PlanTimes:
     """What a case took, from the first rank's start to the last one's end; seconds by plan, forward and backward."""
 
     screened: dict[str, tuple[float, ...]]
@@ -52,7 +52,7 @@ class Times:
     """Of those that were timed again, in turn with one another only."""
 
 
-class Runner:
+class ModelRunner:
     """A layer on a mesh with its input.
 
     Args:
@@ -63,7 +63,9 @@ class Runner:
         seed: of the routing's pattern.
     """
 
-    def __init__(self, case: Case, grid: Grid, first: Compiled, transport: AbstractTransport, seed: int = 0) -> None:
+    def __init__(
+        self, case: ModelCase, grid: Grid, first: Compiled, transport: AbstractTransport, seed: int = 0
+    ) -> None:
         experts: str | ExpertsFactory = "swiglu"
         if case.compute == "virtual":
             experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
@@ -91,11 +93,11 @@ class Runner:
             parameter.grad = None
 
 
-def measure(job: Job) -> Times:
+def measure(job: ModelJob) -> PlanTimes:
     """Time all plans of a case, on this rank; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
     torch.manual_seed(job.seed)
-    runner = Runner(job.case, job.grid, next(iter(job.plans.values())), open_transport(), job.seed)
+    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_transport(), job.seed)
     steps = {name: partial(runner.step, compiled) for name, compiled in job.plans.items()}
     barrier = start_together(latest)
     for step in steps.values():  # what rows go where is worked out in a plan's first step
@@ -109,4 +111,4 @@ def measure(job: Job) -> Times:
     if again:
         confirmed = gathered(in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0))
     gc.unfreeze()
-    return Times(screened=screened, confirmed=confirmed)
+    return PlanTimes(screened=screened, confirmed=confirmed)

@@ -20,20 +20,20 @@ from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
 from moesaic.testbed.cluster import Launcher
 from moesaic_lab.layer.same import distinct
-from moesaic_lab.model.config import BedFields, Case, Config
+from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
 
 SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
 """Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
 PROFILE_REPEATS = 5
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Told what is measured now."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ModelFound:
     """One case: measured and predicted."""
 
-    case: Case
+    case: ModelCase
     bed: BedFields
     predicted: Mapping[str, float]
     """Seconds by plan."""
@@ -63,7 +63,7 @@ class Found:
         return again[self.pick] / min(again.values()) - 1
 
 
-def run(config: Config, keep: Path, progress: Progress, *, profiles: bool = False) -> None:
+def run(config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: bool = False) -> None:
     """Measure what is not kept yet.
 
     Args:
@@ -89,7 +89,7 @@ def run(config: Config, keep: Path, progress: Progress, *, profiles: bool = Fals
                     _measure(keep, config, bed, case, profile, ranks)
 
 
-def kept(config: Config, keep: Path) -> list[Found]:
+def kept(config: ModelBenchConfig, keep: Path) -> list[ModelFound]:
     """Return the cases that a folder has times of, with what the folder's profiles predict."""
     beds = [(config.bed_of(case), case) for case in config.cases]
     return [
@@ -99,7 +99,7 @@ def kept(config: Config, keep: Path) -> list[Found]:
     ]
 
 
-def plans_of(case: Case, bed: BedFields) -> dict[str, Compiled]:
+def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
     """Return the different plans of a case by name."""
     grid = case.grid(bed.bed)
     found = distinct({described(each.plan): each for each in candidates(grid, SPACE)})[0]
@@ -110,7 +110,7 @@ def plans_of(case: Case, bed: BedFields) -> dict[str, Compiled]:
     return found
 
 
-def predict(case: Case, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
+def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
     """Return the predicted seconds of every plan."""
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
     simulator = ProfiledSimulator(profile, virtual_flops=virtual)
@@ -126,7 +126,9 @@ def described(plan: Plan) -> str:
     return ", ".join([*words, f"{plan.chunks} chunks"] if plan.chunks > 1 else words)
 
 
-def _measure(keep: Path, config: Config, bed: BedFields, case: Case, profile: ClusterProfile, ranks: object) -> None:
+def _measure(
+    keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile, ranks: object
+) -> None:
     from moesaic.testbed.cluster import Cluster
     from moesaic_lab.model import ranks as model_ranks
 
@@ -134,7 +136,7 @@ def _measure(keep: Path, config: Config, bed: BedFields, case: Case, profile: Cl
     plans = plans_of(case, bed)
     predicted = predict(case, plans, profile)
     favourites = sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
-    job = model_ranks.Job(
+    job = model_ranks.ModelJob(
         case=case, grid=case.grid(bed.bed), plans=plans, favourites=tuple(favourites), repeats=config.repeats,
         leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
     )  # fmt: skip
@@ -158,7 +160,7 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
     return read_profile(path)
 
 
-def _found(keep: Path, config: Config, bed: BedFields, case: Case) -> Found:
+def _found(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> ModelFound:
     table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
     plans, profile = plans_of(case, bed), read_profile(_profile_path(keep, bed))
     timed = {part: {name: tuple(times) for name, times in table[part].items()} for part in ("screened", "confirmed")}
@@ -167,10 +169,10 @@ def _found(keep: Path, config: Config, bed: BedFields, case: Case) -> Found:
             f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"
         )
     predicted = predict(case, plans, profile)
-    return Found(case=case, bed=bed, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
+    return ModelFound(case=case, bed=bed, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
 
 
-def _path(keep: Path, config: Config, bed: BedFields, case: Case) -> Path:
+def _path(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> Path:
     asked = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
@@ -181,6 +183,6 @@ def _profile_path(keep: Path, bed: BedFields) -> Path:
     return keep / f"profile-{bed.name}-{digest}.json"
 
 
-def points(found: Sequence[Found]) -> list[tuple[float, float]]:
+def points(found: Sequence[ModelFound]) -> list[tuple[float, float]]:
     """Return measured and predicted seconds of every plan of every case."""
     return [(measured, each.predicted[name]) for each in found for name, measured in each.measured.items()]

@@ -37,7 +37,7 @@ Method = AbstractPlacer | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TravelJob:
     """What is timed."""
 
     grid: Grid
@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class TravelFound:
     """Of one method, over all ranks."""
 
     seconds: tuple[float, ...]
@@ -69,7 +69,7 @@ class Found:
     """In messages between nodes."""
 
 
-class ToldRouter(SoftmaxTopK):
+class TableRouter(SoftmaxTopK):
     """Sends every token where a table says, by the number that the token carries; weights are 1 / top_k.
 
     Args:
@@ -98,7 +98,7 @@ class Stack:
         transport: between the ranks.
     """
 
-    def __init__(self, job: Job, transport: AbstractTransport) -> None:
+    def __init__(self, job: TravelJob, transport: AbstractTransport) -> None:
         self._job, mesh = job, Mesh(job.grid, transport)
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * job.gflops))
         top_k = job.experts.shape[2]
@@ -106,7 +106,13 @@ class Stack:
         """By which a layer multiplies."""
         self.layers = nn.ModuleList(
             MoE(
-                job.dim, job.hidden, job.num_experts, top_k, router=partial(ToldRouter, table=table), experts=experts, losses=()
+                job.dim,
+                job.hidden,
+                job.num_experts,
+                top_k,
+                router=partial(TableRouter, table=table),
+                experts=experts,
+                losses=(),
             )
             for table in job.experts
         )  # fmt: skip
@@ -163,7 +169,7 @@ def check(stack: Stack, name: str) -> None:
     assert torch.equal(stack.step(name), expected), f"{name}: samples are not what or where they should be"
 
 
-def measure(job: Job) -> dict[str, Found]:
+def measure(job: TravelJob) -> dict[str, TravelFound]:
     """Time the methods of a job in turn; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
     transport = open_transport()
@@ -180,7 +186,7 @@ def measure(job: Job) -> dict[str, Found]:
     steps = {name: partial(stack.step, name) for name in job.methods}
     seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
     gc.unfreeze()
-    return {name: Found(seconds[name], *carried[name]) for name in job.methods}
+    return {name: TravelFound(seconds[name], *carried[name]) for name in job.methods}
 
 
 def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:

@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class StepMethod:
     """One answer to skewed routing."""
 
     config: TrainConfig
@@ -44,10 +44,10 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class StepJob:
     """What is trained."""
 
-    methods: Mapping[str, Method]
+    methods: Mapping[str, StepMethod]
     """By name; of one model on one mesh."""
     vocab: int
     batches: list[Batch]
@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StepFound:
     """What steps by one method were like."""
 
     seconds: tuple[float, ...]
@@ -90,7 +90,7 @@ class Training:
         mesh: of all ranks.
     """
 
-    def __init__(self, job: Job, name: str, mesh: Mesh) -> None:
+    def __init__(self, job: StepJob, name: str, mesh: Mesh) -> None:
         method = job.methods[name]
         config, element_bytes = method.config, 4
         torch.manual_seed(config.seed)
@@ -134,7 +134,7 @@ class Training:
         return found
 
 
-def step_times(job: Job) -> dict[str, Found]:
+def step_times(job: StepJob) -> dict[str, StepFound]:
     """Time steps by all methods in turn, each on the same batches and weights; all ranks return the same."""
     hold_still(dist.get_rank())
     plain = mesh_of(next(iter(job.methods.values())).config)
@@ -157,7 +157,7 @@ def step_times(job: Job) -> dict[str, Found]:
     seconds = gathered(in_turn(steps, len(job.batches) - 1, barrier=start_together(latest)))
     gc.unfreeze()
     return {
-        name: Found(
+        name: StepFound(
             seconds=seconds[name], inter_bytes=carried[name], experts_moved=training.experts_moved,
             options=training.options(), **_of_trip(training),
         )

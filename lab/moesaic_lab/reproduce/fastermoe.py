@@ -20,7 +20,7 @@ from moesaic.cost.step import reduce_seconds
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic_lab.reproduce.fastermoe_model import Machine, Rule, shadows, stay_home
+from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, shadows, stay_home
 from moesaic_lab.reproduce.records import Book
 
 SEEDS = (1, 2, 3)
@@ -58,7 +58,7 @@ PLAIN = Plan()
 
 
 @dataclass(frozen=True)
-class Pass:
+class FasterMoEPass:
     """A layer, forward and backward."""
 
     seconds: float
@@ -66,7 +66,7 @@ class Pass:
     """What full overlap of its computing and moving would take."""
 
 
-class Bed:
+class FasterMoEBed:
     """One model on its cluster.
 
     Args:
@@ -81,7 +81,7 @@ class Bed:
         self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))
         nic = next(link for link in self.spec.links if link.name == "nic")
         self.nic = nic.slowest
-        self.machine = Machine(flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim)
+        self.machine = FasterMoEMachine(flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim)
         self._simulator = Simulator(self.spec)
         self._compiled: dict[Plan, Compiled] = {}
 
@@ -89,7 +89,7 @@ class Bed:
         """Return copies from each rank to each expert, (gpus, gpus)."""
         return zipf_counts(self.model.gpus, self.model.layer, exponent=skew, seed=seed)
 
-    def run(self, plan: Plan, counts: np.ndarray) -> Pass:
+    def run(self, plan: Plan, counts: np.ndarray) -> FasterMoEPass:
         """Return the times of a layer under a plan without shadows."""
         if plan not in self._compiled:
             self._compiled[plan] = compile_plan(plan, self.grid)
@@ -102,7 +102,7 @@ class Bed:
         ]
         computing = sum(run.compute_seconds for run in runs)
         moving = sum(run.communication_seconds for run in runs)
-        return Pass(sum(run.seconds for run in runs), max(computing, moving))
+        return FasterMoEPass(sum(run.seconds for run in runs), max(computing, moving))
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
         """Return the time of a layer with shadows: their weights out, the layer, their gradients back."""
@@ -154,7 +154,7 @@ def skew_of(book: Book) -> float:
     return book.constant("fastermoe.skew")
 
 
-def shadow_gain(bed: Bed, skew: float, rule: Rule = "printed") -> float:
+def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float:
     """Return the speed-up by shadows alone, mean over the orders of experts."""
     found = []
     for seed in SEEDS:
@@ -163,7 +163,7 @@ def shadow_gain(bed: Bed, skew: float, rule: Rule = "printed") -> float:
     return float(np.mean(found))
 
 
-def gains(bed: Bed, skew: float, rule: Rule = "printed", seeds: Sequence[int] = SEEDS) -> Gains:
+def gains(bed: FasterMoEBed, skew: float, rule: Rule = "printed", seeds: Sequence[int] = SEEDS) -> Gains:
     """Return all speed-ups of a model."""
     rows = []
     for seed in seeds:

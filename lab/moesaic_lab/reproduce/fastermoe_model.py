@@ -17,7 +17,7 @@ Rule = Literal["printed", "corrected"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class FasterMoEMachine:
     """What the equations know of a layer on a cluster: one expert per worker."""
 
     flops: float
@@ -53,7 +53,7 @@ def ratio(compute: float, move: float) -> float:
     return 3 * compute / (4 * move)
 
 
-def throughput(machine: Machine, rows: float, workers: int, compute: float, move: float) -> float:
+def throughput(machine: FasterMoEMachine, rows: float, workers: int, compute: float, move: float) -> float:
     """Return operations per second of a worker without overlap (eq. 4).
 
     Args:
@@ -77,7 +77,7 @@ def semi_ideal(peak: float, r: float, rule: Rule = "corrected") -> float:
     return peak * r / (r + (4 / 3 if rule == "printed" else 1.0))
 
 
-def unshadowed_seconds(machine: Machine, counts: np.ndarray, rule: Rule) -> float:
+def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> float:
     """Return the time of a layer without shadows (eq. 7).
 
     Args:
@@ -91,19 +91,19 @@ def unshadowed_seconds(machine: Machine, counts: np.ndarray, rule: Rule) -> floa
     return 3 * machine.compute_seconds(float(received.max())) + 4 * machine.move_seconds(_remote(counts))
 
 
-def shadowed_seconds(machine: Machine, counts: np.ndarray, experts: list[int], rule: Rule) -> float:
+def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: list[int], rule: Rule) -> float:
     """Return the time of a layer with shadows (eq. 8): twice their weights; corrected, and the tokens that still travel."""
     kept = stay_home(counts, experts)
     seconds = machine.rates.shadowed(kept.sum(0), len(experts))
     return seconds + (4 * machine.move_seconds(_remote(kept)) if rule == "corrected" else 0.0)
 
 
-def worth_by_size(machine: Machine, most: float, shadows: int) -> bool:
+def worth_by_size(machine: FasterMoEMachine, most: float, shadows: int) -> bool:
     """Eq. 9: the weights of the shadows are less than the copies of the busiest expert."""
     return most > shadows * machine.alpha * machine.dim
 
 
-def worth_by_time(machine: Machine, most: float, most_after: float, shadows: int) -> bool:
+def worth_by_time(machine: FasterMoEMachine, most: float, most_after: float, shadows: int) -> bool:
     """Eq. 10, in printed units: what shadows save of computing outweighs what their weights cost beyond the tokens."""
     extra = shadows * machine.alpha * machine.dim - most
     if extra <= 0:
@@ -127,7 +127,7 @@ def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
     return kept
 
 
-def shadows(machine: Machine, counts: np.ndarray, rule: Rule) -> list[int]:
+def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[int]:
     """Return the experts to shadow, hottest first.
 
     Printed: Algorithm 1 with equation 8, while it falls, and only if it ends below equation 7. Corrected: the best of all

@@ -12,13 +12,13 @@ from moesaic_lab.reproduce.fastermoe import (
     PLAIN,
     SEEDS,
     WIDE,
-    Bed,
+    FasterMoEBed,
     Gains,
     gains,
     shadow_gain,
     skew_of,
 )
-from moesaic_lab.reproduce.records import Book, Chart, Finding, Reproduction
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 
 ASSUMPTIONS = (
     "experts are chosen by a Zipf law, its exponent fitted on one figure; 1024 tokens per GPU for MoE-GPT, 2048 for BERT-Wide",
@@ -35,7 +35,7 @@ UNEXPLAINED = (
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and set them beside the paper's figures."""
     skew = skew_of(book)
-    beds = {model: Bed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
+    beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
     on_johnny = {model: gains(beds[model], skew) for model in (GPT_S, GPT, GPT_L)}
     wide, middle = gains(beds[WIDE], skew, seeds=SEEDS[:1]), on_johnny[GPT]
     best = max(on_johnny.values(), key=lambda each: each.layer)
@@ -64,37 +64,37 @@ def reproduce(book: Book) -> Reproduction:
     )
 
 
-def _over_zero(bed: Bed, ours: Gains, stage: int) -> float:
+def _over_zero(bed: FasterMoEBed, ours: Gains, stage: int) -> float:
     return bed.zero_seconds(stage) / ours.seconds
 
 
-def _findings(bed: Bed, middle: Gains, skew: float) -> tuple[Finding, ...]:
+def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFinding, ...]:
     counts = bed.counts(skew, SEEDS[0])
     load = counts.sum(0)
     printed, corrected = shadow_gain(bed, skew), shadow_gain(bed, skew, "corrected")
     return (
-        Finding(
+        PaperFinding(
             statement="shadowing gains more than the schedule, both together more than either",
             ours=f"{middle.schedule:.2f}, {middle.shadow:.2f}, {middle.both:.2f}",
             holds=middle.schedule < middle.shadow < middle.both,
         ),
-        Finding(
+        PaperFinding(
             statement="the schedule reaches up to 99 % of its bound",
             ours=f"{middle.schedule / middle.bound:.0%} for MoE-GPT",
         ),
-        Finding(
+        PaperFinding(
             statement="equation 8 corrected, with the best prefix, is never worse than as printed",
             ours=f"{corrected:.2f} against {printed:.2f}",
             holds=corrected >= printed * 0.999,
         ),
-        Finding(
+        PaperFinding(
             statement="load of the busiest expert over the mean (public traces of another model: 1.5 to 12)",
             ours=f"{load.max() / load.mean():.1f}",
         ),
     )
 
 
-def _charts(bed: Bed, skew: float) -> tuple[Chart, ...]:
+def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
     peak = bed.machine.flops / 1e12
     ratios = np.geomspace(0.1, 10.0, 61)
     skews = (0.0, 0.4, 0.8, 1.2, skew)

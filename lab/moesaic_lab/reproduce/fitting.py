@@ -108,11 +108,11 @@ def _schemoe_codec(book: Book, cells: Named) -> float:
 
 
 def _ablation(plan: str) -> Callable[[Book], float]:
-    return lambda book: 1e3 * schemoe.Cluster(book).seconds(plan, schemoe.ABLATION)
+    return lambda book: 1e3 * schemoe.ScheMoECluster(book).seconds(plan, schemoe.ABLATION)
 
 
 def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
-    layer = 1e3 * schemoe.Cluster(book).seconds("naive", schemoe.CT_MOE)
+    layer = 1e3 * schemoe.ScheMoECluster(book).seconds("naive", schemoe.CT_MOE)
     shallow, deep = cells["schemoe.step.tutel.12"], cells["schemoe.step.tutel.16"]
     each = (deep - shallow) / 4 - layer
     return each, shallow - 12 * (layer + each)
@@ -120,14 +120,14 @@ def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
 
 def _schemoe_issue(book: Book, cells: Named) -> float:
     def step(tried: Book) -> float:
-        return schemoe.Cluster(tried).step_ms("schedule", 12)
+        return schemoe.ScheMoECluster(tried).step_ms("schedule", 12)
 
     return _solve(book, "schemoe.issue", (1.0, 2000.0), step, cells["schemoe.step.schemoe.12"])
 
 
 def _tutel_tflops(book: Book, cells: Named) -> float:
     def computing(tried: Book) -> float:
-        return tutel.Cluster(tried).parts_ms(tutel.big(16))[0]
+        return tutel.TutelCluster(tried).parts_ms(tutel.big(16))[0]
 
     return _solve(book, "tutel.tflops", (10.0, 312.0), computing, cells["tutel.compute.16"])
 
@@ -141,7 +141,7 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched")
 
     def errors(logs: np.ndarray) -> list[float]:
-        bed = tutel.Cluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
         parts = tutel.breakdown(bed, 2048)
         ours = {
             "tutel.a2a.16": bed.parts_ms(tutel.big(16))[1],
@@ -156,7 +156,7 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
 
 
 def _tutel_einsum(book: Book, cells: Named) -> float:
-    parts = tutel.breakdown(tutel.Cluster(book.with_values({"tutel.einsum": 1.0})), 16)
+    parts = tutel.breakdown(tutel.TutelCluster(book.with_values({"tutel.einsum": 1.0})), 16)
     return (parts.fairseq - parts.kernels) / (parts.kernels * (cells["tutel.kernels.16"] - 1))
 
 
@@ -165,7 +165,7 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
-        ours = tutel.gains(tutel.Cluster(book.with_values(dict(zip(names, np.exp(logs).tolist())))), 16)
+        ours = tutel.gains(tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist())))), 16)
         return [
             math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"])) for name in ("hier2d1", "worst")
         ]
@@ -176,7 +176,7 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
 
 def _netmoe_nic(book: Book, cells: Named) -> float:
     def scatter(tried: Book) -> float:
-        return netmoe.Cluster(tried).table4_ms(16)[0]
+        return netmoe.NetMoECluster(tried).table4_ms(16)[0]
 
     return _solve(book, "netmoe.nic", (10.0, 1000.0), scatter, cells["netmoe.scatter.16"])
 
@@ -185,11 +185,11 @@ def _netmoe_computing(book: Book, cells: Named) -> tuple[float, float]:
     few, many = cells["netmoe.compute.2"], cells["netmoe.compute.16"]
 
     def slope(tried: Book) -> float:
-        bed = netmoe.Cluster(tried)
+        bed = netmoe.NetMoECluster(tried)
         return bed.table4_ms(16)[1] - bed.table4_ms(2)[1]
 
     rate = _solve(book, "netmoe.tflops", (10.0, 312.0), slope, many - few)
-    bed = netmoe.Cluster(book.with_values({"netmoe.tflops": rate, "netmoe.launch": 0.0}))
+    bed = netmoe.NetMoECluster(book.with_values({"netmoe.tflops": rate, "netmoe.launch": 0.0}))
     return rate, few - bed.table4_ms(2)[1]
 
 
@@ -201,7 +201,7 @@ def _netmoe_concentration(book: Book, cells: Named) -> float:
 
 
 def _fastermoe_skew(book: Book, cells: Named) -> float:
-    bed = fastermoe.Bed(fastermoe.GPT)
+    bed = fastermoe.FasterMoEBed(fastermoe.GPT)
 
     def gain(tried: Book) -> float:
         return fastermoe.shadow_gain(bed, fastermoe.skew_of(tried))

@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedSamples:
     """What placing samples did, means over draws."""
 
     intra: float
@@ -72,7 +72,7 @@ def before_mib(devices: int, dim: int) -> tuple[float, float]:
     return inside / MIB, across / MIB
 
 
-def placed(devices: int, concentration: float, draws: int = DRAWS) -> Placed:
+def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamples:
     """Return what the two-stage assignment does to the gather of a layer and the scatter of the next.
 
     Args:
@@ -97,10 +97,10 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> Placed:
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES
         found.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
-    return Placed(*np.mean(found, axis=0).tolist())
+    return PlacedSamples(*np.mean(found, axis=0).tolist())
 
 
-class Cluster:
+class NetMoECluster:
     """Two nodes of the cluster, for Table 4.
 
     Args:

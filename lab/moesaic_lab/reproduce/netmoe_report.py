@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from moesaic_lab.reproduce.netmoe import MODELS, Cluster, Placed, before_mib, placed
-from moesaic_lab.reproduce.records import Book, Chart, Finding, Reproduction
+from moesaic_lab.reproduce.netmoe import MODELS, NetMoECluster, PlacedSamples, before_mib, placed
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 
 ASSUMPTIONS = (
     "rows are float32; a volume is that of one all-to-all, all ranks together",
@@ -36,7 +36,7 @@ def reproduce(book: Book) -> Reproduction:
         for model in ("S", "M", "L") if devices == 16 else ("S",):
             found[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
             found[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
-    bed = Cluster(book)
+    bed = NetMoECluster(book)
     for samples in (2, 4, 8, 16, 24):
         found[f"netmoe.scatter.{samples}"], found[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
     return Reproduction(
@@ -61,16 +61,16 @@ def after_points(made: Reproduction) -> float:
     return statistics.median(made.errors(unit="points", prefix="netmoe.change."))
 
 
-def _findings(book: Book, after: dict[int, Placed]) -> tuple[Finding, ...]:
+def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding, ...]:
     concentration = book.constant("netmoe.concentration")
     return (
-        Finding(
+        PaperFinding(
             statement="one concentration explains the savings on 2 and on 4 nodes",
             ours=f"{concentration:.3g} over all experts: {100 * (after[16].inter - 1):.1f} % on 2 nodes, "
             f"{100 * (after[32].inter - 1):.1f} % on 4",
             holds=abs(after[16].inter - after[32].inter) < 0.05,
         ),
-        Finding(
+        PaperFinding(
             statement="volumes inside nodes fall on 2 nodes and rise on 4",
             ours=f"{100 * (after[16].intra - 1):+.1f} % and {100 * (after[32].intra - 1):+.1f} %",
             holds=after[16].intra < 1 < after[32].intra,
@@ -78,7 +78,7 @@ def _findings(book: Book, after: dict[int, Placed]) -> tuple[Finding, ...]:
     )
 
 
-def _charts(book: Book, after: dict[int, Placed]) -> tuple[Chart, ...]:
+def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
     cases = [(devices, model) for devices in (16, 32) for model in MODELS]
     labels = tuple(f"{devices}\n{model}" for devices, model in cases)
     paper = [(float(n), book.cells[f"netmoe.change.{d}.{m}"].value) for n, (d, m) in enumerate(cases)]

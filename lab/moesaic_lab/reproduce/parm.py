@@ -34,7 +34,7 @@ RESERVE_GIB = 1.0
 
 
 @dataclass(frozen=True)
-class Times:
+class ParmTimes:
     """One layer of the sweep in all schedules."""
 
     workload: Workload
@@ -70,7 +70,7 @@ class Testbed:
             self._compiled[schedule, grid] = compile_plan(PLANS[schedule], grid)
         return self._compiled[schedule, grid]
 
-    def cell(self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)) -> list[Times]:
+    def cell(self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)) -> list[ParmTimes]:
         """Return the times of all layers of a cell that fit into memory.
 
         Args:
@@ -90,7 +90,7 @@ class Testbed:
                 runs = [self.simulator.run(program, workload, plan.grid) for program in (plan.forward, plan.backward)]
                 seconds[schedule] = sum(run.seconds for run in runs)
                 compute[schedule] = sum(run.compute_seconds for run in runs)
-            found.append(Times(workload, count, seconds, compute))
+            found.append(ParmTimes(workload, count, seconds, compute))
         return found
 
     def grid(self, world: int, m: int, s: int) -> Grid:
@@ -138,12 +138,12 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
         )  # fmt: skip
 
 
-def mean_speedup(times: Sequence[Times], schedule: str) -> float:
+def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
     """Return the average speed-up of a schedule over the baseline, every layer of the sweep alike."""
     return float(np.average([each.speedup(schedule) for each in times], weights=[each.count for each in times]))
 
 
-def shares(times: Sequence[Times]) -> tuple[float, float]:
+def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
     """Return the least and the largest share of communication in a layer of the baseline, per cent."""
     found = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
     return min(found), max(found)

@@ -16,7 +16,7 @@ from moesaic_lab.reproduce.parm import Testbed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class CostLine:
     """t = startup + per_element * elements."""
 
     startup: float
@@ -33,11 +33,11 @@ class Line:
 class Operations:
     """What Algorithm 1 knows of a cluster."""
 
-    all_to_all: Line
+    all_to_all: CostLine
     """Over the elements that a rank puts in."""
-    gather: Line
+    gather: CostLine
     """MP-AllGather, over the elements of its output."""
-    overlapped: Line
+    overlapped: CostLine
     """SAA: the second all-to-all with the gather behind it, over the elements that a rank puts in."""
 
 
@@ -79,10 +79,10 @@ def operations(bed: Testbed, grid: Grid) -> Operations:
     )  # fmt: skip
     small, large = ((each, _spans(bed, grid, each)) for each in (replace(layer, tokens=1024), layer))
 
-    def line(name: str, elements: Callable[[Workload], float]) -> Line:
+    def line(name: str, elements: Callable[[Workload], float]) -> CostLine:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
         slope = (t1 - t0) / (x1 - x0)
-        return Line(startup=max(t0 - slope * x0, 0.0), per_element=slope)
+        return CostLine(startup=max(t0 - slope * x0, 0.0), per_element=slope)
 
     def entered(layer: Workload) -> float:
         return grid.etp * layer.copies * layer.dim / grid.tp

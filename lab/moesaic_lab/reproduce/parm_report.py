@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic_lab.reproduce.parm import COLUMNS, SIZES, Testbed, Times, mean_speedup, shares
+from moesaic_lab.reproduce.parm import COLUMNS, SIZES, ParmTimes, Testbed, mean_speedup, shares
 from moesaic_lab.reproduce.parm_choice import RULES, operations
-from moesaic_lab.reproduce.records import Book, Chart, Finding, Reproduction, Row
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, Row
 
 ASSUMPTIONS = (
     "E is W / s, one expert per place of EP, as the end-to-end runs have it; k is 1 or 2, fitted; fp32; F and D are the "
@@ -85,7 +85,7 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
     return right, known
 
 
-def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[Times], rule: str) -> Choices:
+def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> Choices:
     _, world, m, s = key
     known = operations(bed, bed.grid(world, m, s))
     right, regret, speedups = 0, 0.0, 0.0
@@ -99,10 +99,10 @@ def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[Times], ru
     return Choices(speedups / total, right, regret / total, total)
 
 
-def _order(book: Book, rows: tuple[Row, ...]) -> tuple[Finding, ...]:
+def _order(book: Book, rows: tuple[Row, ...]) -> tuple[PaperFinding, ...]:
     right, known = order(book, rows)
     return (
-        Finding(
+        PaperFinding(
             statement="S1 and S2 come in the order of Table IV (target: three quarters of the cells)",
             ours=f"{right} of {known} cells",
             holds=right >= 0.75 * known,
@@ -110,14 +110,14 @@ def _order(book: Book, rows: tuple[Row, ...]) -> tuple[Finding, ...]:
     )
 
 
-def _algorithm(chosen: Mapping[tuple[str, int, int, int], Mapping[str, Choices]]) -> tuple[Finding, ...]:
+def _algorithm(chosen: Mapping[tuple[str, int, int, int], Mapping[str, Choices]]) -> tuple[PaperFinding, ...]:
     found = []
     for rule in RULES:
         each = [by_rule[rule] for by_rule in chosen.values()]
         right, total = sum(c.right for c in each), sum(c.of for c in each)
         lost = sum(c.regret * c.of for c in each) / total
         found.append(
-            Finding(
+            PaperFinding(
                 statement=f"Algorithm 1 as {rule} picks the faster schedule",
                 ours=f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} longer than the best",
             )
@@ -125,20 +125,20 @@ def _algorithm(chosen: Mapping[tuple[str, int, int, int], Mapping[str, Choices]]
     return tuple(found)
 
 
-def _by_cell(cells: Mapping[tuple[str, int, int, int], list[Times]]) -> tuple[Finding, ...]:
+def _by_cell(cells: Mapping[tuple[str, int, int, int], list[ParmTimes]]) -> tuple[PaperFinding, ...]:
     one_sided = 0
     for times in cells.values():
         faster = {min(("s1", "s2"), key=lambda schedule: each.seconds[schedule]) for each in times}
         one_sided += len(faster) == 1
     return (
-        Finding(
+        PaperFinding(
             statement="one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in 13 of 16, suggests",
             ours=f"{one_sided} of {len(cells)} cells",
         ),
     )
 
 
-def _charts(rows: tuple[Row, ...], best: list[Times]) -> tuple[Chart, ...]:
+def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
     charts = []
     cases = tuple(f"{name}{world}.m{m}s{s}" for name, world in COLUMNS for m, s in SIZES)
     labels = tuple(case.replace(".", "\n") for case in cases)

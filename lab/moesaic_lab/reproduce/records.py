@@ -23,7 +23,7 @@ Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class PublishedCell:
     """One figure of a paper."""
 
     name: str
@@ -75,19 +75,19 @@ class Constant:
 class Row:
     """A figure of the paper beside ours."""
 
-    cell: Cell
+    cell: PublishedCell
     ours: float
     role: Role
     note: str = ""
 
     @property
     def error(self) -> float | None:
-        """See `Cell.error`; None where the paper's figure is kept back."""
+        """See `PublishedCell.error`; None where the paper's figure is kept back."""
         return None if self.cell.value is None else self.cell.error(self.ours)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class PaperFinding:
     """A statement of a paper that is no single number, and whether it holds here."""
 
     statement: str
@@ -118,7 +118,7 @@ class Reproduction:
     title: str
     rows: tuple[Row, ...]
     constants: tuple[Constant, ...]
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[PaperFinding, ...] = ()
     assumptions: tuple[str, ...] = ()
     """What the paper does not tell, and what was taken."""
     unexplained: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class Book:
         constants: by name.
     """
 
-    def __init__(self, cells: Mapping[str, Cell], constants: Mapping[str, Constant]) -> None:
+    def __init__(self, cells: Mapping[str, PublishedCell], constants: Mapping[str, Constant]) -> None:
         self.cells, self.constants = cells, constants
 
     @cached_property
@@ -209,7 +209,7 @@ class Book:
 
 def read_book() -> Book:
     """Return the cells and constants that come with the package."""
-    cells: dict[str, Cell] = {}
+    cells: dict[str, PublishedCell] = {}
     for paper in PAPERS:
         for cell in _cells(_table(paper)):
             assert cell.name not in cells, f"{cell.name} stands twice"
@@ -220,13 +220,13 @@ def read_book() -> Book:
     return Book(cells, constants)
 
 
-def _cells(table: dict[str, Any]) -> Iterable[Cell]:
+def _cells(table: dict[str, Any]) -> Iterable[PublishedCell]:
     derived: dict[str, Sequence[str]] = table.get("derived", {})
     for group in table["group"]:
         for name, value in group["cells"].items():
             shown = None if value == "." else float(value)
             follows = tuple(derived.get(name, ()))
-            yield Cell(name=name, value=shown, unit=group["unit"], source=group["source"], derived=follows)
+            yield PublishedCell(name=name, value=shown, unit=group["unit"], source=group["source"], derived=follows)
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ BERT = layer(128, 1024, 4096)
 """One layer of BERT-Large-MoE."""
 
 
-class Cluster:
+class ScheMoECluster:
     """The testbed, with the issuing thread of Tutel and of ScheMoE.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.plan import Plan
-from moesaic_lab.reproduce.records import Book, Chart, Finding, Reproduction
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 from moesaic_lab.reproduce.schemoe import (
     ABLATION,
     ALGORITHMS,
@@ -15,7 +15,7 @@ from moesaic_lab.reproduce.schemoe import (
     CT_MOE,
     DEPTHS,
     PLANS,
-    Cluster,
+    ScheMoECluster,
     cluster,
     exchange_gib,
     exchange_seconds,
@@ -42,7 +42,7 @@ UNEXPLAINED = (
 
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and steps and set them beside the paper's figures."""
-    bed = Cluster(book)
+    bed = ScheMoECluster(book)
     found: dict[str, float] = {}
     for depth in DEPTHS:
         found[f"schemoe.a2a.{depth}"] = bed.all_to_all_ms(depth)
@@ -81,7 +81,7 @@ def reproduce(book: Book) -> Reproduction:
     )
 
 
-def gains_of_layers(bed: Cluster, plan: Plan) -> tuple[list[float], list[int]]:
+def gains_of_layers(bed: ScheMoECluster, plan: Plan) -> tuple[list[float], list[int]]:
     """Return the gain of a plan over Tutel's in each different layer of the sweep, per cent, and how many layers are alike."""
     gains, counts = [], []
     for workload, count in layers():
@@ -91,8 +91,8 @@ def gains_of_layers(bed: Cluster, plan: Plan) -> tuple[list[float], list[int]]:
 
 
 def _findings(
-    bed: Cluster, sizes: tuple[int, ...], curves: dict[str, list[float]], gains: list[float], counts: list[int]
-) -> tuple[Finding, ...]:
+    bed: ScheMoECluster, sizes: tuple[int, ...], curves: dict[str, list[float]], gains: list[float], counts: list[int]
+) -> tuple[PaperFinding, ...]:
     memory = cluster(bed.book).device.memory_gib
     too_large = [size for size in sizes if exchange_gib("hier1d", size) > memory - 1]
     others = [size for size in sizes if exchange_gib("hier2d", size) > memory - 1]
@@ -102,21 +102,21 @@ def _findings(
     bare = gains_of_layers(bed, lossless)[0]
     slower = sum(count for gain, count in zip(gains, counts) if gain < 0)
     return (
-        Finding(
+        PaperFinding(
             statement="1DH runs out of memory at large sizes; the others do not up to 2 GB",
             ours=f"1DH from {min(too_large) / 2**30:g} GiB per GPU" if too_large else "1DH never",
             holds=bool(too_large) and not others,
         ),
-        Finding(
+        PaperFinding(
             statement="Pipe-A2A is up to about twice as fast as 2DH above 200 MB",
             ours=f"{two:.2f}x at 256 MiB",
             holds=1.5 <= two <= 2.5,
         ),
-        Finding(
+        PaperFinding(
             statement="gains over the 675 layers",
             ours=f"{min(gains):.0f} to {max(gains):.0f} %; {slower} of {sum(counts)} layers, of small messages, are slower",
         ),
-        Finding(
+        PaperFinding(
             statement="the mean over the 675 layers without a codec, which the published 22 % would fit better",
             ours=f"{np.average(bare, weights=counts):.0f} %",
         ),

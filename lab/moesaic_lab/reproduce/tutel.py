@@ -30,7 +30,7 @@ EXPERTS_PER_GPU, WIDTHS, TOKENS = (0.5, 1.0, 2.0), (1024, 2048, 4096), (4096, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class TutelLayer:
     """A layer on so many GPUs."""
 
     gpus: int
@@ -77,7 +77,7 @@ class RLayer:
         )  # fmt: skip
 
 
-class Cluster:
+class TutelCluster:
     """The cluster at every size.
 
     Args:
@@ -89,7 +89,7 @@ class Cluster:
         self._simulators: dict[tuple[int, float | None, int], SweepSimulator] = {}
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
-    def runs(self, plan: Plan, layer: Layer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
+    def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
         """Return the forward and the backward pass of a layer.
 
         Args:
@@ -110,7 +110,7 @@ class Cluster:
             simulator.run(made.backward, layer.workload, made.grid),
         )
 
-    def seconds(self, plan: Plan, layer: Layer, *, flexible: bool = True) -> float:
+    def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> float:
         """Return the time of a layer, forward and backward."""
         return sum(run.seconds for run in self.runs(plan, layer, flexible=flexible))
 
@@ -121,13 +121,13 @@ class Cluster:
         runs = (simulator.run(program, layer.workload(factor), made.grid) for program in (made.forward, made.backward))
         return sum(run.seconds for run in runs)
 
-    def parts_ms(self, layer: Layer) -> tuple[float, float]:
+    def parts_ms(self, layer: TutelLayer) -> tuple[float, float]:
         """Return computing and all-to-all of a layer in one piece, milliseconds."""
         runs = self.runs(Plan(), layer)
         computing = sum(run.compute_seconds for run in runs)
         return 1e3 * computing, 1e3 * (sum(run.seconds for run in runs) - computing)
 
-    def by_plan(self, layer: Layer) -> dict[tuple[AllToAll, int], float]:
+    def by_plan(self, layer: TutelLayer) -> dict[tuple[AllToAll, int], float]:
         """Return the time of a layer by all-to-all and degree."""
         return {
             (algorithm, degree): self.seconds(Plan(all_to_all=algorithm, chunks=degree), layer)
@@ -135,7 +135,7 @@ class Cluster:
             for degree in DEGREES
         }
 
-    def einsum_seconds(self, layer: Layer) -> float:
+    def einsum_seconds(self, layer: TutelLayer) -> float:
         """Return the time of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
 
         One of each forward, two of each backward: 2 * tokens * copies * dim operations each time.
@@ -178,23 +178,23 @@ def cluster(book: Book, gpus: int, rows: float | None = None, peers: int | None 
     )
 
 
-def big(gpus: int) -> Layer:
+def big(gpus: int) -> TutelLayer:
     """Return the layer whose all-to-all and computing are told apart."""
-    return Layer(gpus=gpus, tokens=65536, dim=4096, hidden=4096)
+    return TutelLayer(gpus=gpus, tokens=65536, dim=4096, hidden=4096)
 
 
-def single(gpus: int) -> Layer:
+def single(gpus: int) -> TutelLayer:
     """Return the layer that is held against Fairseq's."""
-    return Layer(gpus=gpus, tokens=16384, dim=2048, hidden=2048)
+    return TutelLayer(gpus=gpus, tokens=16384, dim=2048, hidden=2048)
 
 
-def sweep(gpus: int) -> Iterator[Layer]:
+def sweep(gpus: int) -> Iterator[TutelLayer]:
     """Yield the 81 layers of the sweep of adaptive pipelining on so many GPUs."""
     for experts, dim, hidden, tokens in itertools.product(EXPERTS_PER_GPU, WIDTHS, WIDTHS, TOKENS):
-        yield Layer(gpus=gpus, tokens=tokens, dim=dim, hidden=hidden, experts_per_gpu=experts)
+        yield TutelLayer(gpus=gpus, tokens=tokens, dim=dim, hidden=hidden, experts_per_gpu=experts)
 
 
-def gains(bed: Cluster, gpus: int) -> dict[str, float]:
+def gains(bed: TutelCluster, gpus: int) -> dict[str, float]:
     """Return the gains of the best all-to-all and degree over fixed ones, per cent: means, and the largest over degree 8."""
     times = [bed.by_plan(layer) for layer in sweep(gpus)]
     over = {
@@ -216,7 +216,7 @@ class Breakdown:
     flexible: float
 
 
-def breakdown(bed: Cluster, gpus: int) -> Breakdown:
+def breakdown(bed: TutelCluster, gpus: int) -> Breakdown:
     """Return the time of a layer with one part of Tutel after the other, in one piece; 2DH only where it is faster."""
     layer = single(gpus)
     plain = bed.seconds(Plan(), layer, flexible=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from moesaic.plan import Plan
-from moesaic_lab.reproduce.records import Book, Chart, Finding, Reproduction
-from moesaic_lab.reproduce.tutel import ALGORITHMS, Cluster, Layer, RLayer, big, breakdown, gains, single
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
+from moesaic_lab.reproduce.tutel import ALGORITHMS, RLayer, TutelCluster, TutelLayer, big, breakdown, gains, single
 
 SIZES = (16, 32, 64, 128, 256)
 """GPUs of the sweep of adaptive pipelining."""
@@ -34,7 +34,7 @@ UNEXPLAINED = (
 
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and set them beside the paper's figures."""
-    bed = Cluster(book)
+    bed = TutelCluster(book)
     found: dict[str, float] = {}
     for gpus in (16, 64, 256):
         computing, moving = bed.parts_ms(big(gpus))
@@ -61,12 +61,12 @@ def reproduce(book: Book) -> Reproduction:
     )
 
 
-def by_r(bed: Cluster, layer: RLayer) -> dict[float, dict[int, float]]:
+def by_r(bed: TutelCluster, layer: RLayer) -> dict[float, dict[int, float]]:
     """Return the time of a layer by capacity factor and r."""
     return {factor: {r: bed.with_r(r, layer, factor) for r in R} for factor in FACTORS}
 
 
-def _against_fairseq(bed: Cluster) -> dict[str, float]:
+def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
     found = {}
     for gpus in (16, 128, 2048):
         parts = breakdown(bed, gpus)
@@ -81,25 +81,27 @@ def _against_fairseq(bed: Cluster) -> dict[str, float]:
     return found
 
 
-def _over_degree_1(bed: Cluster, gpus: int, factor: float) -> float:
+def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
     """Return the gain of the best degree over degree 1, per cent, each with its best all-to-all."""
-    times = bed.by_plan(Layer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
+    times = bed.by_plan(TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
     whole = min(times[algorithm, 1] for algorithm in ALGORITHMS)
     return 100 * (whole / min(times.values()) - 1)
 
 
-def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> tuple[Finding, ...]:
+def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> tuple[PaperFinding, ...]:
     found = []
     for name, of in maps.items():
         best = [min(times, key=lambda r: times[r]) for times in of.values()]
         shown = ", ".join(f"f {factor:g}: r = {r}" for factor, r in zip(of, best))
         falling = all(a >= b for a, b in itertools.pairwise(best))
         found.append(
-            Finding(statement=f"the best r falls as f rises ({name}: E 16, D 2048, 64 GPUs)", ours=shown, holds=falling)
+            PaperFinding(
+                statement=f"the best r falls as f rises ({name}: E 16, D 2048, 64 GPUs)", ours=shown, holds=falling
+            )
         )
     spread = [max(times.values()) / min(times.values()) for of in maps.values() for times in of.values()]
     found.append(
-        Finding(
+        PaperFinding(
             statement="adaptive parallelism gains 1.35 to 14.57 times over a static choice",
             ours=f"the best r over the worst: {min(spread):.2f} to {max(spread):.2f} times",
             holds=None,
@@ -108,7 +110,7 @@ def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> tuple[Finding, 
     return tuple(found)
 
 
-def _charts(bed: Cluster, maps: dict[str, dict[float, dict[int, float]]]) -> tuple[Chart, ...]:
+def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> tuple[Chart, ...]:
     charts = [
         Chart(
             title=f"r, {name} setting", x_title="capacity factor", y_title="milliseconds", log_x=True, log_y=True,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import MANY, NEAR, Ratio
 from moesaic_lab.peers.absence import absence
-from moesaic_lab.train.run import Cell, Outcome, Results, ratio
+from moesaic_lab.train.run import Outcome, TrainCell, TrainResults, ratio
 
 LEAST = 8
 """Pairs under any ratio."""
@@ -17,7 +17,7 @@ SWEEP = (2, 4, 8)
 """Experts per token of the cases whose median is claimed; without all of them there is no claim."""
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: TrainResults) -> list[Claim]:
     """Return all claims, also those that this run did not measure."""
     swept = [cell for cell in results.cells if cell.case.in_sweep]
     whole = swept if all(_swept(swept, top_k) for top_k in SWEEP) else []
@@ -34,28 +34,28 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-def coded(cell: Cell) -> Outcome | None:
+def coded(cell: TrainCell) -> Outcome | None:
     """Return our fastest coded plan that was timed."""
     found = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _case(cells: Sequence[Cell], name: str) -> Cell | None:
+def _case(cells: Sequence[TrainCell], name: str) -> TrainCell | None:
     return next((cell for cell in cells if cell.case.name == name), None)
 
 
-def _swept(cells: Sequence[Cell], top_k: int) -> Cell | None:
+def _swept(cells: Sequence[TrainCell], top_k: int) -> TrainCell | None:
     """Return the case of the sweep with so many experts per token; the demo's own number is 2."""
     return next((cell for cell in cells if (cell.case.top_k or 2) == top_k), None)
 
 
-def _alone(cell: Cell | None) -> list[Cell]:
+def _alone(cell: TrainCell | None) -> list[TrainCell]:
     return [] if cell is None else [cell]
 
 
 def _over(
     name: str,
-    cells: Sequence[Cell],
+    cells: Sequence[TrainCell],
     kind: str,
     target: float | None,
     *,
@@ -72,7 +72,7 @@ def _over(
     return Claim(name=name, value=value, unit="1", target=target, op="<=", reason="")
 
 
-def _ratio(cell: Cell, kind: str, exchange: str, of_coded: bool) -> Ratio | str:
+def _ratio(cell: TrainCell, kind: str, exchange: str, of_coded: bool) -> Ratio | str:
     """Return the ratio, or why there is none."""
     ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
     if peer is None:
@@ -87,7 +87,7 @@ def _ratio(cell: Cell, kind: str, exchange: str, of_coded: bool) -> Ratio | str:
     return found
 
 
-def _flexible(results: Results) -> Claim:
+def _flexible(results: TrainResults) -> Claim:
     """Return how much more throughput ordering by expert gives on the largest world, the ordering included."""
     name = "train.flexible_layout_speedup"
     if not results.layout:

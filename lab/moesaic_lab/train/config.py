@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TrainCase:
     """One model on one bed, trained or only run forward."""
 
     name: str = "demo"
@@ -103,7 +103,7 @@ PEERS = ("plain", "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class LayoutConfig:
     """Expert throughput against world size, with and without the flexible layout; one process, no links."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -129,7 +129,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class TrainBenchConfig:
     """The whole benchmark."""
 
     nodes: int = 2
@@ -142,9 +142,9 @@ class Config:
     """Largest relative difference of loss and gradients to the model in one process, for lossless systems."""
     candidates: tuple[Candidate, ...] = (Candidate(),)
     """Plans of ours; the first is the plain linear one."""
-    cases: tuple[Case, ...] = ()
+    cases: tuple[TrainCase, ...] = ()
     """In order."""
-    layout: Layout | None = None
+    layout: LayoutConfig | None = None
     """The flexible layout; None leaves it out."""
 
     def __post_init__(self) -> None:
@@ -162,13 +162,13 @@ class Config:
         """Ranks."""
         return self.nodes * self.ranks_per_node
 
-    def bed(self, case: Case) -> Bed:
+    def bed(self, case: TrainCase) -> Bed:
         """Return the emulated cluster of a case."""
         from moesaic.testbed import Bed
 
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
 
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> Config:
+    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> TrainBenchConfig:
         """Return the part that was asked for.
 
         Args:
@@ -190,15 +190,15 @@ class Config:
         return replace(self, cases=cases, layout=layout)
 
 
-def read_config(path: Path = COMMITTED) -> Config:
-    """Read the benchmark from a TOML or JSON file: fields of `Config`, [[candidate]], [[case]], [layout].
+def read_config(path: Path = COMMITTED) -> TrainBenchConfig:
+    """Read the benchmark from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [layout].
 
     Raises:
         InputError: naming the file and the field.
     """
     table, source = read_table(path), f"config {path}"
     made: dict[str, Any] = {}
-    for name, field, kind in (("candidate", "candidates", Candidate), ("case", "cases", Case)):
+    for name, field, kind in (("candidate", "candidates", Candidate), ("case", "cases", TrainCase)):
         tables = table.pop(name, None)
         if tables is None:
             continue
@@ -209,9 +209,9 @@ def read_config(path: Path = COMMITTED) -> Config:
         )
     layout = table.pop("layout", None)
     if layout is not None:
-        made["layout"] = override(Layout(), layout, source=source, prefix="layout.")
+        made["layout"] = override(LayoutConfig(), layout, source=source, prefix="layout.")
     known = ("nodes", "ranks_per_node", "seed", "tolerance")
     unknown = [name for name in table if name not in known]
     if unknown:
         raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], [*known, 'candidate', 'case'])}")
-    return replace(override(Config(), table, source=source), **made)
+    return replace(override(TrainBenchConfig(), table, source=source), **made)

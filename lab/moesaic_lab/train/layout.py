@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic_lab.measure import Timing, in_turn
-from moesaic_lab.train.config import Layout
+from moesaic_lab.train.config import LayoutConfig
 
 BY_SOURCE, BY_EXPERT, ORDERED = "by (source, expert)", "by expert", "by expert, ordering included"
 """The layouts; the last one takes rows by (source, expert) and orders them first."""
@@ -34,7 +34,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class LayoutPoint:
     """What was measured for one world."""
 
     world: int
@@ -44,7 +44,7 @@ class Point:
     """Of one run."""
 
 
-def measure(layout: Layout) -> list[Point]:
+def measure(layout: LayoutConfig) -> list[LayoutPoint]:
     """Time every world; torch's threads are put back afterwards.
 
     Raises:
@@ -96,7 +96,7 @@ def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def _point(layout: Layout, world: int) -> Point:
+def _point(layout: LayoutConfig, world: int) -> LayoutPoint:
     generator = torch.Generator().manual_seed(world)
     count = layout.num_experts * layout.rows_per_expert
     rows = torch.randn(count, layout.dim, generator=generator)
@@ -115,10 +115,10 @@ def _point(layout: Layout, world: int) -> Point:
     }
     spans = in_turn(runs, layout.repeats, barrier=lambda: time.sleep(0), warmup=2)
     timings = {name: Timing.of([end - start for start, end in found]) for name, found in spans.items()}
-    return Point(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
+    return LayoutPoint(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
 
 
-def rows_of(points: list[Point]) -> list[dict[str, Any]]:
+def rows_of(points: list[LayoutPoint]) -> list[dict[str, Any]]:
     """Return a line of the table per world and layout."""
     return [
         {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moesaic_lab.pictures import Panel, Series
-from moesaic_lab.train.run import Cell, Results
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.train.run import TrainCell, TrainResults
 
 
-def panels(results: Results) -> list[Panel]:
+def panels(results: TrainResults) -> list[Panel]:
     """Return a panel per case, with the bound of the links at each bar, and one of the layouts."""
     made = [_bars(cell) for cell in results.cells]
     if results.layout:
@@ -24,7 +24,7 @@ def panels(results: Results) -> list[Panel]:
     return made
 
 
-def _bars(cell: Cell) -> Panel:
+def _bars(cell: TrainCell) -> Panel:
     series = []
     for outcome in cell.outcomes:
         timing = outcome.timing
@@ -33,7 +33,7 @@ def _bars(cell: Cell) -> Panel:
         name = "ours, best lossless" if outcome.name == cell.best else outcome.name
         bound = 1e3 * outcome.limit.seconds if outcome.limit.seconds else None
         series.append(
-            Series(
+            PlottedSeries(
                 name=name, x=(0.0,), y=(1e3 * timing.median,), low=(1e3 * timing.low,), high=(1e3 * timing.high,),
                 bounds=(bound,),
             )
@@ -41,10 +41,10 @@ def _bars(cell: Cell) -> Panel:
     return Panel(title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",))
 
 
-def _line(results: Results, name: str) -> Series:
+def _line(results: TrainResults, name: str) -> PlottedSeries:
     timings = [point.timings[name] for point in results.layout]
     scale = [point.flops / 1e9 for point in results.layout]
-    return Series(
+    return PlottedSeries(
         name=name,
         x=tuple(float(point.world) for point in results.layout),
         y=tuple(flops / timing.median for flops, timing in zip(scale, timings)),

@@ -17,13 +17,13 @@ from moesaic.profiling.together import latest, start_together
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import MANY, Span, in_turn, paired
-from moesaic_lab.train.config import Case, Config
-from moesaic_lab.train.step import Batch
+from moesaic_lab.train.config import TrainBenchConfig, TrainCase
+from moesaic_lab.train.step import GivenBatch
 from moesaic_lab.train.systems import System, make_batch, make_model, make_systems
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredSystem:
     """What one rank found about one system."""
 
     name: str
@@ -46,10 +46,10 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class TrainFound:
     """What one rank found in one case."""
 
-    systems: list[Measured]
+    systems: list[MeasuredSystem]
     best: str
     """Name of our lossless plan that the trial chose."""
     most_over_mean_load: float
@@ -58,7 +58,7 @@ class Found:
     """Tokens or images per step over all ranks."""
 
 
-def measure(config: Config, case: Case) -> Found:
+def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     """Check, try and time the systems of a case on this rank; all ranks call it together.
 
     Raises:
@@ -93,7 +93,7 @@ def measure(config: Config, case: Case) -> Found:
         spans[name] += further
     gc.enable()
     measured = [
-        Measured(
+        MeasuredSystem(
             name=system.name, kind=system.kind, exchange=system.exchange, is_lossless=system.is_lossless,
             errors=errors[system.name], sent=sent[system.name], spans=spans.get(system.name, []),
             trial_seconds=trial.get(system.name), phases=system.step.seconds, exchanging=system.step.exchanging,
@@ -102,7 +102,7 @@ def measure(config: Config, case: Case) -> Found:
     ]  # fmt: skip
     shape = systems[0].step.batch.inputs.shape
     items = case.batch_size * (1 if case.model == "swin" else shape[1])
-    return Found(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
+    return TrainFound(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
 
 
 def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
@@ -117,7 +117,7 @@ def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[floa
     return [best, *near] if near else []
 
 
-def _agreement(config: Config, case: Case, systems: Sequence[System]) -> dict[str, dict[str, float]]:
+def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]) -> dict[str, dict[str, float]]:
     """Compare every system's first loss and gradients with those of the whole model; returns relative errors."""
     rank, world = dist.get_rank(), config.world
     batch = make_batch(case, config.seed, rank, world)
@@ -138,7 +138,7 @@ def _agreement(config: Config, case: Case, systems: Sequence[System]) -> dict[st
     return errors
 
 
-def _whole(model: nn.Module, batch: Batch, world: int) -> dict[str, Tensor]:
+def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]:
     """Return loss, dense gradient and the norm of the experts' gradient, of the mean over all ranks' batches."""
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
@@ -182,7 +182,7 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def _imbalance(config: Config, case: Case) -> float:
+def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
     """Return the fullest expert's rows over the mean at the start, the worst of the layers, on this rank's tokens."""
     worst = 0.0
     model = make_model(case, config.seed)

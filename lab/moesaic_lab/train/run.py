@@ -14,13 +14,13 @@ from moesaic.testbed.cluster import Launcher
 from moesaic_lab.bounds import Limit, Message, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
-from moesaic_lab.train.config import Case, Config
+from moesaic_lab.train.config import TrainBenchConfig, TrainCase
 
 if TYPE_CHECKING:
-    from moesaic_lab.train.layout import Point
-    from moesaic_lab.train.ranks import Found, Measured
+    from moesaic_lab.train.layout import LayoutPoint
+    from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], object]
 """Told what is measured now, and which one it is of how many."""
 
 
@@ -51,10 +51,10 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class TrainCell:
     """What was measured in one case."""
 
-    case: Case
+    case: TrainCase
     outcomes: Sequence[Outcome]
     best: str
     """Name of our lossless plan that the trial chose."""
@@ -78,15 +78,15 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
+class TrainResults:
     """Of the whole benchmark."""
 
-    cells: list[Cell]
-    layout: list[Point]
+    cells: list[TrainCell]
+    layout: list[LayoutPoint]
     """By world; empty where it was left out."""
 
 
-def run(config: Config, progress: Progress = lambda label, number, total: None) -> Results:
+def run(config: TrainBenchConfig, progress: Progress = lambda label, number, total: None) -> TrainResults:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
@@ -97,7 +97,7 @@ def run(config: Config, progress: Progress = lambda label, number, total: None) 
     from moesaic_lab.train import ranks as train_ranks
 
     total = len(config.cases) + (config.layout is not None)
-    cells: list[Cell] = []
+    cells: list[TrainCell] = []
     if config.cases:
         with Launcher() as launcher:
             for case in config.cases:
@@ -105,14 +105,14 @@ def run(config: Config, progress: Progress = lambda label, number, total: None) 
                 bed = config.bed(case)
                 with launcher.open(bed) as ranks:
                     cells.append(cell_of(case, bed, ranks.run(train_ranks.measure, config, case)))
-    layout: list[Point] = []
+    layout: list[LayoutPoint] = []
     if config.layout is not None:
         progress("layouts", len(cells), total)
         layout = train_layout.measure(config.layout)
-    return Results(cells=cells, layout=layout)
+    return TrainResults(cells=cells, layout=layout)
 
 
-def cell_of(case: Case, bed: Bed, found: Sequence[Found]) -> Cell:
+def cell_of(case: TrainCase, bed: Bed, found: Sequence[TrainFound]) -> TrainCell:
     """Join what the ranks found."""
     seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in found])
     outcomes = []
@@ -129,13 +129,13 @@ def cell_of(case: Case, bed: Bed, found: Sequence[Found]) -> Cell:
                 limit=link_limit(messages, bed), worst_error=max(e for m in of_ranks for e in m.errors.values()),
             )
         )  # fmt: skip
-    return Cell(
+    return TrainCell(
         case=case, outcomes=outcomes, best=found[0].best, most_over_mean_load=found[0].most_over_mean_load,
         items=found[0].items,
     )  # fmt: skip
 
 
-def _messages(found: Sequence[Found], number: int) -> list[Message]:
+def _messages(found: Sequence[TrainFound], number: int) -> list[Message]:
     """Return what all ranks sent for a system; DeepSpeed's own exchange counts nothing, and sends what its twin does."""
     systems = found[0].systems
     if _hides_messages(systems[number]):
@@ -143,11 +143,11 @@ def _messages(found: Sequence[Found], number: int) -> list[Message]:
     return [message for of_rank in found for message in of_rank.systems[number].sent]
 
 
-def _hides_messages(system: Measured) -> bool:
+def _hides_messages(system: MeasuredSystem) -> bool:
     return system.kind == "deepspeed" and system.exchange != "receive-first"
 
 
-def _phases(of_ranks: Sequence[Measured]) -> dict[str, float]:
+def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
     return {
         phase: statistics.mean(statistics.median(measured.phases[phase]) for measured in of_ranks)
         for phase, values in of_ranks[0].phases.items()
@@ -155,7 +155,7 @@ def _phases(of_ranks: Sequence[Measured]) -> dict[str, float]:
     }
 
 
-def _share(of_ranks: Sequence[Measured], times: Sequence[float] | None) -> float | None:
+def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) -> float | None:
     """Return which part of a step layers of others communicate; DeepSpeed's own exchange is not seen."""
     first = of_ranks[0]
     if not times or not first.exchanging or _hides_messages(first):
@@ -164,7 +164,7 @@ def _share(of_ranks: Sequence[Measured], times: Sequence[float] | None) -> float
     return statistics.median(spent / step for spent, step in zip(per_step, times))
 
 
-def ratio(cell: Cell, numerator: Outcome, denominator: Outcome) -> Ratio:
+def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
     """Return how long one system's step takes over another's, repeat by repeat: over all rounds in which both were run."""
     assert numerator.timing is not None, f"{numerator.name} was not timed in {cell.label}"
     assert denominator.timing is not None, f"{denominator.name} was not timed in {cell.label}"
@@ -172,7 +172,7 @@ def ratio(cell: Cell, numerator: Outcome, denominator: Outcome) -> Ratio:
     return paired(numerator.timing.seconds[:rounds], denominator.timing.seconds[:rounds])
 
 
-def rows_of(cell: Cell) -> list[dict[str, Any]]:
+def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
     """Return a line of the table per system, timed ones first."""
     plain = cell.find("plain")
     made = []
@@ -247,7 +247,7 @@ LAYOUT_COLUMNS = (
 """Of the table of layouts."""
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: TrainResults) -> list[Table]:
     """Return a table for people per case, and one of the layouts."""
     made = []
     for cell in results.cells:
@@ -260,7 +260,7 @@ def tables(results: Results) -> list[Table]:
     return made
 
 
-def measurement_rows(results: Results) -> list[dict[str, Any]]:
+def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
     """Return all rows, of cases and layouts."""
     from moesaic_lab.train.layout import rows_of as layout_rows
 

@@ -25,7 +25,7 @@ PHASES = ("forward", "backward", "reduce", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class GivenBatch:
     """What one rank is given in every step."""
 
     inputs: Tensor
@@ -34,7 +34,7 @@ class Batch:
     """Tokens or classes."""
 
 
-class Step:
+class TimedStep:
     """A model with its optimizer on one rank, ready to be timed.
 
     Args:
@@ -50,7 +50,7 @@ class Step:
         self,
         model: nn.Module,
         experts: Sequence[nn.Parameter],
-        batch: Batch,
+        batch: GivenBatch,
         transport: Recorder,
         grid: Grid,
         exchange: AbstractExchange | None = None,

@@ -31,8 +31,8 @@ from moesaic_lab.peers.absence import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel
-from moesaic_lab.train.config import Candidate, Case, Config
-from moesaic_lab.train.step import Batch, Step
+from moesaic_lab.train.config import Candidate, TrainBenchConfig, TrainCase
+from moesaic_lab.train.step import GivenBatch, TimedStep
 
 VOCAB_SIZE = 256
 """Bytes, as in the demo."""
@@ -53,7 +53,7 @@ class System:
     """ours, plain or deepspeed."""
     exchange: str
     """receive-first or torch's."""
-    step: Step
+    step: TimedStep
     """Built on this rank."""
     candidate: Candidate | None = None
     """Of ours."""
@@ -87,7 +87,7 @@ class Loss:
     """(): mean cross-entropy."""
 
 
-def make_model(case: Case, seed: int) -> nn.Module:
+def make_model(case: TrainCase, seed: int) -> nn.Module:
     """Return a case's model, whole, its weights a function of the seed."""
     torch.manual_seed(seed)
     if case.model == "swin":
@@ -98,18 +98,18 @@ def make_model(case: Case, seed: int) -> nn.Module:
     return GPT(replace(config, moe=moe), VOCAB_SIZE)
 
 
-def make_batch(case: Case, seed: int, rank: int, world: int) -> Batch:
+def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
     """Return a rank's part of the batch: bytes drawn evenly, each the target of the one before; or noise for images."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     count = case.batch_size // world
     if case.model == "swin":
         images = torch.randn(count, SWIN.channels, SWIN.image_size, SWIN.image_size, generator=generator)
-        return Batch(inputs=images, targets=torch.randint(SWIN.num_classes, (count,), generator=generator))
+        return GivenBatch(inputs=images, targets=torch.randint(SWIN.num_classes, (count,), generator=generator))
     tokens = torch.randint(VOCAB_SIZE, (count, demo().model.seq_len + 1), generator=generator)
-    return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+    return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
 
-def make_systems(config: Config, case: Case, transport: AbstractTransport) -> Iterator[System]:
+def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
     """Yield the systems of a case on this rank; all ranks build them together.
 
     Args:
@@ -125,7 +125,7 @@ def make_systems(config: Config, case: Case, transport: AbstractTransport) -> It
             continue
         model = copy.deepcopy(whole)
         _parallelize(model, candidate, config, recorder)
-        step = Step(model, list(expert_parameters(model)), batch, recorder, nodes)
+        step = TimedStep(model, list(expert_parameters(model)), batch, recorder, nodes)
         label = f"ours: {candidate.label(config.world)}"
         yield System(name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate)
     makers: dict[str, Callable[[MoE, AbstractExchange], nn.Module]] = {
@@ -144,7 +144,7 @@ def make_systems(config: Config, case: Case, transport: AbstractTransport) -> It
         for how, exchange in exchanges.items():
             model = copy.deepcopy(whole)
             replace_layers(model, lambda layer: makers[peer](layer, exchange))  # noqa: B023
-            step = Step(model, peer_experts(model), batch, recorder, nodes, exchange)
+            step = TimedStep(model, peer_experts(model), batch, recorder, nodes, exchange)
             yield System(name=f"{NAMES[peer]}, {how}", kind=peer, exchange=how, step=step)
 
 
@@ -166,7 +166,9 @@ def peer_experts(model: nn.Module) -> list[nn.Parameter]:
     return marked or list(expert_parameters(model))
 
 
-def _parallelize(model: nn.Module, candidate: Candidate, config: Config, transport: AbstractTransport) -> None:
+def _parallelize(
+    model: nn.Module, candidate: Candidate, config: TrainBenchConfig, transport: AbstractTransport
+) -> None:
     """Spread the MoE layers of a model; experts stay plain tensors, so that all systems have the same optimizer."""
     world, etp = config.world, candidate.etp
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)

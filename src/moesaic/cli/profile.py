@@ -26,7 +26,7 @@ DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ProfileOptions:
     """What to measure."""
 
     out: str = "profile.json"
@@ -50,7 +50,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Measure; returns the exit code."""
-    options = parse(Options, arguments, prog="moesaic profile", description=DESCRIPTION)
+    options = parse(ProfileOptions, arguments, prog="moesaic profile", description=DESCRIPTION)
     import torch
     import torch.distributed as dist
 

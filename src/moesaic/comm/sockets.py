@@ -1,6 +1,6 @@
 """Ranks on CPUs talk over sockets: eager tagged messages, a connection per pair of ranks, no thread.
 
-Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/wires.py`
+Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/transports.py`
 compares the two). Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries
 it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages
 may arrive before their receive is posted: they are kept until then.

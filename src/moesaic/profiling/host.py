@@ -23,7 +23,7 @@ SPIN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Step:
+class CalibrationStep:
     """What one calibration took, per repeat, over all ranks."""
 
     processor: tuple[float, ...]
@@ -38,7 +38,7 @@ def host_steps(
     repeats: int,
     barrier: Callable[[], object],
     progress: Callable[[float], object],
-) -> list[tuple[Calibration, Step]]:
+) -> list[tuple[Calibration, CalibrationStep]]:
     """Time layers whose experts compute nothing, all in turn; all ranks call it together and get the same.
 
     Args:
@@ -67,9 +67,9 @@ def host_steps(
     return [(each, _over_ranks([of_rank[number] for of_rank in everyone])) for number, each in enumerate(found)]
 
 
-def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> Step:
+def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationStep:
     """Return what a step took, from each rank's (start, end, processor seconds) per repeat."""
-    return Step(
+    return CalibrationStep(
         processor=tuple(statistics.fmean(span[2] for span in each) for each in zip(*spans)),
         wall=tuple(max(span[1] for span in each) - min(span[0] for span in each) for each in zip(*spans)),
     )

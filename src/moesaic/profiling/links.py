@@ -17,7 +17,7 @@ SIZES = (2048, 8192, 32768, 131072, 524288)
 
 
 @dataclass(frozen=True)
-class Moved:
+class TimedMovements:
     """Movements of one kind over sizes."""
 
     num_bytes: tuple[float, ...]
@@ -30,7 +30,7 @@ class Moved:
 
 def movements(
     transport: AbstractTransport, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
-) -> Moved:
+) -> TimedMovements:
     """Time movements; all ranks call it together and get the same.
 
     Args:
@@ -56,7 +56,7 @@ def movements(
                 mine.append((start, time.monotonic()))
         spans = zip(*gathered(mine))
         taken.append(tuple(max(end for _, end in each) - min(start for start, _ in each) for each in spans))
-    return Moved(tuple(float(size * most) for size in SIZES), tuple(taken), most)
+    return TimedMovements(tuple(float(size * most) for size in SIZES), tuple(taken), most)
 
 
 def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
 from moesaic.cost.profile_host import FEATURES, layer_features
 from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
-from moesaic.profiling.host import Step, host_steps, sharing
-from moesaic.profiling.links import Moved, movements, partners
+from moesaic.profiling.host import CalibrationStep, host_steps, sharing
+from moesaic.profiling.links import TimedMovements, movements, partners
 from moesaic.profiling.shapes import Calibration, calibrations
 from moesaic.profiling.together import latest, start_together
 from moesaic.testbed.steady import hold_still
@@ -27,20 +27,20 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredMachine:
     """Everything that was timed, the same on all ranks; the profile is fitted to it."""
 
     ranks_per_node: int
     world: int
-    steps: list[tuple[Calibration, Step]]
+    steps: list[tuple[Calibration, CalibrationStep]]
     sharing: tuple[float, ...]
-    links: dict[str, Moved]
+    links: dict[str, TimedMovements]
     """inside and outside with all senders, "inside, one" and "outside, one" with one pair."""
     rest: ClusterProfile
     """Products, codecs, copies and memory; no links yet."""
 
 
-def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress: Progress) -> Measured:
+def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress: Progress) -> MeasuredMachine:
     """Measure; all ranks call it together.
 
     Args:
@@ -60,7 +60,7 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
     )
     progress("sharing of cores", 0.1)
     shared = sharing(repeats, barrier)
-    links: dict[str, Moved] = {}
+    links: dict[str, TimedMovements] = {}
     for inside in (True, False):
         name, peers = (
             "inside" if inside else "outside",
@@ -77,18 +77,18 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
     steps = host_steps(
         found, transport, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.4 + 0.6 * share)
     )
-    return Measured(
+    return MeasuredMachine(
         ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links, rest=rest
     )
 
 
-def measure_still(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...]) -> Measured:
+def measure_still(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...]) -> MeasuredMachine:
     """Measure on ranks that are each held on one core, as the benchmarks of the model are; see `hold_still`."""
     hold_still(dist.get_rank())
     return measure(ranks_per_node, repeats, dtypes, lambda what, share: None)
 
 
-def profile_of(measured: Measured) -> ClusterProfile:
+def profile_of(measured: MeasuredMachine) -> ClusterProfile:
     """Fit a profile to what was measured, and check it on what was held out.
 
     Raises:
@@ -105,7 +105,7 @@ def profile_of(measured: Measured) -> ClusterProfile:
 
 
 def _finished(
-    profile: ClusterProfile, measured: Measured, host: HostFit, link_error: float, nodes: int
+    profile: ClusterProfile, measured: MeasuredMachine, host: HostFit, link_error: float, nodes: int
 ) -> ClusterProfile:
     return replace(
         profile,
@@ -118,7 +118,7 @@ def _finished(
     )
 
 
-def layer_errors(profile: ClusterProfile, measured: Measured) -> tuple[float, ...]:
+def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[float, ...]:
     """Return how far predicted times of the calibration layers are off, as shares; wall times took no part in any fit."""
     simulator = ProfiledSimulator(profile, virtual_flops=1e30)
     found = []
@@ -137,7 +137,7 @@ def _features(simulator: ProfiledSimulator, each: Calibration) -> np.ndarray:
     return total
 
 
-def _with_links(measured: Measured, host: HostCosts) -> tuple[ClusterProfile, float]:
+def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProfile, float]:
     """Return a profile with these host costs and the links' fits, and the worst error on held-out sizes."""
     found: dict[str, LinkCosts] = {}
     worst = 0.0
@@ -166,5 +166,5 @@ def _with_links(measured: Measured, host: HostCosts) -> tuple[ClusterProfile, fl
     return profile, worst
 
 
-def _timed(moved: Moved) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
+def _timed(moved: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
     return moved.num_bytes, moved.seconds

@@ -17,10 +17,10 @@ from moesaic_lab.gpu import timing as gpu_timing
 from moesaic_lab.gpu import tune as gpu_tune
 from moesaic_lab.gpu.claims import claims
 from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours
-from moesaic_lab.gpu.run import Options, measure
-from moesaic_lab.gpu.shapes import LARGEST, LAYERS, Layer
+from moesaic_lab.gpu.run import GpuOptions, measure
+from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer
 
-TINY = Layer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
+TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def no_gpu(monkeypatch, device):
     monkeypatch.setattr(gpu_device, "in_turn", in_turn)
     monkeypatch.setattr(gpu_device, "dense_tflops", lambda size, dtype: 100.0)
     monkeypatch.setattr(gpu_tune, "seconds_of", lambda run: in_turn({"it": run}, 1)["it"][0])
-    memory = gpu_timing.Memory(kept=1.0, forward_peak=2.0, backward_peak=3.0)
+    memory = gpu_timing.GpuMemory(kept=1.0, forward_peak=2.0, backward_peak=3.0)
     monkeypatch.setattr(gpu_device, "memory_of", lambda *_: memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_path):
-    options = Options(folder=tmp_path, stages=("check", "measure"), repeats=2)
+    options = GpuOptions(folder=tmp_path, stages=("check", "measure"), repeats=2)
     found = measure(options)
     row = next(row for row in found.rows if row["name"] == TINY.name)
     assert "error" not in row
@@ -82,16 +82,16 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
 
 def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr("moesaic.kernels.triton.search.candidates", lambda shape, device: iter([]))
-    measure(Options(folder=tmp_path, stages=("tune",)))
+    measure(GpuOptions(folder=tmp_path, stages=("tune",)))
     (tiles,) = json.loads((tmp_path / "tiles.json").read_text()).values()
     assert len(tiles) == 6
-    measure(Options(folder=tmp_path / "late", stages=("tune", "measure"), seconds=-1.0))
+    measure(GpuOptions(folder=tmp_path / "late", stages=("tune", "measure"), seconds=-1.0))
     assert not (tmp_path / "late" / "tiles.json").exists()
 
 
 def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tune, "breakdown", lambda *_: 1 / 0)
-    found = measure(Options(folder=tmp_path, stages=("measure",), repeats=2))
+    found = measure(GpuOptions(folder=tmp_path, stages=("measure",), repeats=2))
     assert {row["name"]: row.get("error") for row in found.rows}[TINY.name] == "ZeroDivisionError: division by zero"
     assert {claim.value for claim in found.claims} == {None}
     assert all("ZeroDivisionError" in claim.reason for claim in found.claims)
@@ -130,4 +130,4 @@ def test_claims_of_layers_that_were_not_measured_say_so():
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, interpreted):
     if interpreted:
         with pytest.raises(InputError, match="needs a CUDA device"):
-            measure(Options(folder=tmp_path))
+            measure(GpuOptions(folder=tmp_path))

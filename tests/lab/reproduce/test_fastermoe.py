@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic_lab.reproduce.fastermoe import GPT_S, PLAIN, Bed
+from moesaic_lab.reproduce.fastermoe import GPT_S, PLAIN, FasterMoEBed
 from moesaic_lab.reproduce.fastermoe_model import (
-    Machine,
+    FasterMoEMachine,
     ideal,
     ratio,
     semi_ideal,
@@ -20,7 +20,7 @@ from moesaic_lab.reproduce.fastermoe_model import (
     worth_by_time,
 )
 
-MACHINE = Machine(flops=1e12, bandwidth=1e9, dim=64)
+MACHINE = FasterMoEMachine(flops=1e12, bandwidth=1e9, dim=64)
 
 
 def skewed(workers: int, hot: tuple[int, ...], each: int, cold: int = 10) -> np.ndarray:
@@ -55,7 +55,7 @@ def test_the_corrected_cost_counts_remote_copies_in_bytes() -> None:
 def test_equation_10_says_when_8_is_below_7_in_printed_units(most: int, after: int) -> None:
     """Of equations 7 and 8 as printed: all copies of the busiest worker travel, then none."""
     for flops in (1e10, 1e12, 1e14):
-        machine = Machine(flops=flops, bandwidth=1e9, dim=64)
+        machine = FasterMoEMachine(flops=flops, bandwidth=1e9, dim=64)
         seven = 3 * machine.compute_seconds(most) + 4 * machine.move_seconds(most)
         eight = 3 * machine.compute_seconds(after) + 2 * machine.weight_seconds()
         assert worth_by_time(machine, most, after, 1) == (eight < seven)
@@ -64,7 +64,7 @@ def test_equation_10_says_when_8_is_below_7_in_printed_units(most: int, after: i
 
 def test_two_equally_hot_experts_block_the_printed_algorithm() -> None:
     counts = skewed(8, (1, 5), 4000)
-    machine = Machine(flops=1e12, bandwidth=1e12, dim=256)
+    machine = FasterMoEMachine(flops=1e12, bandwidth=1e12, dim=256)
     assert shadows(machine, counts, "printed") == []
     assert sorted(shadows(machine, counts, "corrected")[:2]) == [1, 5]
 
@@ -85,7 +85,7 @@ def test_the_corrected_choice_is_never_worse_than_none_by_its_own_cost() -> None
 
 def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
     compute, move, workers, rows = 0.03, 0.02, 4, 1000.0
-    machine = Machine(flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64)
+    machine = FasterMoEMachine(flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64)
     reached = throughput(machine, rows, workers, compute, move)
     assert semi_ideal(machine.flops, ratio(compute, move)) == pytest.approx(reached)
     assert semi_ideal(machine.flops, compute / move, "printed") == pytest.approx(reached)
@@ -95,7 +95,7 @@ def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
 
 
 def test_even_loads_need_no_shadow_and_hot_ones_gain() -> None:
-    bed = Bed(GPT_S)
+    bed = FasterMoEBed(GPT_S)
     even, hot = bed.counts(0.0, 1), bed.counts(1.6, 1)
     assert bed.chosen(even) == []
     slow, fast = bed.run(PLAIN, hot), bed.run(PLAIN, even)
@@ -106,7 +106,7 @@ def test_even_loads_need_no_shadow_and_hot_ones_gain() -> None:
 
 
 def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
-    bed = Bed(GPT_S)
+    bed = FasterMoEBed(GPT_S)
     two, three = bed.zero_seconds(2), bed.zero_seconds(3)
     assert three > two
     nbytes = 16 * 2 * 1024 * 2048 * 4

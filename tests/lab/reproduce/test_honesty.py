@@ -10,7 +10,7 @@ from moesaic.errors import InputError
 from moesaic_lab.reproduce import fitting
 from moesaic_lab.reproduce.fitting import FITS, Named, refit
 from moesaic_lab.reproduce.papers import REPRODUCTIONS, TARGETS
-from moesaic_lab.reproduce.records import PAPERS, Book, Cell, Constant, Reproduction, read_book
+from moesaic_lab.reproduce.records import PAPERS, Book, Constant, PublishedCell, Reproduction, read_book
 
 BOOK = read_book()
 QUICK = (
@@ -36,7 +36,7 @@ def test_every_constant_is_found_by_a_function_and_every_function_finds_one() ->
 
 
 @pytest.mark.parametrize("cell", BOOK.cells.values(), ids=lambda cell: cell.name)
-def test_no_cell_that_a_constant_rests_on_is_validation(cell: Cell) -> None:
+def test_no_cell_that_a_constant_rests_on_is_validation(cell: PublishedCell) -> None:
     follows = {cell.name, *cell.derived}
     rests = any(follows & set(constant.cells) for constant in BOOK.constants.values())
     role = BOOK.role(cell.name)
@@ -78,7 +78,7 @@ def test_a_slow_refit_finds_the_committed_values(names: tuple[str, ...]) -> None
 
 def test_a_fit_notices_another_figure() -> None:
     old = BOOK.cells["schemoe.a2a.12"]
-    other = Cell(name=old.name, value=2 * 252.6, unit=old.unit, source=old.source)
+    other = PublishedCell(name=old.name, value=2 * 252.6, unit=old.unit, source=old.source)
     book = Book({**BOOK.cells, old.name: other}, BOOK.constants)
     assert refit(book, ("schemoe.nic",)).constant("schemoe.nic") == pytest.approx(
         BOOK.constant("schemoe.nic") / 2, rel=1e-3
@@ -86,12 +86,12 @@ def test_a_fit_notices_another_figure() -> None:
 
 
 def test_errors_are_of_speeds_for_gains_and_in_points_for_points() -> None:
-    gain = Cell(name="a.b.c", value=20.0, unit="gain %", source="x")
+    gain = PublishedCell(name="a.b.c", value=20.0, unit="gain %", source="x")
     assert gain.error(32.0) == pytest.approx(0.1)
-    assert Cell(name="a.b.c", value=-39.0, unit="points", source="x").error(-36.5) == pytest.approx(2.5)
-    assert Cell(name="a.b.c", value=2.0, unit="x", source="x").error(1.5) == pytest.approx(0.25)
+    assert PublishedCell(name="a.b.c", value=-39.0, unit="points", source="x").error(-36.5) == pytest.approx(2.5)
+    assert PublishedCell(name="a.b.c", value=2.0, unit="x", source="x").error(1.5) == pytest.approx(0.25)
     with pytest.raises(InputError, match="kept back"):
-        Cell(name="a.b.c", value=None, unit="x", source="x").error(1.0)
+        PublishedCell(name="a.b.c", value=None, unit="x", source="x").error(1.0)
 
 
 def test_a_figure_that_is_printed_twice_counts_once() -> None:

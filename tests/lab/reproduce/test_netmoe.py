@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic_lab.reproduce.netmoe import MODELS, Cluster, before_mib, placed
+from moesaic_lab.reproduce.netmoe import MODELS, NetMoECluster, before_mib, placed
 from moesaic_lab.reproduce.records import read_book
 
 
@@ -29,7 +29,7 @@ def test_draws_are_repeatable() -> None:
 
 
 def test_scatter_grows_with_the_samples_and_computing_has_a_fixed_part() -> None:
-    bed = Cluster(read_book())
+    bed = NetMoECluster(read_book())
     (scatter2, compute2), (scatter4, compute4) = bed.table4_ms(2), bed.table4_ms(4)
     assert scatter4 / scatter2 == pytest.approx(2.0, rel=0.02)
     assert 1.2 < compute4 / compute2 < 2.0

@@ -6,9 +6,9 @@ import pytest
 
 from moesaic.cost.workload import Workload
 from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.parm import ParmTimes, layers, mean_speedup, shares
 from moesaic_lab.reproduce.parm import Testbed as Bed
-from moesaic_lab.reproduce.parm import Times, layers, mean_speedup, shares
-from moesaic_lab.reproduce.parm_choice import Line, Operations, corrected, operations, published
+from moesaic_lab.reproduce.parm_choice import CostLine, Operations, corrected, operations, published
 from moesaic_lab.reproduce.records import read_book
 
 BOOK = read_book()
@@ -17,7 +17,7 @@ LAYER = Workload(tokens=1000, num_experts=4, top_k=2, dim=10, hidden=8, matrices
 
 def rates(all_to_all: float, gather: float, overlapped: float) -> Operations:
     """Return operations without start-up."""
-    lines = (Line(startup=0.0, per_element=rate) for rate in (all_to_all, gather, overlapped))
+    lines = (CostLine(startup=0.0, per_element=rate) for rate in (all_to_all, gather, overlapped))
     return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
 
 
@@ -72,8 +72,8 @@ def test_tensor_groups_of_two_make_the_schedules_about_twice_as_fast() -> None:
 
 def test_means_count_equal_layers_as_often_as_the_sweep_does() -> None:
     times = [
-        Times(LAYER, 3, {"baseline": 2.0, "s1": 1.0}, {"baseline": 0.5}),
-        Times(LAYER, 1, {"baseline": 6.0, "s1": 1.0}, {"baseline": 0.6}),
+        ParmTimes(LAYER, 3, {"baseline": 2.0, "s1": 1.0}, {"baseline": 0.5}),
+        ParmTimes(LAYER, 1, {"baseline": 6.0, "s1": 1.0}, {"baseline": 0.6}),
     ]
     assert mean_speedup(times, "s1") == pytest.approx((3 * 2 + 6) / 4)
     assert shares(times) == pytest.approx((75.0, 90.0))

@@ -9,7 +9,7 @@ from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.schemoe import (
     ABLATION,
     CT_MOE,
-    Cluster,
+    ScheMoECluster,
     cluster,
     exchange_gib,
     exchange_seconds,
@@ -48,7 +48,7 @@ def test_the_leader_of_1dh_holds_five_times_as_much() -> None:
 
 
 def test_the_ablation_falls_row_by_row_and_a_step_is_its_layers_and_the_rest() -> None:
-    bed = Cluster(BOOK)
+    bed = ScheMoECluster(BOOK)
     rows = [bed.seconds(name, ABLATION) for name in ("naive", "zfp", "pipe", "schedule")]
     assert rows == sorted(rows, reverse=True)
     each = bed.step_ms("naive", 13) - bed.step_ms("naive", 12)

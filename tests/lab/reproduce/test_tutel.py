@@ -7,7 +7,17 @@ import pytest
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.plan import Plan
 from moesaic_lab.reproduce.records import read_book
-from moesaic_lab.reproduce.tutel import Cluster, Layer, RLayer, big, breakdown, cluster, connections, single, sweep
+from moesaic_lab.reproduce.tutel import (
+    RLayer,
+    TutelCluster,
+    TutelLayer,
+    big,
+    breakdown,
+    cluster,
+    connections,
+    single,
+    sweep,
+)
 
 BOOK = read_book()
 
@@ -21,7 +31,7 @@ def test_the_sweep_has_81_layers_and_cuts_half_experts_in_two() -> None:
 
 
 def test_computing_and_moving_of_the_large_layer_are_those_it_was_fitted_to() -> None:
-    computing, moving = Cluster(BOOK).parts_ms(big(16))
+    computing, moving = TutelCluster(BOOK).parts_ms(big(16))
     assert computing == pytest.approx(BOOK.value("tutel.compute.16"), rel=2e-3)
     assert moving == pytest.approx(BOOK.value("tutel.a2a.16"), rel=5e-3)
 
@@ -51,9 +61,9 @@ def test_a_start_up_grows_with_connections_and_a_single_one_does_not_fill_a_port
 
 
 def test_products_message_by_message_are_slower() -> None:
-    bed, layer = Cluster(BOOK), single(16)
+    bed, layer = TutelCluster(BOOK), single(16)
     assert layer.rows_per_message == 1024
-    small = Layer(gpus=16, tokens=256, dim=2048, hidden=2048)
+    small = TutelLayer(gpus=16, tokens=256, dim=2048, hidden=2048)
     assert bed.seconds(Plan(), layer, flexible=False) > bed.seconds(Plan(), layer)
     assert bed.seconds(Plan(), small, flexible=False) == bed.seconds(Plan(), small), "here the issuing thread decides"
     apart, together = (bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True))
@@ -61,18 +71,18 @@ def test_products_message_by_message_are_slower() -> None:
 
 
 def test_every_part_of_the_breakdown_helps() -> None:
-    parts = breakdown(Cluster(BOOK), 64)
+    parts = breakdown(TutelCluster(BOOK), 64)
     assert parts.fairseq > parts.kernels >= parts.hier2d > parts.flexible
 
 
 def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
-    bed = Cluster(BOOK)
-    one, two = (bed.einsum_seconds(Layer(gpus=16, tokens=tokens, dim=512, hidden=512)) for tokens in (1024, 2048))
+    bed = TutelCluster(BOOK)
+    one, two = (bed.einsum_seconds(TutelLayer(gpus=16, tokens=tokens, dim=512, hidden=512)) for tokens in (1024, 2048))
     assert two == pytest.approx(4 * one)
 
 
 def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large() -> None:
-    bed = Cluster(BOOK)
+    bed = TutelCluster(BOOK)
     many, large = RLayer(tokens=4096, hidden=2048), RLayer(tokens=1024, hidden=32768)
     assert bed.with_r(0, many, 8.0) < bed.with_r(4, many, 8.0)
     assert bed.with_r(4, large, 1.0) < bed.with_r(0, large, 1.0)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
+import torch
 
-from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
+from moesaic.kernels.memory import keep_freed_memory
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, same
+from moesaic_lab.device import run
+from moesaic_lab.device.cases import DeviceCase
+from moesaic_lab.device.cases import cases as all_cases
+from moesaic_lab.device.claims import NOTES, claims, device_table, merged, summary
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DeviceOptions(BenchmarkOptions):
     """What to measure."""
 
     device: Literal["cpu"] = "cpu"
     """Where."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
     add: bool = False
     """Keep the rows of cases in the --json file that this run does not measure, and claim over all: a long run in parts."""
     threads: int = 2
@@ -38,47 +42,35 @@ class Options:
     """Let the allocator keep what is freed, as a training program may, for all methods alike."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Measure; returns the exit code."""
-    description = "Measure one MoE layer against its matrix products alone and against other people's layers."
-    options = parse(Options, arguments, prog="moesaic bench device", description=description)
+def cases(options: DeviceOptions) -> tuple[list[DeviceCase], Rows]:
+    """Return the cases that were asked for, and the rows that `--add` keeps."""
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
-    import torch
-
-    from moesaic.kernels.memory import keep_freed_memory
-    from moesaic_lab.claims import Measurement
-    from moesaic_lab.device.cases import cases
-    from moesaic_lab.device.claims import NOTES, claims, device_table, merged, summary
-    from moesaic_lab.device.run import measure
-    from moesaic_lab.tables import claims_table
-
     wanted = [set(words.split()) for words in (options.only or "").split(",")]
-    chosen = [case for case in cases() if any(words <= _words(case) for words in wanted)]
+    chosen = [case for case in all_cases() if any(words <= _words(case) for words in wanted)]
     if not chosen:
         raise InputError(
             f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
         )
+    return chosen, _old_rows(options)
+
+
+def measure(options: DeviceOptions, cases: tuple[list[DeviceCase], Rows], told: Told) -> Rows:
+    """Measure case after case; a run that is cut off loses one case."""
+    chosen, rows = cases
     kept = options.keep_freed_memory and keep_freed_memory()
     setting = {"threads": options.threads, "kept_memory": kept}
-    rows = _old_rows(options)
     torch.set_num_threads(options.threads)
-    console = Console(stderr=True)
     for number, case in enumerate(chosen, 1):
-        cell = measure(case, options.repeats, options.peers, options.given_routing)
-        console.print(f"{number} of {len(chosen)}  {summary(cell)}", highlight=False)
+        cell = run.measure(case, options.repeats, options.peers, options.given_routing)
+        told(f"{number} of {len(chosen)}  {summary(cell)}")
         rows = merged(rows, [row | setting for row in cell.rows()])
-        if options.json and (options.json != "-" or number == len(chosen)):  # a run that is cut off loses one case
-            packages = ("torch", "numpy", "transformers", "deepspeed")
-            Measurement(rows=rows, claims=claims(rows), notes=NOTES, packages=packages).write(options.json)
-    shown = Console(stderr=options.json == "-")
-    shown.print(device_table(rows))
-    shown.print(claims_table(claims(rows)))
-    return 0
+        if options.json not in (None, "-"):
+            BENCHMARK.measurement(rows).write(str(options.json))
+    return rows
 
 
-def _old_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the rows that `--add` keeps."""
+def _old_rows(options: DeviceOptions) -> Rows:
     if not options.add:
         return []
     if options.json in (None, "-"):
@@ -87,7 +79,7 @@ def _old_rows(options: Options) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows: Rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"--add {path}: this is no result of moesaic bench device: name another --json file"
@@ -99,9 +91,13 @@ def _old_rows(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _words(case: object) -> set[str]:
+def _words(case: DeviceCase) -> set[str]:
     """Return the words that a case is chosen by."""
-    from moesaic_lab.device.cases import Case
-
-    assert isinstance(case, Case)
     return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
+
+
+BENCHMARK: Benchmark[DeviceOptions, tuple[list[DeviceCase], Rows], Rows] = Benchmark(
+    name="device", description="Measure one MoE layer against its matrix products alone and against other people's layers.",
+    options=DeviceOptions, notes=NOTES, cases=cases, measure=measure, rows=same, claims=claims,
+    columns=lambda rows: [device_table(rows)], packages=("torch", "numpy", "transformers", "deepspeed"),
+)  # fmt: skip

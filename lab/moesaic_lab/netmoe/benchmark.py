@@ -7,25 +7,20 @@ cores; the prediction is of the cost model, with assumed host costs. Locality as
 drawn apart; the next layer's routing is predicted rightly; in both, the last layer takes samples home and is not left out.
 Decisions are timed on one core of this machine, what they hide behind is simulated on NetMoE's 2 nodes of 8.
 
-    python -m moesaic_lab.netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
+    moesaic bench netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
-from rich.console import Console
 
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
@@ -35,12 +30,14 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.placement import Homes, SampleLoad, Stay, TwoStage, Weighed
 from moesaic.plan.placement.exact import gap
 from moesaic.testbed import cluster
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
+from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
-from moesaic_lab.netmoe.ranks import Job, Method, measure
+from moesaic_lab.netmoe.ranks import Method, TravelJob
+from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
-from moesaic_lab.pictures import Panel, Series, write_picture
-from moesaic_lab.tables import Column, byte_size, claims_table, milliseconds, share, table
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
@@ -70,7 +67,7 @@ Part = Literal["simulated", "decisions", "gap", "2x2", "4x2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class NetmoeOptions(DrawnOptions):
     """What to run."""
 
     parts: tuple[Part, ...] = ("simulated", "decisions", "gap", "2x2", "4x2")
@@ -81,36 +78,6 @@ class Options:
     """Folder of what was found, a file per part, to go on from."""
     json: str | None = None
     """Write the results there; "-" for standard output."""
-    picture: str | None = None
-    """Draw them there."""
-
-
-def main() -> None:
-    """Run what is missing, show, write."""
-    options = tyro.cli(Options, description=__doc__)
-    torch.set_num_threads(1)
-    console, rows = Console(stderr=True), Rows()
-    runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions, "gap": gaps}
-    runs |= {name: lambda name=name: on_bed(name, options.repeats) for name in BEDS}  # type: ignore[misc]
-    with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as folder:
-        for part in options.parts:
-            path = Path(folder) / f"{part}.json"
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with console.status(part):
-                    path.write_text(json.dumps([{"part": part, **row} for row in runs[part]()]), encoding="utf-8")
-            rows += json.loads(path.read_text(encoding="utf-8"))
-    for title, of_part, columns in TABLES:
-        shown = [row for row in rows if row["part"] in of_part]
-        if shown:
-            console.print(table(title, shown, columns, group_by=("part",)))
-    found = claims(rows)
-    console.print(claims_table(found))
-    notes = " ".join((__doc__ or "").split("\n\n")[1].split())
-    if options.json:
-        Measurement(rows=rows, claims=found, notes=notes).write(options.json)
-    if options.picture:
-        write_picture(Path(options.picture), "Samples that move", panels(rows), notes, columns=2)
 
 
 def simulated() -> Rows:
@@ -154,12 +121,12 @@ def on_bed(name: str, repeats: int) -> Rows:
         for locality in BED_LOCALITIES[name]:
             trace = routing(setting, locality, tokens=True)
             experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)])
-            job = Job(
+            job = TravelJob(
                 grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True), methods=METHODS,
                 experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
                 hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
             )  # fmt: skip
-            found = bed.run(measure, job)[0]
+            found = bed.run(measure_steps, job)[0]
             plain = found["plain"]
             for method, placer in METHODS.items():
                 own, model = found[method], predicted(setting, costs, locality, placer, method)
@@ -239,9 +206,9 @@ def claims(rows: Rows) -> list[Claim]:
 def panels(rows: Rows) -> list[Panel]:
     """Return the picture's charts."""
 
-    def line(name: str, x: str, y: str, **wanted: Any) -> Series:
+    def line(name: str, x: str, y: str, **wanted: Any) -> PlottedSeries:
         found = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in wanted.items())]
-        return Series(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
+        return PlottedSeries(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
 
     placed = {"method": "two_stage"}
     beds = tuple(line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS)
@@ -272,11 +239,6 @@ def panels(rows: Rows) -> list[Panel]:
     return [panel for panel in found if any(series.x for series in panel.series)]
 
 
-def percent(value: float) -> str:
-    """Return a share in hundredths."""
-    return f"{100 * value:.1f} %"
-
-
 LOCAL = (Column(key="locality", title="locality"), Column(key="method", title="method", is_text=True))
 PREDICTED = (
     Column(key="predicted_inter_saved", title="saved, pred.", show=percent),
@@ -284,32 +246,50 @@ PREDICTED = (
     Column(key="moved_nodes", title="change node", show=percent),
     Column(key="moved_devices", title="change rank", show=percent),
 )
-TABLES: tuple[tuple[str, tuple[str, ...], tuple[Column, ...]], ...] = (
-    (
-        "NetMoE's cluster, simulated", ("simulated",),
-        (Column(key="per_node", title="per node"), *LOCAL, Column(key="decided_inter_saved", title="decided", show=percent),
-         *PREDICTED, Column(key="predicted_intra_ratio", title="inside", show=share)),
+TABLES = (
+    Shown(
+        title="NetMoE's cluster, simulated", where={"part": ("simulated",)}, group_by=("part",),
+        columns=(Column(key="per_node", title="per node"), *LOCAL,
+         Column(key="decided_inter_saved", title="decided", show=percent), *PREDICTED,
+         Column(key="predicted_intra_ratio", title="inside", show=share)),
     ),
-    (
-        "emulated clusters, 200 Mbit/s", tuple(BEDS),
-        (Column(key="part", title="bed"), *LOCAL, Column(key="inter_bytes", title="between nodes", show=byte_size),
+    Shown(
+        title="emulated clusters, 200 Mbit/s", where={"part": tuple(BEDS)}, group_by=("part",),
+        columns=(Column(key="part", title="bed"), *LOCAL, Column(key="inter_bytes", title="between nodes", show=byte_size),
          Column(key="inter_saved", title="saved", show=percent), Column(key="seconds", title="ms", show=milliseconds),
          Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
          Column(key="time_ratio_high", title="high", show=share), *PREDICTED),
     ),
-    (
-        "decisions", ("decisions",),
-        (Column(key="samples", title="samples"), LOCAL[1], Column(key="decision_seconds", title="ms", show=milliseconds),
+    Shown(
+        title="decisions", where={"part": ("decisions",)}, group_by=("part",),
+        columns=(Column(key="samples", title="samples"), LOCAL[1],
+         Column(key="decision_seconds", title="ms", show=milliseconds),
          Column(key="hidden_seconds", title="hidden, ms", show=milliseconds),
          Column(key="share_of_hidden", title="of it", show=share)),
     ),
-    (
-        "longer than the best placement", ("gap",),
-        (Column(key="links", title="links", is_text=True), LOCAL[1], Column(key="cases", title="cases"),
+    Shown(
+        title="longer than the best placement", where={"part": ("gap",)}, group_by=("part",),
+        columns=(Column(key="links", title="links", is_text=True), LOCAL[1], Column(key="cases", title="cases"),
          Column(key="gap_median", title="median", show=percent), Column(key="gap_worst", title="worst", show=percent)),
     ),
 )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
+    """Run the parts that the folder does not have."""
+    torch.set_num_threads(1)
+    runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions, "gap": gaps}
+    runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
+    rows = Rows()
+    with keeping(options.keep) as folder:
+        for part in options.parts:
+            told(part)
+            rows += kept(folder / f"{part}.json", lambda part=part: [{"part": part, **row} for row in runs[part]()])  # type: ignore[misc]
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="netmoe", description="Measure what moving samples to their experts saves.", options=NetmoeOptions,
+    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, columns=TABLES, panels=panels,
+    title="Samples that move",
+)  # fmt: skip

@@ -4,19 +4,16 @@ For each cluster and load, `Shadow` decides with weights that go straight to eve
 once; both programs, forward and backward, are then simulated with the same counts, and so is the plan without
 replication. Ratios are plain over replication: above 1, replication gains.
 
-    python -m moesaic_lab.replicated_weights --json benchmarks/results/replicated_weights.json
+    moesaic bench replicated_weights --json benchmarks/results/replicated_weights.json
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
@@ -33,7 +30,7 @@ from moesaic.program.shapes import LayoutIndex
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.program.transpose import transpose
-from moesaic_lab.claims import Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, no_claims, once, same
 
 NOTES = (
     "Time without replication over time with it, forward and backward of one layer: by the policies' closed form, and by "
@@ -42,7 +39,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReplicatedWeightsOptions(BenchmarkOptions):
     """What to compare."""
 
     clusters: tuple[str, ...] = ("100gbe", "25gbe", "dgx-h100", "fastermoe-trevor")
@@ -52,12 +49,10 @@ class Options:
     """Per rank, two experts each."""
     dim: int = 1024
     hidden: int = 2816
-    json: Path | None = None
-    """Write the table here."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ReplicationRow:
     """One load on one cluster; speeds are over the plan without replication."""
 
     cluster: str
@@ -71,7 +66,7 @@ class Row:
     by_node_sends: int
 
 
-def loads(grid: Grid, options: Options) -> dict[str, np.ndarray]:
+def loads(grid: Grid, options: ReplicatedWeightsOptions) -> dict[str, np.ndarray]:
     """Return (world, num_experts) copies: one hot expert, by MaxVio per rank, and Zipf's law."""
     rng, num_experts = np.random.default_rng(0), 2 * grid.ep
     found = {}
@@ -96,7 +91,7 @@ def seconds(
     return sum(simulator.run(each, workload, grid, sizes=sizes).seconds for each in ordered)
 
 
-def compare(name: str, nodes: int, options: Options) -> list[Row]:
+def compare(name: str, nodes: int, options: ReplicatedWeightsOptions) -> list[ReplicationRow]:
     """Return the rows of one cluster."""
     cluster = read_cluster(name, nodes=nodes)
     grid = Grid(world=cluster.world, ep=cluster.world, ranks_per_node=cluster.devices_per_node)
@@ -116,28 +111,22 @@ def compare(name: str, nodes: int, options: Options) -> list[Row]:
             program = replicate(plain, 1, grid if relays else None) if replicated.any() else plain
             simulated = seconds(program, cluster, workload, grid, load, replicated if replicated.any() else None)
             found += [model, without / simulated, int((replicated.sum(0) > 0).sum())]
-        names = list(Row.__dataclass_fields__)
-        rows.append(Row(**dict(zip(names, (name, grid.world, label, *found)))))  # type: ignore[arg-type]
+        names = list(ReplicationRow.__dataclass_fields__)
+        rows.append(ReplicationRow(**dict(zip(names, (name, grid.world, label, *found)))))  # type: ignore[arg-type]
     return rows
 
 
-def main(options: Options) -> None:
-    """Compare, and print the table."""
-    jobs = [(name, nodes) for name in options.clusters for nodes in options.nodes]
-    console = Console(stderr=True)
-    rows = [row for job in track(jobs, console=console) for row in compare(*job, options)]
-    table = Table(
-        "cluster", "ranks", "load", "straight: model", "simulated", "sends", "by node: model", "simulated", "sends"
-    )
-    for row in rows:
-        values = (f"{value:.2f}x" if isinstance(value, float) else str(value) for value in asdict(row).values())
-        table.add_row(*values)
-    console.print(table)
-    if options.json is not None:
-        Measurement(rows=[asdict(row) for row in rows], claims=[], notes=NOTES, packages=("numpy",)).write(
-            str(options.json)
-        )
+def measure(options: ReplicatedWeightsOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Compare on every cluster."""
+    found: list[dict[str, Any]] = []
+    for name, nodes in itertools.product(options.clusters, options.nodes):
+        told(f"{nodes} nodes of {name}")
+        found += map(asdict, compare(name, nodes, options))
+    return found
 
 
-if __name__ == "__main__":
-    main(tyro.cli(Options))
+BENCHMARK = Benchmark(
+    name="replicated_weights", description="Compare replicating weights straight and once per node, simulated.",
+    options=ReplicatedWeightsOptions, notes=NOTES, cases=once, measure=measure, rows=same, claims=no_claims,
+    columns=(Shown(title="Replicated weights"),), packages=("numpy",),
+)  # fmt: skip

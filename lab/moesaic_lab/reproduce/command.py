@@ -33,7 +33,7 @@ class ReproduceOptions:
     json: str | None = None
     """Write everything to this file; "-" prints it instead of the tables."""
     picture: str | None = None
-    """Draw the charts into this file, .html or .svg."""
+    """Draw the charts into this file, .svg, .png or .pdf."""
     refit: bool = False
     """Find the papers' constants again from their cells first, and say which differ from those that come with Moesaic."""
 
@@ -170,10 +170,10 @@ def _ratios(made: Reproduction) -> list[Chart]:
 
 
 def _panel(chart: Chart) -> Panel:
-    from moesaic_lab.pictures import Panel, Series
+    from moesaic_lab.pictures import Panel, PlottedSeries
 
     return Panel(
         title=chart.title, x_title=chart.x_title, y_title=chart.y_title,
-        series=tuple(Series(name=name, x=x, y=y) for name, x, y in chart.series),
+        series=tuple(PlottedSeries(name=name, x=x, y=y) for name, x, y in chart.series),
         categories=chart.categories, log_x=chart.log_x, log_y=chart.log_y,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Every rank sends every other rank messages of one size, several exchanges one after the other. Time is from the first rank's
 start to the last rank's end, processor time is of all threads of a rank, the mean over ranks.
 
-    python -m moesaic_lab.transports --json benchmarks/results/transports.json
+    moesaic bench transports --json benchmarks/results/transports.json
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
-from rich.console import Console
 
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.sockets import Sockets
@@ -26,9 +24,9 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.profiling.together import latest, start_together
 from moesaic.testbed.cluster import cluster
 from moesaic_lab.across_ranks import gathered
-from moesaic_lab.claims import Measurement
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, no_claims, once, same
 from moesaic_lab.measure import in_turn, paired
-from moesaic_lab.tables import Column, byte_size, milliseconds, table
+from moesaic_lab.tables import Column, byte_size, milliseconds
 
 SIZES = (512, 1 << 14, 1 << 17, 1 << 20)
 """Bytes of a message."""
@@ -42,7 +40,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TransportsOptions(BenchmarkOptions):
     """What to measure."""
 
     nodes: int = 2
@@ -50,12 +48,10 @@ class Options:
     inter: str = "1gbit"
     """Rate between nodes."""
     repeats: int = 30
-    json: Path | None = None
-    """Write the table here."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TransportRow:
     """Messages of one size."""
 
     message_bytes: int
@@ -88,7 +84,7 @@ def counted(found: list[float]) -> Iterator[None]:
     found.append(1e3 * seconds / EXCHANGES)
 
 
-def measure(repeats: int) -> list[Row]:
+def measure(repeats: int) -> list[TransportRow]:
     """Return a row per size; on every rank."""
     group = dist.group.WORLD
     assert group is not None
@@ -111,24 +107,13 @@ def measure(repeats: int) -> list[Row]:
         ratio = paired(found["sockets"], found["gloo"])
         medians = [float(torch.tensor(found[name]).median()) / EXCHANGES for name in transports]
         rows.append(
-            Row(
+            TransportRow(
                 message_bytes=size, sockets_seconds=medians[0], gloo_seconds=medians[1], sockets_over_gloo=ratio.median,
                 sockets_over_gloo_95=(ratio.low, ratio.high), sockets_processor_ms=float(used_by[0]) / dist.get_world_size(),
                 gloo_processor_ms=float(used_by[1]) / dist.get_world_size(),
             )
         )  # fmt: skip
     return rows
-
-
-def main(options: Options) -> None:
-    """Measure, print the table, write."""
-    with cluster(options.nodes, options.ranks_per_node, inter=options.inter) as ranks:
-        rows = [asdict(row) for row in ranks.run(measure, options.repeats)[0]]
-    beds = {"bed": f"{options.nodes}x{options.ranks_per_node}", "inter": options.inter}
-    rows = [{**beds, **row} for row in rows]
-    Console(stderr=True).print(table("Wires", rows, COLUMNS))
-    if options.json is not None:
-        Measurement(rows=rows, claims=[], notes=NOTES, packages=("torch", "numpy")).write(str(options.json))
 
 
 COLUMNS = (
@@ -140,5 +125,16 @@ COLUMNS = (
     Column(key="gloo_processor_ms", title="Gloo ms", show="{:.2f}".format),
 )
 
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+
+def measure_all(options: TransportsOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Measure on one bed."""
+    told("exchanges of all sizes")
+    with cluster(options.nodes, options.ranks_per_node, inter=options.inter) as ranks:
+        rows = [asdict(row) for row in ranks.run(measure, options.repeats)[0]]
+    return [{"bed": f"{options.nodes}x{options.ranks_per_node}", "inter": options.inter, **row} for row in rows]
+
+
+BENCHMARK = Benchmark(
+    name="transports", description="Time exchanges over sockets and over Gloo.", options=TransportsOptions, notes=NOTES,
+    cases=once, measure=measure_all, rows=same, claims=no_claims, columns=(Shown(title="Transports", columns=COLUMNS),),
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, and simulated on larger ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from moesaic_lab.balance.claims import claims
+from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
+from moesaic_lab.balance.pictures import panels
+from moesaic_lab.balance.rows import NOTES, all_rows, tables
+from moesaic_lab.balance.run import BalanceCell, run
+from moesaic_lab.balance.simulated import Forecast, simulate
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+
+Both = tuple[list[BalanceCell], list[Forecast]]
+"""What was measured, and what was simulated."""
+
+
+def cases(options: EmulatedOptions) -> BalanceBenchConfig:
+    """Return the cases that were asked for: "4x2-2"; those of a bed, "4x2"; "trace"; "simulated"."""
+    config = read_config(Path(options.config) if options.config else COMMITTED)
+    config = replace(config, only=words_of(options.only)).repeated(options.repeats)
+    config.check()
+    if config.cases():
+        require_cluster()
+    return config
+
+
+def measure(options: EmulatedOptions, config: BalanceBenchConfig, told: Told) -> Both:
+    """Measure on one bed after the other, then simulate."""
+    cells = run(config, lambda what, done: told(f"{done} done; {what}"))
+    if not config.simulates:
+        return cells, []
+    assert config.simulated is not None
+    return cells, simulate(config.simulated, config.seed, told)
+
+
+BENCHMARK = Benchmark(
+    name="balance",
+    description="Measure answers to skewed routing in turn on an emulated cluster, with virtual compute.",
+    options=EmulatedOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda both: all_rows(*both),
+    claims=lambda both: claims(*both), columns=lambda both: tables(*both), panels=lambda both: panels(*both),
+    title="One MoE layer under skewed routing, virtual compute", panels_in_a_row=3,
+)  # fmt: skip

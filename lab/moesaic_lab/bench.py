@@ -1,0 +1,60 @@
+"""`moesaic bench`: measured comparisons, each with tables, claims, JSON and, where it says so, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from moesaic.configfile import suggestion
+from moesaic.errors import InputError
+from moesaic_lab.benchmark import Benchmark
+
+BENCHMARKS = {
+    "balance": ("balance.benchmark", "answers to skewed routing on an emulated cluster, and simulated on larger ones"),
+    "check": ("check", "moesaic check, with claims"),
+    "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
+    "codec_error": ("codec_error", "error and bytes of each codec"),
+    "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, beside the limit of its links"),
+    "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
+    "extending": ("extending", "what docs/extending.md promises, held against the code"),
+    "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
+    "house": ("house", "lines, files, the path from the layer to the wire, import cycles"),
+    "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
+    "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs, orders on an emulated cluster"),
+    "layer_memory": ("kernels.memory", "memory of one layer, beside the formula and Tutel's"),
+    "model": ("model.benchmark", "predicted times of layers beside measured ones, on an emulated cluster"),
+    "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),
+    "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
+    "placement_gaps": ("placement_gaps", "placements of samples and experts beside the best ones"),
+    "plan_table": ("plan_table_replay", "the plan table that was told wrong loads, on recorded routing"),
+    "relocate_train": ("relocate_train", "training steps under every answer to skewed routing"),
+    "replicated_weights": ("replicated_weights", "replicating weights straight and once per node, simulated"),
+    "same_curves": ("same_curves", "the same training on every mesh and plan"),
+    "schedules": ("schedules", "bytes of every schedule and all-to-all, beside formulas"),
+    "simulator": ("simulator", "how long the simulator takes"),
+    "token_budget": ("token_budget", "speed and memory under budgets of rows"),
+    "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),
+    "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
+    "transports": ("transports", "sockets beside Gloo"),
+}
+"""Name to module, which has a `BENCHMARK`, and what it measures. (`python -m moesaic_lab.gpu` needs torch only.)"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one benchmark; returns its exit code."""
+    words = list(arguments)
+    if not words or words[0] in ("-h", "--help"):
+        lines = [f"  {name:<18} {summary}" for name, (_, summary) in BENCHMARKS.items()]
+        usage = ["usage: moesaic bench WHAT ...", "", *lines, "", "moesaic bench WHAT --help tells what it takes."]
+        print("\n".join(usage))
+        return 0
+    if words[0] not in BENCHMARKS:
+        raise InputError(f"unknown benchmark {words[0]}{suggestion(words[0], list(BENCHMARKS))}")
+    return benchmark_named(words[0]).run(words[1:])
+
+
+def benchmark_named(name: str) -> Benchmark[Any, Any, Any]:
+    """Return a benchmark; its module is imported now."""
+    found: Benchmark[Any, Any, Any] = import_module(f"moesaic_lab.{BENCHMARKS[name][0]}").BENCHMARK
+    return found

@@ -1,0 +1,220 @@
+"""The frame of every benchmark: cases from options, what was found in them, columns for people, claims, a picture.
+
+`moesaic bench NAME` checks the options and the picture's name first, says what a machine misses in one line, measures, prints
+tables and claims, and writes JSON and picture.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.pictures import Panel, check_picture, write_picture
+from moesaic_lab.tables import Column, claims_table, table
+
+Told = Callable[[str], object]
+"""Hears what is measured now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """What every benchmark can be asked for."""
+
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnOptions(BenchmarkOptions):
+    """The same, of a benchmark that has a picture."""
+
+    picture: str | None = None
+    """Draw the results into this .svg, .png or .pdf file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedOptions(DrawnOptions):
+    """What benchmarks on emulated clusters can be asked for."""
+
+    config: str | None = None
+    """Beds, sizes and methods from this TOML file; the committed one if not given."""
+    only: str | None = None
+    """Only these parts, separated by commas; a wrong one lists them."""
+    repeats: int | None = None
+    """How often each method is timed, everywhere; ratios near 1 are claimed from 30 on only."""
+
+
+O = TypeVar("O", bound=BenchmarkOptions)  # noqa: E741
+C = TypeVar("C")
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A table for people."""
+
+    title: str
+    columns: Sequence[Column] = ()
+    """In order; () for all keys of the first row."""
+    where: Mapping[str, Sequence[Any]] | None = None
+    """Only rows that have one of these values at each of these keys; None for all rows."""
+    group_by: tuple[str, ...] = ()
+    """Keys; a rule is drawn wherever the value of one changes."""
+
+    def of(self, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+        """Return the table; none where no row belongs to it."""
+        where = self.where or {}
+        chosen = [row for row in rows if all(row.get(key) in values for key, values in where.items())]
+        if not chosen:
+            return []
+        columns = self.columns or [Column(key=key, title=key.replace("_", " "), show=_plain) for key in chosen[0]]
+        return [table(self.title, chosen, columns, group_by=self.group_by)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Generic[O, C, F]):
+    """A measured comparison."""
+
+    name: str
+    """As in `moesaic bench NAME`, and of its file among the results."""
+    description: str
+    """Shown by --help."""
+    options: type[O]
+    notes: str
+    """What a reader must know to judge the figures."""
+    cases: Callable[[O], C]
+    """What the options ask for: a list of cases, or a configuration of them. It refuses options that make no sense, and
+    machines that cannot run them."""
+    measure: Callable[[O, C, Told], F]
+    """What was found in the cases."""
+    rows: Callable[[F], list[dict[str, Any]]]
+    """What was found, as plain data."""
+    claims: Callable[[F], list[Claim]]
+    """Of what was found; also those that this run did not measure."""
+    columns: Sequence[Shown] | Callable[[F], Sequence[Table]]
+    """Tables for people: of the rows, or made of what was found."""
+    title: str = ""
+    """Of the picture."""
+    panels: Callable[[F], Sequence[Panel]] | None = None
+    """Of the picture; its options are `DrawnOptions` then."""
+    panels_in_a_row: int = 2
+    packages: tuple[str, ...] = ("torch", "numpy")
+    """Whose versions matter."""
+    is_proof: bool = False
+    """The exit code is 1 where a claim does not hold: what is claimed is true or a bug."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Measure, print, write, draw; returns the exit code."""
+        options = parse(self.options, arguments, prog=f"moesaic bench {self.name}", description=self.description)
+        picture = Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
+        if picture is not None:
+            check_picture(picture)
+        cases = self.cases(options)
+        with _progress() as told:
+            found = self.measure(options, cases, told)
+        self.show(found, options)
+        if picture is not None and self.panels is not None:
+            write_picture(picture, self.title, self.panels(found), self.notes, columns=self.panels_in_a_row)
+        return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(found)) else 0
+
+    def show(self, found: F, options: BenchmarkOptions) -> None:
+        """Print the tables and the claims, and write the JSON."""
+        shown = Console(stderr=options.json == "-")
+        rows = self.rows(found)
+        tables = self.columns(found) if callable(self.columns) else [t for each in self.columns for t in each.of(rows)]
+        for each in (*tables, claims_table(self.claims(found))):
+            shown.print(each)
+        if options.json:
+            self.measurement(found).write(options.json)
+
+    def measurement(self, found: F) -> Measurement:
+        """Return everything as plain data."""
+        return Measurement(rows=self.rows(found), claims=self.claims(found), notes=self.notes, packages=self.packages)
+
+
+def same(found: F) -> F:
+    """Return rows as they are: the `rows` of a benchmark that finds rows."""
+    return found
+
+
+def no_claims(found: object) -> list[Claim]:
+    """Return nothing: the `claims` of a benchmark whose rows are looked up only."""
+    return []
+
+
+def once(options: object) -> None:
+    """Return nothing: the `cases` of a benchmark whose options say all."""
+
+
+def notes_of(documentation: str | None) -> str:
+    """Return the second paragraph of a module's docstring as one line: the notes of most benchmarks."""
+    return " ".join((documentation or "").split("\n\n")[1].split())
+
+
+def words_of(only: str | None) -> tuple[str, ...]:
+    """Return what stands between the commas of an option."""
+    return tuple(only.split(",")) if only else ()
+
+
+def require_cluster() -> None:
+    """Make sure that beds can run functions here.
+
+    Raises:
+        ModuleNotFoundError: without torch.
+        InputError: if this machine cannot emulate clusters; one line says why and what would help.
+    """
+    from moesaic.testbed import refusal
+
+    import_module("torch")
+    missing = refusal()
+    if missing:
+        raise InputError(missing)
+
+
+@contextmanager
+def keeping(folder: str | None) -> Iterator[Path]:
+    """Give the folder in which what was found is kept, to go on from it; one that is removed in the end for None."""
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        yield Path(folder)
+        return
+    with TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """Return what a JSON file holds; where there is none it is made first, whole or not at all."""
+    if not path.exists():
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps(make()), encoding="utf-8")
+        draft.replace(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """Show what is measured now on the standard error, and in the end how long it took."""
+    console, start = Console(stderr=True), time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what: bar.update(task, description=what)
+    console.print(f"measured in {time.monotonic() - start:.0f} s")
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,1 +1,0 @@
-"""The commands `moesaic bench` and `moesaic reproduce`."""

@@ -1,0 +1,258 @@
+"""How large is the house, and how far is it from the layer to the transport? Lines, files, names, import cycles.
+
+The path is traced in a run: which files' functions are entered, on one of two ranks, from `MoE.forward` of a second call to
+the first transfer that carries rows of tokens. A return is a call that hands the tokens to a file that they were in before,
+from another file.
+
+    moesaic bench house --json benchmarks/results/house.json
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {
+    "wheel_lines": 40_000, "wheel_files": 290, "python_lines": 49_000, "path_files": 20, "path_returns": 4,
+    "names_with_two_meanings": 8, "cycles": 0,
+}  # fmt: skip
+"""What the figures should be at most."""
+DIM, TOKENS = 64, 48
+"""Of the layer whose path is traced; no other matrix of it has so many rows of this width."""
+MANY_BYTES = 8 * 4 * DIM
+"""Of a message: eight rows are more than all counts and losses that ranks exchange before."""
+
+
+def measure(package: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return rows of everything that is counted, the figures first.
+
+    Args:
+        package: folder of the library.
+        others: folders of the repository's other Python that is no test.
+    """
+    files = sorted(package.rglob("*.py"))
+    elsewhere = [path for folder in others for path in sorted(folder.rglob("*.py"))]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (*files, *elsewhere)}
+    twice, circles, trace = names_with_two_meanings([*files, *elsewhere]), cycles(package), trace_path(package)
+    figures = {
+        "wheel_lines": sum(lines[path] for path in files),
+        "wheel_files": len(files),
+        "python_lines": sum(lines.values()),
+        "path_files": len(trace.files),
+        "path_returns": len(trace.returns),
+        "names_with_two_meanings": len(twice),
+        "cycles": len(circles),
+    }
+    parts: dict[str, list[int]] = defaultdict(list)
+    for path in files:
+        parts[path.relative_to(package).parts[0]].append(lines[path])
+    rows: list[dict[str, Any]] = [{"what": "figure", "name": name, "value": value} for name, value in figures.items()]
+    rows += [{"what": "part", "name": part, "lines": sum(of), "files": len(of)} for part, of in parts.items()]
+    rows += [{"what": "step", "name": place, "number": number} for number, place in enumerate(trace.steps, 1)]
+    rows += [{"what": "file", "name": name, "number": number} for number, name in enumerate(trace.files, 1)]
+    rows += [{"what": "class", "name": name, "files": ", ".join(places)} for name, places in twice.items()]
+    return rows + [{"what": "cycle", "name": " <-> ".join(names)} for names in circles]
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the figures beside what they should be at most."""
+    figures = {row["name"]: row["value"] for row in rows if row["what"] == "figure"}
+    return [
+        Claim(name=f"house.{name}", value=value, unit="1", target=TARGETS[name], op="<=")
+        for name, value in figures.items()
+    ]
+
+
+def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the names that several public classes at the top of files have, each with the files' names."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in files:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append("/".join(path.parts[-2:]))
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """Return every module of a package with the modules of it that it imports anywhere, lazily and for types included."""
+    root = package.parent
+    modules = {_module(path, root): path for path in package.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        wanted: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = inside[: len(inside) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                wanted |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
+        found[name] = (wanted & set(modules)) - {name}
+    return found
+
+
+def cycles(package: Path) -> list[list[str]]:
+    """Return the groups of files, and of folders below the package, that import each other in a circle."""
+    of_files = imports(package)
+    face = package.name
+    of_files = {name: targets - {face} for name, targets in of_files.items() if name != face}
+    folders = {name: _folder(name, package) for name in of_files}
+    of_folders: dict[str, set[str]] = defaultdict(set)
+    for name, targets in of_files.items():
+        of_folders[folders[name]] |= {folders[target] for target in targets} - {folders[name]}
+    return [*_circles(of_files), *(each for each in _circles(of_folders) if not set(each) <= set(of_files))]
+
+
+def _module(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _folder(module: str, package: Path) -> str:
+    """Return the folder of a module, as a dotted name with a slash; a file at the top of the package stands for itself."""
+    path = package.parent.joinpath(*module.split("."))
+    parts = module.split(".") if path.is_dir() else module.split(".")[:-1]
+    return module if len(parts) == 1 else "/".join(parts) + "/"
+
+
+def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of two and more nodes that can all reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for target in graph.get(waiting.pop(), set()) - seen:
+                seen.add(target)
+                waiting.append(target)
+        reached[start] = seen
+    groups = {frozenset(b for b in graph if b in reached[a] and a in reached[b]) for a in graph if a in reached[a]}
+    return sorted(sorted(group) for group in groups)
+
+
+@dataclass
+class PathTrace:
+    """Which files' functions are entered, and through which of them the tokens go."""
+
+    package: Path
+    """Folder of the files."""
+    is_tokens: Callable[[object], bool]
+    """Whether an argument is the tokens, or rows of them."""
+    files: list[str] = field(default_factory=list)
+    """In the order in which they are entered first."""
+    steps: list[str] = field(default_factory=list)
+    """Functions that the tokens are handed to from another file."""
+    returns: list[str] = field(default_factory=list)
+    """Those of them whose file the tokens were in before."""
+    _visited: set[str] = field(default_factory=set)
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Note a call: what `sys.setprofile` wants."""
+        here = self._file(frame) if event == "call" else None
+        if here is None or frame.f_code.co_name.startswith("<"):
+            return
+        if here not in self.files:
+            self.files.append(here)
+        if not self._holds_tokens(frame):
+            return
+        caller = frame.f_back
+        while caller is not None and self._file(caller) is None:
+            caller = caller.f_back
+        if caller is None or self._file(caller) != here:
+            place = f"{here} {frame.f_code.co_name}"
+            self.steps.append(place)
+            if here in self._visited:
+                self.returns.append(place)
+        self._visited.add(here)
+
+    def _holds_tokens(self, frame: FrameType) -> bool:
+        """Return whether an argument is the tokens, or a collection with them among its members."""
+        code = frame.f_code
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            value = frame.f_locals.get(name)
+            members = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
+            if any(map(self.is_tokens, members)):
+                return True
+        return False
+
+    def _file(self, frame: FrameType) -> str | None:
+        path = Path(frame.f_code.co_filename)
+        return path.relative_to(self.package).as_posix() if self.package in path.parents else None
+
+
+def trace_path(package: Path) -> PathTrace:
+    """Run a layer on two ranks and trace the second call of one, from `MoE.forward` until rows leave it."""
+    import torch
+
+    from moesaic.comm.loopback import run_ranks
+    from moesaic.comm.mesh import Mesh
+    from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+    from moesaic.layer import MoE
+    from moesaic.plan import Plan
+    from moesaic.program.grid import Grid
+
+    def is_tokens(value: object) -> bool:
+        return (
+            isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == DIM and value.shape[-2] >= TOKENS
+        )
+
+    trace = PathTrace(package, is_tokens)
+
+    class Watched(AbstractTransport):
+        """Ends the trace where the first rows leave."""
+
+        def __init__(self, transport: AbstractTransport) -> None:
+            super().__init__(transport.rank, transport.world, transport.device)
+            self._transport = transport
+
+        def issue(self, transfer: Transfer) -> Handle:
+            if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
+                sys.setprofile(None)
+            return self._transport.issue(transfer)
+
+        def wait(self, handle: Handle) -> None:
+            self._transport.wait(handle)
+
+        def take_tags(self, num_tags: int) -> int:
+            return self._transport.take_tags(num_tags)
+
+    def rank(transport: AbstractTransport) -> None:
+        layer = MoE(DIM, DIM // 2, 4, 2)
+        layer.parallelize(Mesh(Grid(world=2, ep=2), Watched(transport)), Plan())
+        x = torch.randn(TOKENS, DIM, requires_grad=True)
+        layer(x).sum().backward()
+        if transport.rank == 0:
+            sys.setprofile(trace)
+        layer(x).sum().backward()
+        sys.setprofile(None)
+
+    run_ranks(2, rank)
+    return trace
+
+
+BENCHMARK = Benchmark(
+    name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the transport.",
+    options=BenchmarkOptions, notes=notes_of(__doc__), cases=once, rows=same, claims=claims, packages=(),
+    measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab" / "moesaic_lab", ROOT / "examples"]),
+    columns=tuple(
+        Shown(title=title, where={"what": (what,)}, columns=[Column(key=key, title=key, is_text=True) for key in keys])
+        for title, what, keys in (
+            ("Parts", "part", ("name", "lines", "files")), ("Where the tokens go", "step", ("name", "number")),
+            ("Files on the path", "file", ("name", "number")), ("Names with two meanings", "class", ("name", "files")),
+            ("Import cycles", "cycle", ("name",)),
+        )
+    ),
+)  # fmt: skip
