@@ -275,7 +275,7 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
     others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
     for names in itertools.combinations(values, changed):
         for choice in itertools.product(*(others[name] for name in names)):
-            yield replace(plan, **dict(zip(names, choice)))
+            yield replace(plan, **dict(zip(names, choice)))  # type: ignore[arg-type]
 
 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
