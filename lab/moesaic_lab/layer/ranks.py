@@ -74,7 +74,7 @@ class Runner:
 
 def measure(job: Job) -> Found:
     """Count, search, time, on this rank; all ranks call it together."""
-    transport = open_transport()
+    transport = open_transport(name="sockets")
     runner = Runner(job, transport)
     everything = {**job.methods, **job.candidates}
     recorder = Recorder(transport)
