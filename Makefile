@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
 
-.PHONY: help setup demo test test-all lint bench bench-all docs clean
+.PHONY: help setup demo test test-all lint bench bench-all docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -73,6 +73,9 @@ bench-all: bench  ## every benchmark, the long trainings too
 
 docs: $(STAMP)  ## docs/performance.md from the committed results
 	$(BIN)/python -m moesaic_lab.performance_page
+
+site: $(STAMP)  ## the documentation as a site, in build/site
+	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -66,6 +66,35 @@ def test_examples_run(example: Path) -> None:
     assert "tokens per expert" in done.stdout
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_of_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run in order, as one program; one that cannot says why in a comment in front of it."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for reason, code in re.findall(
+        r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
+    ):
+        if not reason and not re.match(r"# \S+\.py\b", code):  # a file that moesaic_lab.extending puts where it says
+            exec(compile(code, page.name, "exec"), names)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "index.md"]
+    unlisted = [
+        page.name
+        for page in pages
+        if page.relative_to(ROOT / "docs").as_posix() not in (ROOT / "mkdocs.yml").read_text("utf-8")
+    ]
+    assert unlisted == []
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_the_ten_lines_of_the_readme_run() -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
@@ -73,3 +102,12 @@ def test_the_ten_lines_of_the_readme_run() -> None:
     exec(compile(code.group(1), "README.md", "exec"), names)
     assert names["y"].shape == (4, 128, 512)  # type: ignore[attr-defined]
     assert names["moe"].router.weight.grad.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
+    text = performance_page.PAGE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    claim = {"name": "x", "value": 2.0, "reason": "", "op": "<=", "target": 1.0, "holds": False}
+    result = {"claims": [claim], "date": "today", "machine": {"cpu": "a CPU", "cores": 2}}
+    question = performance_page.Question(title="Is it?", meaning="It says.", results=("one",))
+    assert "Missed: `x`." in performance_page.section(question, {"one": result})

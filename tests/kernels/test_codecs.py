@@ -250,13 +250,13 @@ def test_zfp_without_its_package_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         (Zfp(), torch.float32, 8 * 300 + 2 + 1),
         (Zfp(rate=5), torch.float32, 8 * 300 * 5 // 8 + 4 + 2 + 1),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, AbstractCodec) else str(value),
 )
 def test_lengths(codec: AbstractCodec, dtype: torch.dtype, expected: int) -> None:
     assert codec.num_bytes(6, 300, dtype) == expected
 
 
-@pytest.mark.parametrize("codec", [Bf16(), Fp16()], ids=str)
+@pytest.mark.parametrize("codec", [Bf16(), Fp16()], ids=lambda codec: type(codec).__name__)
 def test_16_bit_rows_of_ordinary_size_are_those_of_a_plain_cast(codec: Bf16 | Fp16) -> None:
     rows = torch.randn(50, 64).clamp(min=1e-4) * 100
     assert torch.equal(round_trip(codec, rows), rows.to(codec.transport).float())
