@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -233,13 +233,11 @@ class MoE(InjectsLosses, RoutingCached):
             pair (y, routing).
         """
         self._check_call(x, mask, token_ids, top_k)
-        run = self._run if self.on_mesh is None else self._run_on_mesh
-        return run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+        if self.on_mesh is None:
+            return self._run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+        from moesaic.runtime.eager import outside_graphs
 
-    @torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
-    def _run_on_mesh(self, *args: Any) -> Tensor | tuple[Tensor, Routing]:
-        """Run a call whose ranks talk to each other, outside of compiled graphs."""
-        return self._run(*args)
+        return outside_graphs(self._run, x, mask, token_ids, top_k, capacity, return_routing, move, residual)
 
     def _run(
         self,

@@ -173,7 +173,7 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
     """
     hold_still(dist.get_rank())
-    transport, grid = open_transport(), jobs[0].case.place.grid
+    transport, grid = open_transport(name="sockets"), jobs[0].case.place.grid
     plans = {name: compile_plan(each.plan, grid, host_runs_compute=True) for name, each in jobs[0].methods.items()}
     return [measure_case(job, plans, transport) for job in jobs]
 

@@ -172,7 +172,7 @@ def check(stack: Stack, name: str) -> None:
 def measure(job: TravelJob) -> dict[str, TravelFound]:
     """Time the methods of a job in turn; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
-    transport = open_transport()
+    transport = open_transport(name="sockets")
     recorder = Recorder(transport)
     watched, stack = Stack(job, recorder), Stack(job, transport)
     carried = {}

@@ -204,4 +204,6 @@ def _across(recorder: Recorder, mesh: Mesh) -> int:
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a configuration over all processes."""
     asked = config.mesh
-    return Mesh.create(ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node)
+    return Mesh.create(
+        ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node, transport="sockets"
+    )

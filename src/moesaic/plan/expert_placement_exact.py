@@ -6,8 +6,6 @@ Solved by HiGHS through scipy; exponential in the worst case, so for tests and r
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
 
 from moesaic.plan.expert_placement import Balanced, ExpertLoad
 
@@ -38,6 +36,9 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
     """Solve for the least busiest place; with `most` rows there, for the fewest rows between nodes."""
     experts, ep = len(load.order), load.grid.ep
     scale = load.weight.sum(1).max() / ep or 1.0
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
+
     each_once = kron(np.eye(experts), np.ones((1, ep)))
     each_full = kron(np.ones((1, experts)), np.eye(ep))
     rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])

@@ -8,7 +8,6 @@ optimum to measure them by. All loads come with a leading axis of copies of the 
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 SLACK = 1e-9
 """Relative differences of load up to this are rounding, and no gain."""
@@ -103,6 +102,8 @@ def _labelled(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.n
     rows, kept = np.zeros((ep, ep)), np.zeros((ep, ep))
     np.add.at(rows, start, crossing)
     np.add.at(kept, (start, stay), 1)
+    from scipy.optimize import linear_sum_assignment
+
     _, place = linear_sum_assignment(rows - kept * (SLACK * max(crossing.sum(), 1.0)))
     found: np.ndarray = place[start]
     return found

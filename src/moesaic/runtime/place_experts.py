@@ -13,13 +13,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.agree import check_same
 from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
+from moesaic.experts.dtensor import is_dtensor
 from moesaic.plan.expert_placement import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
@@ -214,7 +214,7 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
     """Return the parameters of one shard of an expert, however data parallelism splits it."""
     if isinstance(experts, ModuleExperts):
         return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
-    return sum(p.numel() // len(p) // (etp if isinstance(p, DTensor) else 1) for p in experts.parameters())
+    return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())
 
 
 def _over_mean(load: ExpertLoad, place: np.ndarray) -> float:

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
+from moesaic.experts.dtensor import is_dtensor
 from moesaic.program.grid import Grid
 
 Masters = Mapping[nn.Parameter, Tensor]
@@ -65,6 +64,8 @@ def shelves_of(experts: AbstractExperts, optimizer: torch.optim.Optimizer | None
     Raises:
         InputError: for optimizer state that has no part per expert.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(experts, FSDPModule):
         experts.reshard()
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
@@ -88,7 +89,7 @@ def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any],
             )
         tensors.append(local)
         words.append(f"{what} {value.dtype} {tuple(value.shape[1:])}")
-    over_edp = isinstance(parameter, DTensor) and any(
+    over_edp = is_dtensor(parameter) and any(
         axis == "edp" and getattr(place, "dim", None) == 0
         for axis, place in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
     )
@@ -204,4 +205,4 @@ def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part, as a view."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.collectives import all_gather
 from moesaic.errors import InputError
+from moesaic.experts.dtensor import is_dtensor
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
 from moesaic.plan.plan import Crossing
@@ -323,7 +323,7 @@ def _whole_parameters(router: nn.Module) -> Iterator[None]:
     held = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
     try:
         for part, name, value in held:
-            if isinstance(value, DTensor):
+            if is_dtensor(value):
                 part._parameters[name] = value.full_tensor()
         yield
     finally:

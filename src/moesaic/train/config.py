@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.comm import TransportName
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
@@ -102,6 +103,9 @@ class MeshConfig:
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
     """Consecutive ranks that share a node; None takes what torchrun says (LOCAL_WORLD_SIZE)."""
+    transport: TransportName = "auto"
+    """What carries the messages of MoE layers: auto takes gloo between CPUs and nccl between GPUs; sockets is another one
+    between CPUs."""
     sequence_parallel: bool = False
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 

@@ -7,7 +7,6 @@ samples a flow on (samples x places) is far smaller. Both ways are exact, and de
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 SEATS_MOST = 96
 """Up to so many samples the matrix of repeated columns is solved, above the flow; both take about as long there."""
@@ -27,6 +26,8 @@ def assign(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
 def by_seats(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
     """As `assign`: a column for every seat (Kuhn-Munkres)."""
     place = np.repeat(np.arange(len(room)), room)
+    from scipy.optimize import linear_sum_assignment
+
     _, seat = linear_sum_assignment(cost[:, place])
     return place[seat]
 

@@ -7,8 +7,6 @@ other. Solved by HiGHS through scipy; exponential in the worst case, so for test
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from moesaic.plan.placement.homes import Homes
 from moesaic.plan.placement.load import SampleLoad
@@ -42,6 +40,9 @@ def exact(load: SampleLoad, intra: float, inter: float) -> Homes:
     allowed = np.zeros((samples, ranks), dtype=bool)
     for group in load.replicas:
         allowed[np.ix_(np.isin(load.homes.rank, group), group)] = True
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array, csr_array, hstack, vstack
+
     each_once = coo_array(
         (np.ones(samples * ranks), (np.repeat(np.arange(samples), ranks), np.arange(samples * ranks)))
     )
