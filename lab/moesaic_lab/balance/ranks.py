@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.samples import TwoStage
+from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.placement import TwoStage
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import Counted, Decided, Found, Job

@@ -27,13 +27,13 @@ import torch
 import tyro
 from rich.console import Console
 
+from moesaic.balance.samples import Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.balance.samples.exact import gap
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.placement import Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.plan.placement.exact import gap
 from moesaic.testbed import cluster
 from moesaic_lab.claims import Claim, Measurement
 from moesaic_lab.measure import Timing, paired

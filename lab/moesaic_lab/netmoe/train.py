@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.experts import ExpertRates
+from moesaic.balance.policies import EXPERT_PLACERS
+from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
-from moesaic.plan.expert_placement import EXPERT_PLACERS, ExpertRates
-from moesaic.plan.placement import AbstractPlacer
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.place_experts import ExpertPlacement
+from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.testbed.steady import hold_still
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather, broadcast, share_of, slice_rows
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.transport import AbstractTransport
@@ -18,16 +20,16 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.plan import Crossing
-from moesaic.plan.replication.policy import AbstractReplicationPolicy
-from moesaic.plan.replication.slices import Cut
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.arbiter import ProgramSelector
-from moesaic.runtime.budget import TokenBudget
+from moesaic.runtime.balance.budget import TokenBudget
+from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.selector import ProgramSelector
+from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
 from moesaic.runtime.counts import counts_of, even_counts, share_of_each
@@ -36,9 +38,7 @@ from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.padding import pad_copies
 from moesaic.runtime.peers import Peers
-from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
-from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
 
 
 @dataclass(frozen=True)

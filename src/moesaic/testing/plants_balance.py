@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from moesaic.runtime import arbiter, place_experts_move
-from moesaic.runtime.place_experts_order import ExpertOrder
-from moesaic.runtime.relocate import SampleMove, SampleTrip
+from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
 
 
 class _Forgetful(dict[object, object]):

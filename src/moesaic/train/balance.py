@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.balance.policies import SAMPLE_PLACERS
+from moesaic.balance.rates import machine_of, simulator_of
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.samples import AbstractPlacer, PlacerOptions
+from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.balance.selector.verdict import Verdict
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.plan import Compiled
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
-from moesaic.plan.arbiter_verdict import Verdict
+from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
-from moesaic.plan.placement import PLACERS, AbstractPlacer, PlacerOptions
-from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.program.grid import Grid
-from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -208,7 +210,7 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
     balance = config.balance
     options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
-    return PLACERS[balance.placement](options)
+    return SAMPLE_PLACERS[balance.placement](options)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
