@@ -378,7 +378,7 @@ class MoE(InjectsLosses, RoutingCached):
             else:
                 self.step_counts += routed.routing.requested
             if self.on_mesh is not None:
-                self.on_mesh.order.note(routed.record)
+                self.on_mesh.note(routed.record)
         return routed
 
     def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:

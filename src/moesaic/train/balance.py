@@ -24,6 +24,7 @@ from moesaic.plan import Compiled
 from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
+from moesaic.runtime.balance.calls import verdicts_of
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
@@ -77,7 +78,7 @@ def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
     relocator = WatchedRelocator(mesh, placer)
     for layer in model.modules():
         if isinstance(layer, MoE) and layer.on_mesh is not None:
-            relocator.compiled(layer.on_mesh.chooser.bare, bias=bool(layer.experts.names[1]))
+            relocator.compiled(layer.on_mesh.calls.bare, bias=bool(layer.experts.names[1]))
 
     def before(module: GPT, _: object) -> None:
         module.relocator = relocator if module.training else None
@@ -126,14 +127,12 @@ class DecisionMeter:
     def drop(self) -> None:
         """Forget what was decided since: of an evaluation, say."""
         for layer in self._layers:
-            if layer.on_mesh is not None:
-                layer.on_mesh.chooser.take()
+            verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
 
     def take(self) -> None:
         """Take down what was decided in the forward passes since the last call."""
         for number, layer in enumerate(self._layers):
-            if layer.on_mesh is not None:
-                self._verdicts[number] += layer.on_mesh.chooser.take()
+            self._verdicts[number] += verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
         relocator = self._model.relocator
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:

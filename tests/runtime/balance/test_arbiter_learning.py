@@ -23,7 +23,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime import arbiter_clock
+from moesaic.runtime.balance import clock as arbiter_clock
 from moesaic.runtime.balance.clock import OPEN, CallClock, TimedCall
 
 GRIDS = {
@@ -71,7 +71,7 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(gr
             for one, other in zip(step(layer, x, recompute), step(plain, x), strict=True):
                 worst = max(worst, float((one - other).abs().max()))
         assert layer.on_mesh is not None
-        return [(each.option, each.is_trial) for each in layer.on_mesh.chooser.take()], worst
+        return [(each.option, each.is_trial) for each in layer.on_mesh.calls.selector.take()], worst
 
     found = run_ranks(4, rank)
     assert all(decisions == found[0][0] for decisions, _ in found)
@@ -89,7 +89,7 @@ def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing()
         for number in range(6):
             step(layer, tokens_of(transport.rank, 8, seed=number))
         assert layer.on_mesh is not None
-        chooser = layer.on_mesh.chooser
+        chooser = layer.on_mesh.calls.selector
         assert chooser._arbitration is not None
         known = chooser._arbitration.times._known
         chooser.take()

@@ -125,7 +125,7 @@ def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, 
         with AliveBytes() as alive:
             layer(x, token_ids=ids(shares)).sin().sum().backward()
         assert layer.on_mesh is not None
-        return alive.peak, layer.on_mesh.budget.take()
+        return alive.peak, layer.on_mesh.calls.budget.take()
 
     found = run_ranks(grid.world, rank)
     assert all(use == found[0][1] for _, use in found), "all ranks count the same"
@@ -182,9 +182,9 @@ def test_what_was_done_is_counted() -> None:
         layer = on_mesh(whole, grid, transport, Plan(token_budget=6))
         layer(x, token_ids=ids([6]))
         assert layer.on_mesh is not None
-        found = [layer.on_mesh.budget.take()]
+        found = [layer.on_mesh.calls.budget.take()]
         layer(x[:5], token_ids=ids([1, 0, 1, 0, 1, 0, 1, 1]))
-        return [*found, layer.on_mesh.budget.take(), layer.on_mesh.budget.take()]
+        return [*found, layer.on_mesh.calls.budget.take(), layer.on_mesh.calls.budget.take()]
 
     skewed = BudgetUse(calls=1, rows_over=18, sliced_calls=1, slices=4)
     twice = BudgetUse(calls=1, rows_over=2, sliced_calls=1, slices=2)  # rank 3 has experts 6 and 7: 8 rows
@@ -221,7 +221,7 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
         y.sin().sum().backward()
         assert layer.on_mesh is not None
         assert x.grad is not None
-        return layer.on_mesh.budget.take(), y.detach(), x.grad
+        return layer.on_mesh.calls.budget.take(), y.detach(), x.grad
 
     for number, (use, y, dx) in enumerate(run_ranks(4, rank)):
         assert (use.calls, use.rows_over, use.sliced_calls) == (1, 90, 0)
@@ -310,7 +310,7 @@ def test_one_process_runs_in_slices_too(kind: str) -> None:
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(sliced.get_parameter(name).grad, parameter.grad)
     assert sliced.on_mesh is not None
-    assert sliced.on_mesh.budget.take() == BudgetUse(calls=1, rows_over=33, sliced_calls=1, slices=6)
+    assert sliced.on_mesh.calls.budget.take() == BudgetUse(calls=1, rows_over=33, sliced_calls=1, slices=6)
 
 
 def test_half_precision_gradients_are_summed_in_float32() -> None:

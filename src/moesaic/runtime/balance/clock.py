@@ -96,9 +96,6 @@ class CallClock:
         ranks: that tell each other.
     """
 
-    NUMBERS = 3
-    """That a rank tells in a message."""
-
     def __init__(self, ranks: int) -> None:
         self._ranks, self._calls = ranks, 0
         self._open: deque[TimedCall] = deque(maxlen=OPEN)

@@ -34,6 +34,7 @@ from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.clock import CallClock, TimedCall
 from moesaic.runtime.balance.moves import MoveArbiter
 from moesaic.runtime.balance.samples.relocate import SampleMove
+from moesaic.runtime.calls import NUMBERS
 
 PAUSE = 0.1
 """Share of what a call took last that its messages are given before the thread begins."""
@@ -97,8 +98,8 @@ class ProgramSelector:
         return hashlib.blake2b(self.compiled.digest + self._policy.settings_text().encode(), digest_size=16).digest()
 
     def tell(self) -> list[float]:
-        """Return what to tell the other ranks with the counts of the call that begins, `CallClock.NUMBERS` numbers."""
-        return self._clock.tell() if self._learns else [0.0] * CallClock.NUMBERS
+        """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
+        return self._clock.tell() if self._learns else [0.0] * NUMBERS
 
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
@@ -241,9 +242,9 @@ def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float)
 
 
 def _told(record: RoutingRecord) -> np.ndarray:
-    """Return what the ranks told with a call's counts, (ranks, CallClock.NUMBERS) float64."""
+    """Return what the ranks told with a call's counts, (ranks, NUMBERS) float64."""
     assert record.gathered is not None
-    return record.gathered.more_on_host[:, -CallClock.NUMBERS :]
+    return record.gathered.more_on_host[:, -NUMBERS:]
 
 
 def _named(policy: str) -> AbstractReplicationPolicy:

@@ -11,6 +11,7 @@ from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.program.placed import PlacedShapes, PlacedSizes
 from moesaic.routing.route import Routed
 from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.balance.calls import selector_of
 from moesaic.runtime.balance.samples.relocate import SampleMove
 from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along
 from moesaic.runtime.call import Call
@@ -62,12 +63,13 @@ def run_relocated(
             f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {move.before.slots} samples of "
             f"{move.length}: give start() the batch that the layers see"
         )
-    if move.rests or on_mesh.chooser.stays(move):
+    selector = selector_of(on_mesh.calls)
+    if move.rests or (selector is not None and selector.stays(move)):
         return on_mesh.run_experts(experts, x_TD, routed, None)
     routing = on_mesh.order.in_slots(routed.routing)
     order = (routing.expert * max(len(x_TD), 1) + routing.token).argsort(stable=True)
     token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]
-    move.rides = rides_along(residual, call.router, on_mesh.chooser.bare.plan, mask, on_mesh._weight_first)
+    move.rides = rides_along(residual, call.router, on_mesh.calls.bare.plan, mask, on_mesh._weight_first)
     on_mesh._check_digests(routed)
     if move.copies is None:
         of_tokens = (None if each is None else each.reshape(-1) for each in (mask, call.token_ids))
@@ -89,16 +91,17 @@ def _run(
     routed: Routed,
 ) -> Tensor:
     """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
-    plain, relocator, dtype, transport = on_mesh.chooser.bare, move.relocator, compute_dtype(x_TD), on_mesh.transport
+    plain, relocator, dtype, transport = on_mesh.calls.bare, move.relocator, compute_dtype(x_TD), on_mesh.transport
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
-    copies = move.copies
+    copies, selector = move.copies, selector_of(on_mesh.calls)
     assert copies is not None
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None
         if isinstance(computing, WithResidual):
             common = computing.joined(common, held.num_experts // plain.grid.ep, plain.grid.etp)
-        on_mesh.chooser.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
+        if selector is not None:
+            selector.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
         of_call = PlacedShapes(shapes, move.targets)
         sizes = PlacedSizes(plain.grid, copies, move.length, of_call, held.num_units(sharded))
