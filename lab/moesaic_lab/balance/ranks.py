@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.samples import TwoStage
+from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.placement import TwoStage
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
@@ -128,7 +130,7 @@ class Subject:
         """Begin with the first call again, and count steps and decisions from here on."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self._trials += sum(each.is_trial for each in self.layer.on_mesh.chooser.take())
+        self._trials += sum(each.is_trial for each in verdicts_of(self.layer.on_mesh.calls))
         if self.watched is not None:
             self.watched.seconds.clear()
             self.watched.replicated.clear()
@@ -149,7 +151,7 @@ class Subject:
                 replicated_experts=experts,
                 replicated_copies=copies,
             )
-        verdicts = self.layer.on_mesh.chooser.take()
+        verdicts = verdicts_of(self.layer.on_mesh.calls)
         experts, copies = zip(*(_replicated(each.replicated) for each in verdicts[:calls]))
         return Decided(
             seconds=tuple(each.decision_seconds for each in verdicts),
