@@ -16,13 +16,12 @@ import numpy as np
 from moesaic.balance.choices import PlanChoices
 from moesaic.balance.replication.cost import Board, Ground, ReplicationCosts, grounds
 from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.spill import LIMITS
 from moesaic.balance.replication.tables import DECIMALS, NOTHING, Lendings, first_shadows, shadows_at, spills
 from moesaic.balance.selector.cost import Cost, gathered_cost, replicated_cost, worst
 from moesaic.balance.selector.options import ALONE, name_of
 from moesaic.program.grid import Grid
 
-LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Copies per place, over the mean, that are tried as what a place may compute where it spills."""
 THRIFTS = (0.0, 0.02, 0.06)
 """Shares of the time left alone that each expert which is shadowed must save; the model alone would always choose 0."""
 
