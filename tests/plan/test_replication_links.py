@@ -11,11 +11,11 @@ from moesaic.errors import InputError
 from moesaic.plan.replication.cost import Board, ReplicationCosts, boards
 from moesaic.plan.replication.policy import Load
 from moesaic.plan.replication.shadow import Shadow
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays, replicate
 from moesaic.program.sizes import CallSizes
-from moesaic.program.volume import messages_of
 
 DEVICE = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1000)
 
