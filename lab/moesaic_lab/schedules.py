@@ -29,12 +29,12 @@ from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
-from moesaic.program.volume import messages_of
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import leave

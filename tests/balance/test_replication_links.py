@@ -11,11 +11,11 @@ from moesaic.balance.replication.shadow import Shadow
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.errors import InputError
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays, replicate
 from moesaic.program.sizes import CallSizes
-from moesaic.program.volume import messages_of
 
 DEVICE = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1000)
 

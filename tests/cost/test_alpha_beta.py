@@ -10,10 +10,10 @@ import pytest
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.program.volume import even_sizes
 
 MACHINE = Machine(intra_gbps=8, inter_gbps=0.8, intra_latency_us=1, inter_latency_us=10, tflops=1e-6, memory_gbps=80)
 """A nanosecond a byte inside a node, ten between nodes; a million operations a second; ten bytes a nanosecond copied."""

@@ -28,11 +28,11 @@ from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll, Hop, Leg, NodeMap, legs_of
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.shapes import Move
 from moesaic.program.task import Lane, Layout, Op
-from moesaic.program.volume import messages_of
 
 GRIDS = [
     Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),

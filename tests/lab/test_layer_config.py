@@ -13,9 +13,9 @@ import torch
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.profiling.balanced import BalancedRouter, balanced_choice
+from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
-from moesaic.program.volume import even_sizes
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs
 from moesaic_lab.layer.config import (

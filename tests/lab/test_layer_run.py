@@ -15,8 +15,8 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
-from moesaic.program.volume import even_sizes
 from moesaic.testbed import refusal
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks

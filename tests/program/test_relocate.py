@@ -8,6 +8,7 @@ import pytest
 from moesaic.balance.samples import Homes
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedShapes, PlacedSizes, SampleShapes
@@ -15,7 +16,6 @@ from moesaic.program.shapes import LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import reduces, validate
-from moesaic.program.volume import messages_of
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PLANS = [

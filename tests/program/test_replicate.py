@@ -10,6 +10,7 @@ from moesaic.cost.simulate import simulate
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
@@ -21,7 +22,6 @@ from moesaic.program.task import Op
 from moesaic.program.text import from_text, to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
-from moesaic.program.volume import messages_of
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 COPIES = np.array([[8, 1, 0, 0], [6, 2, 1, 0], [7, 0, 3, 1], [5, 0, 0, 4]])

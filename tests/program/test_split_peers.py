@@ -11,6 +11,7 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split_peers import groups_inside_nodes, split_peers
@@ -18,7 +19,6 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op
 from moesaic.program.timeline import Span
 from moesaic.program.transpose import transpose
-from moesaic.program.volume import messages_of
 
 GRID = Grid(world=8, ep=8, ranks_per_node=2)
 

@@ -13,13 +13,13 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
+from moesaic.program.all_to_all.volume import Traffic, even_node_tokens, even_sizes, traffic
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split_capacity import split_capacity
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose
-from moesaic.program.volume import Traffic, even_node_tokens, even_sizes, traffic
 
 TOKENS, EXPERTS, TOP_K = 64, 8, 2
 COPIES = TOKENS * TOP_K

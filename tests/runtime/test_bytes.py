@@ -23,12 +23,12 @@ from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace
+from moesaic.program.all_to_all.volume import messages_of, traffic
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.program.volume import messages_of, traffic
 from moesaic.routing.losses import LoadBalance
 
 COLUMNS = {"swiglu": 3 * DIM, "biases": 2 * DIM + 1, "modules": 2 * 6 * DIM + 6 + DIM}

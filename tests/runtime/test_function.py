@@ -24,10 +24,9 @@ from moesaic.program.task import Op
 from moesaic.runtime import function as function_module
 from moesaic.runtime.balance import slices as slices_module
 from moesaic.runtime.call import Call
-from moesaic.runtime.drive import drive
+from moesaic.runtime.executor import drive, interpret
 from moesaic.runtime.function import Run, inputs_of, run_program
 from moesaic.runtime.gradients import average_gradients
-from moesaic.runtime.interpret import interpret
 
 ONE = Grid(world=1)
 

@@ -14,13 +14,13 @@ from typing import Any
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.plan import Crossing
+from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.shapes import LayoutIndex
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.timeline import lay_out
-from moesaic.program.volume import even_node_tokens, even_sizes, messages_of
 from moesaic_lab.bounds import link_seconds
 from moesaic_lab.layer.config import LayerPlace
 

@@ -21,12 +21,12 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
-from moesaic.program.volume import traffic
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace
 

@@ -17,10 +17,10 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, sample_counts
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.all_to_all.volume import even_sizes, traffic
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Stage
 from moesaic.program.timeline import Span
-from moesaic.program.volume import even_sizes, traffic
 from moesaic_lab.reproduce.records import Book
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}

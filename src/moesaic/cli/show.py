@@ -21,12 +21,12 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
+from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, traffic
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, to_trace
-from moesaic.program.volume import even_node_tokens, even_sizes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from moesaic.cost.coded import coded_bytes
 from moesaic.errors import InputError
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot, Task
-from moesaic.program.volume import messages_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
 from moesaic.plan.plan import Crossing, Plan
+from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
@@ -36,7 +37,6 @@ from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
-from moesaic.program.volume import even_node_tokens, even_sizes
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
 """From a lowered program and its grid to the seconds of every task; the same on all ranks."""

@@ -21,8 +21,7 @@ from moesaic.plan.compile import Compiled
 from moesaic.program.task import Op, Program
 from moesaic.program.transpose import cotangent, saved
 from moesaic.runtime.call import Call, Environment, kept
-from moesaic.runtime.drive import drive
-from moesaic.runtime.interpret import interpret
+from moesaic.runtime.executor import drive, interpret
 
 Layout = list[tuple[str, int | None]]
 """Slots in the order of their tensors; None for one tensor, else how many."""

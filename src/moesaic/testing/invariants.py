@@ -26,8 +26,7 @@ from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime import function
 from moesaic.runtime.call import Call, Environment, Value
-from moesaic.runtime.drive import drive
-from moesaic.runtime.interpret import interpret
+from moesaic.runtime.executor import drive, interpret
 
 _WIDTH = 3
 

@@ -18,7 +18,7 @@ from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
-from moesaic.runtime.script import Script, script_of
+from moesaic.runtime.executor import Script, script_of
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 

@@ -1,7 +1,9 @@
-"""The interpreter: one rank's run of a program, as a generator that stops where it needs other ranks.
+"""The executor: one rank's run of a program.
 
-It yields a `Transfer` to issue, and a `Handle` to wait for, only when the data is read: whatever the program's order
-puts in between overlaps. The same generator runs on loopback, on sockets and on NCCL; only the driver differs.
+A program is walked through once to find its steps in order (`script_of`, kept). `interpret` runs them as a generator that stops
+where it needs other ranks: it yields a `Transfer` to issue, and a `Handle` to wait for, only when the data is read, so that
+whatever the program's order puts in between overlaps. The same generator runs on every transport; `drive` is what feeds it on
+one that blocks.
 
 A slot is freed once nothing is left to read it, so that a rank holds what is under way and not all that it ever had. No
 variable of the generator may hold a value meanwhile: it would live until the loop comes round again.
@@ -11,14 +13,97 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from moesaic.comm.transport import Handle, Transfer
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.comm.transport import Lane as TransportLane
+from moesaic.program.bundles import bundles
+from moesaic.program.shapes import Move
 from moesaic.program.task import Op, Program, Slot, Task
-from moesaic.runtime.call import Call, Environment, Value, rows
-from moesaic.runtime.compute import compute
+from moesaic.program.validate import reduces
+from moesaic.runtime.call import Call, Environment, Value, kept, rows
+from moesaic.runtime.compute import compute, transport_lane
 from moesaic.runtime.movements import prepare, start
 from moesaic.runtime.packets import Packets, pack, start_hop, unpack
-from moesaic.runtime.script import Step, script_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Tasks that start together."""
+
+    number: int
+    """Of the first task in the program: tags are counted by it."""
+    tasks: tuple[Task, ...]
+    """One, or movements that travel as one."""
+    moves: tuple[Move, ...]
+    """Of tasks that are movements, one each."""
+    reads: tuple[str, ...]
+    """Of all tasks."""
+    unread: tuple[str, ...]
+    """Slots that nothing reads any more and nobody wants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A program, ready to be run any number of times."""
+
+    slots: Mapping[str, Slot]
+    """By name."""
+    steps: tuple[Step, ...]
+    """In order."""
+
+    @cached_property
+    def slowest(self) -> TransportLane:
+        """The lane whose messages are waited for longest: between nodes, where any cross."""
+        lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
+        return "inter" if "inter" in lanes else "intra"
+
+
+@lru_cache(maxsize=512)
+def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
+    """Return a program's script.
+
+    Args:
+        program: what is to run.
+        wanted: slots that are returned in the end; None for all of them.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    numbers = bundles(program)
+    splits = [tuple(program.tasks[number] for number in bundle) for bundle in numbers]
+    steps = [
+        Step(
+            number=bundle[0],
+            tasks=tasks,
+            moves=tuple(_move(task, slots) for task in tasks if task.op is Op.MOVE),
+            reads=tuple(name for task in tasks for name in task.reads),
+            unread=tuple(unread),
+        )
+        for bundle, tasks, unread in zip(numbers, splits, _last_read(splits, wanted))
+    ]
+    return Script(slots=slots, steps=tuple(steps))
+
+
+def _move(task: Task, slots: Mapping[str, Slot]) -> Move:
+    source, target = slots[task.reads[0]], slots[task.writes[0]]
+    return Move(source.layout, target.layout, task.group, reduces(source, target))
+
+
+def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
+    """Return after each step which slots are read, or written, for the last time and not wanted."""
+    found: list[list[str]] = [[] for _ in splits]
+    if wanted is None:
+        return found
+    last: dict[str, int] = {}
+    for number, tasks in enumerate(splits):
+        for task in tasks:
+            last.update(dict.fromkeys((*task.reads, *task.writes), number))
+            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+                last[kept(task.name)] = number
+    for name, number in last.items():
+        if name not in wanted and name != "w":  # stored anyway, and any movement of weights looks at their shape
+            found[number].append(name)
+    return found
+
 
 Steps = Generator[Transfer | Handle, Handle | None, Environment]
 
@@ -124,3 +209,16 @@ def _compute(
         environment[task.writes[0]] = unpack(task, slots, held, call)
     else:
         environment.update(compute(task, slots, environment, call))
+
+
+def drive(steps: Steps, transport: AbstractTransport) -> Environment:
+    """Run one rank to its end on a transport that blocks, as each process of a real world does."""
+    answer: Handle | None = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            result: Environment = end.value
+            return result
+        answer = transport.issue(request) if isinstance(request, Transfer) else transport.wait(request)
+        del request  # its messages need not live until the next one
