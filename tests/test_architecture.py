@@ -17,7 +17,7 @@ LAB = ROOT / "lab" / "moesaic_lab"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "routing", "kernels", "experts", "comm",
+    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "kernels", "routing", "experts", "comm",
     "runtime", "layer", "profiling", "models", "parallel", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""

@@ -102,3 +102,12 @@ def test_the_ten_lines_of_the_readme_run() -> None:
     exec(compile(code.group(1), "README.md", "exec"), names)
     assert names["y"].shape == (4, 128, 512)  # type: ignore[attr-defined]
     assert names["moe"].router.weight.grad.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
+    text = performance_page.PAGE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    claim = {"name": "x", "value": 2.0, "reason": "", "op": "<=", "target": 1.0, "holds": False}
+    result = {"claims": [claim], "date": "today", "machine": {"cpu": "a CPU", "cores": 2}}
+    question = performance_page.Question(title="Is it?", meaning="It says.", results=("one",))
+    assert "Missed: `x`." in performance_page.section(question, {"one": result})

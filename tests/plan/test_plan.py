@@ -42,10 +42,6 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
             {"all_to_all": "2dh"},
             f"plan.all_to_all='2dh' is unknown: choose one of {', '.join((*ALL_TO_ALLS, 'multicast', 'deepep'))}",
         ),
-        (
-            {"all_to_all": None},
-            f"plan.all_to_all=None is unknown: choose one of {', '.join((*ALL_TO_ALLS, 'multicast', 'deepep'))}",
-        ),
         ({"gather_weights": -1}, "plan.gather_weights=-1: choose 0, or a divisor of mesh.etp"),
     ],
 )

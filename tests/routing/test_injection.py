@@ -389,3 +389,16 @@ def test_a_copy_counts_by_itself(how: Callable[[MoE], MoE]) -> None:
     gc.collect()
     propagate(other, tokens())
     assert weight_of(other, gradient) == 1.0
+
+
+def test_a_layer_that_nobody_else_holds_injects_its_loss() -> None:
+    torch.manual_seed(0)
+    layer, x = MoE(8, 8, 4, losses=(LoadBalance(0.5),)), torch.randn(6, 8)
+    kept = x.clone().requires_grad_()
+    layer(kept).sum().backward()
+    alone, y = x.clone().requires_grad_(), None
+    torch.manual_seed(0)
+    y = MoE(8, 8, 4, losses=(LoadBalance(0.5),))(alone)
+    gc.collect()
+    y.sum().backward()
+    torch.testing.assert_close(alone.grad, kept.grad)

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from moesaic import LoadBalance, MoE, balance_on_step, finish_step, set_loss_scale
+from moesaic import LoadBalance, Mesh, MoE, Plan, balance_on_step, finish_step, set_loss_scale
+from moesaic.parallel import prepare_ddp
 from moesaic.routing.routers import ROUTERS
 from worlds import on_ranks, refusal
 
@@ -88,12 +90,44 @@ def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: s
     return train(layer, model, optimizer, slice(rank, rank + 1), world)
 
 
+class Recomputed(nn.Module):
+    """What torch's own checkpoint computes again in its backward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def by_ddp_recomputed(layer: MoE) -> nn.Module:
+    return DistributedDataParallel(Recomputed(layer))
+
+
+def by_fsdp_recomputed(layer: MoE) -> nn.Module:
+    model = Recomputed(layer)
+    fully_shard(model)
+    return model
+
+
+def by_mesh_recomputed(layer: MoE) -> nn.Module:
+    mesh = Mesh.create()
+    layer.parallelize(mesh, Plan())
+    model = Recomputed(layer)
+    prepare_ddp(model, mesh)
+    return DistributedDataParallel(model)
+
+
 WAYS: dict[str, tuple[Callable[[MoE], nn.Module], str]] = {
     "ddp": (by_ddp, "model"),
     "ddp, its forward pass": (by_ddp, "forward"),
     "ddp, a group": (by_ddp, "group"),
     "fsdp": (by_fsdp, "model"),
     "hybrid fsdp": (by_hybrid_fsdp, "model"),
+    "ddp, recomputed": (by_ddp_recomputed, "model"),
+    "fsdp, recomputed": (by_fsdp_recomputed, "model"),
+    "mesh, recomputed": (by_mesh_recomputed, "model"),
 }
 
 
@@ -116,6 +150,16 @@ def test_data_parallel_ranks_adapt_as_one_process(world, router, way):
         assert torch.equal(of_rank[router, way][0], expected[0])
         for found, wanted in zip(of_rank[router, way][1:], expected[1:], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_recomputing_in_one_process_changes_nothing():
+    layer = make_layer("sigmoid")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    balance_on_step(optimizer, layer)
+    for found, wanted in zip(
+        train(layer, Recomputed(layer), optimizer, slice(None), 2), alone("sigmoid", 2), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def unknown() -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.pick import kind_of
 from moesaic.kernels.work import Dispatch, accumulate_dtype
 
 
@@ -55,8 +56,13 @@ def sort_by_expert(
         num_tokens: T.
         rows_per_token: R / T when every token has that many rows, token after token; else None.
     """
-    narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # half the time of a sort of int64
-    order = narrow.argsort(stable=True)
+    if kind_of(expert.device) == "triton":
+        from moesaic.kernels.triton.sort import sort
+
+        order, row, _ = (each.long() for each in sort(expert, len(counts)))
+    else:
+        narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # half the time of a sort of int64
+        order, row = narrow.argsort(stable=True), None
     of_rows = token[order]
     if rows_per_token is None:
         by_token = of_rows.argsort(stable=True)
@@ -64,8 +70,10 @@ def sort_by_expert(
         starts = per_token.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
         starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
     else:
-        by_token = torch.empty_like(order)
-        by_token[order] = torch.arange(len(order), device=order.device)
+        by_token = row
+        if by_token is None:
+            by_token = torch.empty_like(order)
+            by_token[order] = torch.arange(len(order), device=order.device)
         starts = torch.arange(num_tokens, device=order.device) * rows_per_token
     return Permutation(
         order, counts, Dispatch(token=of_rows, by_token=by_token, starts=starts, per_token=rows_per_token)
@@ -107,7 +115,7 @@ def sum_rows(
     """Sum each token's rows, times their weights; not differentiable, deterministic on every device.
 
     16-bit rows are summed in float32 and rounded once. On a CPU torch's `embedding_bag` does it: each token is a bag of
-    rows. It writes no buffer of all rows and takes a fifth of the time of a gather and a sum.
+    rows. It writes no buffer of all rows and takes a fifth of the time of a gather and a sum. Triton's kernel does likewise.
 
     Args:
         rows: (R, D) in expert order.
@@ -121,19 +129,24 @@ def sum_rows(
     dtype = rows.dtype if dtype is None else dtype
     weights = None if weights is None else weights.to(rows.dtype)
     num_tokens, accumulate = len(dispatch.starts), accumulate_dtype(rows.dtype)
-    if rows.device.type == "cpu":
+    if kind_of(rows.device) == "cpu":
         of_bag = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
         summed: Tensor = F.embedding_bag(
             dispatch.by_token, rows.to(dtype), dispatch.starts, mode="sum", per_sample_weights=of_bag
         )
         return summed
+    if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
+        from moesaic.kernels.triton.permute import sum_tokens
+
+        return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
     by_token = rows.index_select(0, dispatch.by_token).to(accumulate)
     if weights is not None:
         by_token *= weights.index_select(0, dispatch.by_token).unsqueeze(1)
     if dispatch.per_token is not None:
         return by_token.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
     ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])
-    return torch.segment_reduce(by_token, "sum", lengths=ends - dispatch.starts, initial=0.0).to(dtype)
+    lengths = ends - dispatch.starts  # right by construction: to check them would wait for the device
+    return torch.segment_reduce(by_token, "sum", lengths=lengths, unsafe=True, initial=0.0).to(dtype)
 
 
 class _Permute(torch.autograd.Function):

@@ -1,15 +1,46 @@
-"""Which implementation of the expert stage runs: the one place that decides, by device."""
+"""Which kernels run on a device: the one place that decides.
+
+Operations that have several implementations ask here and import what they are told, so that Triton is imported where it runs
+and nowhere else: the expert stage (`expert_kernel`), the order of rows and their sums (`permute.py`), the choice of experts
+(`routing/selection.py`), and the codecs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moesaic.kernels import by_expert, whole_batch
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+
+Kind = Literal["cpu", "triton", "other"]
+AMPERE = (8, 0)
+"""The compute capability from which the Triton kernels are compiled and checked."""
+
+
+def kind_of(device: torch.device) -> Kind:
+    """Return which kernels run on a device.
+
+    triton: on CUDA from Ampere on, where the package is installed. other: torch's operations, none of which waits for the host.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    return "triton" if device.type == "cuda" and _runs_triton(device) else "other"
+
+
+def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels encode and decode rows there: 16-bit ones and float32."""
+    return dtype != torch.float64 and kind_of(rows_on) == "triton"
+
+
+@lru_cache(maxsize=64)
+def _runs_triton(device: torch.device) -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +53,16 @@ class ExpertKernel:
     """(work, pre-activations, gradient of the result in the dtype of `work.x`, what is wanted) -> gradients."""
 
 
-KERNELS = {
-    "by_expert": ExpertKernel(forward=by_expert.forward, backward=by_expert.backward),
-    "whole_batch": ExpertKernel(forward=whole_batch.forward, backward=whole_batch.backward),
-}
-"""All implementations; they compute the same."""
-BY_DEVICE = {"cpu": "by_expert"}
-"""Which one a device type uses; others use "whole_batch", which waits for no host."""
+KERNELS: dict[Kind, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", "other": "whole_batch"}
+"""The modules of the expert stage's implementations; they compute the same."""
 
 
 def expert_kernel(device: torch.device) -> ExpertKernel:
-    """Return the implementation for a device."""
-    return KERNELS[BY_DEVICE.get(device.type, "whole_batch")]
+    """Return the implementation of the expert stage for a device."""
+    return _expert_kernel(KERNELS[kind_of(device)])
+
+
+@lru_cache(maxsize=8)
+def _expert_kernel(name: str) -> ExpertKernel:
+    module = importlib.import_module(f"moesaic.kernels.{name}")
+    return ExpertKernel(forward=module.forward, backward=module.backward)

@@ -161,14 +161,14 @@ class Injection:
     """A loss on its way into a backward pass. The graph holds it: it goes when nobody can propagate through `y` any more.
 
     Args:
-        passes: of the layer.
+        layer: injects it; the graph keeps it until the backward pass.
         loss: (), differentiable.
         share: what its gradient is multiplied by besides.
         is_half: as for `BackwardPasses.weight`.
     """
 
-    def __init__(self, passes: BackwardPasses, loss: Tensor, share: float, is_half: bool) -> None:
-        self.passes, self.share, self.is_half = passes, share, is_half
+    def __init__(self, layer: InjectsLosses, loss: Tensor, share: float, is_half: bool) -> None:
+        self.layer, self.share, self.is_half = layer, share, is_half
         self.loss: Tensor | None = loss
         """None once it was collected, or was injected."""
         self.is_collected = False
@@ -197,7 +197,7 @@ class InjectLoss(torch.autograd.Function):
         if injection.is_collected:
             return grad_y, None, None
         injection.loss = None
-        weight = injection.passes.weight(grad_y, injection.is_half)
+        weight = injection.layer.passes.weight(grad_y, injection.is_half)
         return grad_y, weight.to(ctx.loss_dtype) * injection.share, None
 
 
@@ -244,7 +244,8 @@ class InjectsLosses(nn.Module):
         """(), float32: what `set_loss_scale` said last."""
         self.loss_scale_is_set = False
         """Whether it was called."""
-        self._passes = BackwardPasses(self)
+        self.passes = BackwardPasses(self)
+        """Counts the layer's backward passes."""
         self._injections: list[weakref.ref[Injection]] = []
         self._was_compiled = False
 
@@ -265,7 +266,7 @@ class InjectsLosses(nn.Module):
             return self._inject_between_graphs(y, loss, share, is_half)
         self._was_compiled = True
         scale = self.loss_scale if self.loss_scale_is_set else None
-        out: Tensor = InjectLossCompiled.apply(y, loss, scale, self._passes, share, is_half)
+        out: Tensor = InjectLossCompiled.apply(y, loss, scale, self.passes, share, is_half)
         return out
 
     @torch.compiler.disable
@@ -273,7 +274,7 @@ class InjectsLosses(nn.Module):
         return self._inject_now(y, loss, share, is_half)
 
     def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
-        injection = Injection(self._passes, loss, share, is_half)
+        injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again, for the backward pass that runs
             self._injections = [each for each in self._injections if (known := each()) and known.loss is not None]
@@ -293,11 +294,11 @@ class InjectsLosses(nn.Module):
         return [loss for loss in losses if loss is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_passes", "_injections")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("passes", "_injections")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._passes, self._injections = BackwardPasses(self), []
+        self.passes, self._injections = BackwardPasses(self), []
 
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:

@@ -7,7 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from moesaic.kernels.pick import kind_of
 from moesaic.routing.routing import Choice
+
+MOST_COLUMNS, MOST_CHOICES = 2048, 32
+"""What the Triton kernel holds of a row, and how many times it looks for the largest; more goes by sorting."""
 
 
 def linear_scores(
@@ -43,6 +47,10 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
+    if kind_of(rank_by.device) == "triton" and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
+        from moesaic.kernels.triton.route import route
+
+        return route(rank_by, None, top_k, "softmax")[1].long()
     bits = rank_by.masked_fill(rank_by == 0, 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
     columns = rank_by.shape[-1]

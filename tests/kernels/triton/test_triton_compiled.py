@@ -14,7 +14,7 @@ from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton import quantise
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.mlp import moe_mlp
-from moesaic.kernels.triton.permute import gather_rows, sum_rows
+from moesaic.kernels.triton.permute import gather_rows, sum_rows, sum_tokens
 from moesaic.kernels.triton.route import SCORES, route
 from moesaic.kernels.triton.sort import sort
 from moesaic.kernels.triton.tiles import Tile
@@ -96,6 +96,10 @@ def test_everything_else_compiles(capability, tmp_path, monkeypatch):
         copy, row, _ = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = zeros(TOKENS * TOP_K, dtype=torch.float32)
         sum_rows(gather_rows(zeros(TOKENS, DIM), copy, row, TOP_K, None), copy, row, TOP_K, weight).sum().backward()
+        starts, by_token = torch.arange(0, TOKENS * TOP_K, TOP_K), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
+        for per_token in (TOP_K, 0):
+            for weights in (None, weight.detach()):
+                sum_tokens(torch.zeros(TOKENS * TOP_K, DIM), by_token, starts, weights, per_token, torch.bfloat16)
         rows = zeros(TOKENS, DIM).detach()
         for codec, encode, decode in (
             (Int8(), quantise.int8_encode, quantise.int8_decode),

@@ -11,6 +11,7 @@ from torch import Tensor
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.int8 import scales
 from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
+from moesaic.kernels.pick import codes_by_triton
 
 WIDTH = 128
 """Values of a row under one scale; the last block of a row may be narrower."""
@@ -30,6 +31,11 @@ class Fp8(AbstractCodec):
     name: ClassVar[str] = "fp8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        if codes_by_triton(rows.device, rows.dtype):
+            from moesaic.kernels.triton.quantise import fp8_encode
+
+            fp8_encode(rows, *fields)
+            return
         scale, eighths = fields
         values = rows.to(scale.dtype)
         scale.copy_(scales(block_max(values), LARGEST))
@@ -37,6 +43,11 @@ class Fp8(AbstractCodec):
         eighths.copy_(scaled.clamp_(-LARGEST, LARGEST).nan_to_num_(0.0))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        if codes_by_triton(fields[0].device, dtype):
+            from moesaic.kernels.triton.quantise import fp8_decode
+
+            decoded: Tensor = fp8_decode(*fields, dtype)
+            return decoded
         scale, eighths = fields
         return saturate(eighths.to(scale.dtype) * per_value(scale, dim), dtype)
 

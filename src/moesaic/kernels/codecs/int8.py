@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
+from moesaic.kernels.pick import codes_by_triton
 
 LEVELS = 127
 """The largest integer sent; -128 is not used."""
@@ -29,12 +30,22 @@ class Int8(AbstractCodec):
     name: ClassVar[str] = "int8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        if codes_by_triton(rows.device, rows.dtype):
+            from moesaic.kernels.triton.quantise import int8_encode
+
+            int8_encode(rows, *fields)
+            return
         scale, integers = fields
         values = rows.to(scale.dtype)
         scale.copy_(scales(values.abs().amax(1, keepdim=True), LEVELS))
         integers.copy_((values / scale).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        if codes_by_triton(fields[0].device, dtype):
+            from moesaic.kernels.triton.quantise import int8_decode
+
+            decoded: Tensor = int8_decode(*fields, dtype)
+            return decoded
         scale, integers = fields
         return saturate(integers * scale, dtype)
 

@@ -20,9 +20,12 @@ from moesaic.errors import InputError
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.rounding import compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.zfp_bound import BLOCK, block_errors
+from moesaic.kernels.pick import codes_by_triton
 
 RATES = range(4, 33)
 """Bits per value that are accepted. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
+MOST_VALUES = 2**28
+"""The Triton kernels count the bits of so many values with 32-bit integers; more go over the CPU."""
 FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
 """Smaller values, as parts of the message's largest, are sent as zero: zfp's own scale overflows for blocks below 2**-98
 (float32) or 2**-962 (float64), and such blocks would come back as noise."""
@@ -61,6 +64,11 @@ class Zfp(AbstractCodec):
         return replace(super().spec, layout=partial(blocks_of_bits, rate=self.rate))
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        if codes_by_triton(rows.device, rows.dtype) and rows.numel() <= MOST_VALUES:
+            from moesaic.kernels.triton.zfp import zfp_encode
+
+            zfp_encode(rows, *fields, self.rate)
+            return
         values, shift, bad = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
         assert len(stream) == fields[1].numel(), f"zfp: {len(stream)} bytes written, {fields[1].numel()} expected"
@@ -69,6 +77,13 @@ class Zfp(AbstractCodec):
         fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        if codes_by_triton(fields[0].device, dtype) and num_rows * dim <= MOST_VALUES:
+            from moesaic.kernels.triton.zfp import zfp_decode
+
+            shift, stream, flags = fields
+            stream = stream.clone() if stream.storage_offset() % 2 else stream  # read by 16 bits
+            on_device: Tensor = zfp_decode(shift, stream, flags, num_rows, dim, dtype, self.rate)
+            return on_device
         shift, stream, flags = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64

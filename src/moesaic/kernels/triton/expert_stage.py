@@ -22,12 +22,11 @@ from torch import Tensor
 
 from moesaic.kernels import whole_batch
 from moesaic.kernels.activation import GATE
-from moesaic.kernels.permute import sum_rows as sum_varying_rows
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.launch import device_of
 from moesaic.kernels.triton.outer import outer_products
-from moesaic.kernels.triton.permute import sum_of_rows
+from moesaic.kernels.triton.permute import sum_tokens
 from moesaic.kernels.triton.tiles import Shape, Tile, default_tile
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
@@ -145,6 +144,5 @@ def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
     """Return each token's sum of rows, or the rows where they leave as such."""
     if work.dispatch is None:
         return rows.to(dtype)
-    if work.dispatch.per_token is None:
-        return sum_varying_rows(rows, work.dispatch, dtype=dtype)
-    return sum_of_rows(rows, work.dispatch.by_token, work.dispatch.per_token, None, dtype)
+    sent = work.dispatch
+    return sum_tokens(rows, sent.by_token, sent.starts, None, sent.per_token or 0, dtype)

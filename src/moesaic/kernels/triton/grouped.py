@@ -121,7 +121,8 @@ def _rows_kernel(
                 stride_w, TRANSPOSED, BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             total = tl.dot(a, b, total, input_precision=PRECISION)
-            if PAIRED:
+        if PAIRED:  # a loop of its own: two products into one sum in a step would wait for each other
+            for k in tl.range(0, depth, BLOCK_K):
                 a = rows_tile(other_x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
                 b = matrix_tile(
                     other_w, expert, start, k, columns, depth, stride_other_expert, stride_other_w, TRANSPOSED,

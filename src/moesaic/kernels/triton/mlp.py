@@ -19,7 +19,6 @@ from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.expert_stage import TILES, shapes
 from moesaic.kernels.triton.launch import device_of
-from moesaic.kernels.triton.permute import sum_of_rows
 from moesaic.kernels.triton.tiles import Tile, default_tile
 from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
 
@@ -70,7 +69,9 @@ def mlp_backward(
     assert found.x is not None
     assert found.down is not None
     assert found.gates is not None
-    d_weight = sum_of_rows(found.gates.unsqueeze(1), row, 1, None, weight.dtype).squeeze(1)
+    is_sent = row >= 0
+    d_weight = found.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
+    d_weight = d_weight.masked_fill(~is_sent, 0.0).to(weight.dtype)
     d_w1, *d_w3 = found.ups
     return found.x, d_w1, d_w3[0] if d_w3 else x.new_empty(0), found.down, d_weight
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moesaic.kernels.triton.launch import next_power_of_2
 from moesaic.kernels.triton.parts import sigmoid
-from moesaic.routing.selection import normalized
 
 SCORES = ("softmax", "switch", "sigmoid")
 """softmax over the chosen logits; softmax over all of them; sigmoids of the chosen ones divided by their sum."""
@@ -101,7 +100,8 @@ def route_reference(logits: Tensor, bias: Tensor | None, top_k: int, score: str)
     chosen = logits.gather(1, expert)
     if score == "softmax":
         return chosen.softmax(1), expert
-    return normalized(chosen.sigmoid()).view_as(chosen), expert
+    gates = chosen.sigmoid()
+    return gates / gates.sum(1, keepdim=True).clamp_min(torch.finfo(gates.dtype).tiny), expert
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

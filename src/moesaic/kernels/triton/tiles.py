@@ -96,7 +96,7 @@ class Shape:
 
     @property
     def is_paired(self) -> bool:
-        """Whether a tile is a sum of two products, the gate's and that of what it gates."""
+        """Whether a tile is a sum of two products, the gate's and that of what it gates, one after the other."""
         return self.gated and self.product == "rows_grad"
 
     @property
@@ -126,11 +126,10 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     Persistent programs overlap a tile's epilogue with the next tile's loads, so the result needs a place of its own. Of a
     weight gradient's stages two hold row numbers alone, which stay in registers (seen in what Triton 3.6 allocates).
     """
-    rows = tile.rows * (2 if shape.is_paired else 1)
-    columns = tile.columns * (2 if shape.is_paired or shape.is_doubled else 1)
+    columns = tile.columns * (2 if shape.is_doubled else 1)
     stages = max(2, tile.stages - 2) if shape.product == "weight_grad" else tile.stages
     aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
-    return stages * (rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
+    return stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
 
 
 def num_bites(tile: Tile, *, is_long: bool = False) -> int:
@@ -199,8 +198,8 @@ def candidates(shape: Shape, device: Device) -> Iterator[Tile]:
 
 
 def _deepest(shape: Shape) -> int:
-    """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared memory; half of it for pairs."""
-    return 128 // shape.itemsize // (2 if shape.is_paired else 1)
+    """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared memory."""
+    return 128 // shape.itemsize
 
 
 def _power_of_two(size: int) -> int:

@@ -1,0 +1,175 @@
+"""The library with the Triton kernels picked, end to end: what `kernels/pick.py` picks on a GPU, against the CPU's."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+
+import pytest
+import torch
+
+from helpers import ODD_LOGITS, TOP_K, ids_for, make_router
+from moesaic import Capacity, GatedExperts, MoE, PlainExperts
+from moesaic.kernels import pick
+from moesaic.kernels.codecs import codec_named
+from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
+from moesaic.kernels.triton import expert_stage, route
+from moesaic.routing.gates import ROUTERS
+from moesaic.routing.selection import MOST_COLUMNS, top_k_indices, top_k_indices_reference
+
+USERS = ("kernels.pick", "kernels.permute", "routing.selection")
+"""The modules that ask which kernels a device runs."""
+EXPERTS = {
+    "swiglu": GatedExperts,
+    "swiglu with biases": lambda d, h, n: GatedExperts(d, h, n, bias=True),
+    "gelu": PlainExperts,
+}
+
+
+@pytest.fixture
+def picked(monkeypatch, interpreted):
+    """Let tensors of the CPU, which the interpreter takes, count as a GPU's; on a GPU nothing is changed."""
+    if interpreted:
+        for user in USERS:
+            module = importlib.import_module(f"moesaic.{user}")
+            monkeypatch.setattr(module, "kind_of", lambda device: "triton")
+
+
+def run(layer, x, **options):
+    layer.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    y, routing = layer(x, token_ids=ids_for(x).to(x.device), return_routing=True, **options)
+    (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum().backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return [y, x.grad, routing.counts, routing.nonfinite, *grads.values()]
+
+
+def check(layer, x, device, request, *, tolerance=2e-5, equal_nan=False, **options):
+    expected = run(copy.deepcopy(layer), x, **options)
+    request.getfixturevalue("picked")
+    masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    found = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
+    for mine, true in zip(found, expected, strict=True):
+        assert (mine is None) == (true is None)
+        if mine is not None:
+            torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
+
+
+def layer_of(router="softmax", experts="swiglu", **options):
+    torch.manual_seed(0)
+    top_k = TOP_K.get(router, 2)
+    return MoE(16, 24, 4, top_k, router=lambda d, n: make_router(router, d, n), experts=EXPERTS[experts], **options)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_gives_what_it_gives_on_a_cpu(router, device, request):
+    layer = layer_of(router).train(router not in ("noisy", "gshard"))  # what is drawn on another device differs
+    check(layer, torch.randn(13, 16), device, request)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(
+    "capacity", [None, Capacity.fixed(0.5), Capacity.fixed(0.75, order="score")], ids=["dropless", "position", "score"]
+)
+def test_every_form_of_expert_and_capacity(experts, capacity, device, request):
+    layer = layer_of(experts=experts, capacity=capacity, shared_hidden=8)
+    mask = torch.rand(3, 7) < 0.8
+    check(layer, torch.randn(3, 7, 16), device, request, mask=mask)
+
+
+@pytest.mark.parametrize("weight", ["after", "before"])
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+def test_weights_on_either_side_and_few_tokens(weight, tokens, device, request):
+    check(layer_of(apply_weight=weight), torch.randn(tokens, 16), device, request)
+
+
+@pytest.mark.parametrize("odd", [math.nan, -math.nan, math.inf])
+def test_an_odd_token_spoils_its_own_result_alone(odd, device, picked):
+    layer, x = layer_of().to(device), torch.randn(13, 16, device=device)
+    x[4] = odd
+    y, routing = layer(x, return_routing=True)
+    assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [4]
+    assert int(routing.counts.sum()) == 26
+    assert int(routing.nonfinite) == 2
+
+
+def test_the_kernels_are_those_of_triton(device, picked):
+    kernel = pick.expert_kernel(torch.device(device))
+    assert (kernel.forward, kernel.backward) == (expert_stage.forward, expert_stage.backward)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (9, 64, 40)]
+)
+def test_choices_are_those_of_the_stable_sort(rows, columns, top_k, device, picked, monkeypatch):
+    scores = torch.randint(-3, 3, (rows, columns)).float()
+    assert torch.equal(top_k_indices(scores.to(device), top_k).cpu(), top_k_indices_reference(scores, top_k))
+    wide = torch.randn(2, MOST_COLUMNS + 1)
+    monkeypatch.setattr(route, "route", None)  # so many columns go by sorting
+    assert torch.equal(top_k_indices(wide.to(device), 3).cpu(), top_k_indices_reference(wide, 3))
+
+
+def test_odd_rows_are_ranked_as_on_a_cpu(device, picked):
+    rows = torch.tensor(list(ODD_LOGITS.values()))
+    assert torch.equal(top_k_indices(rows.to(device), 5).cpu(), top_k_indices_reference(rows, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "dim"), [(0, 2, 5), (7, 2, 40), (5, 3, 1100), (9, None, 40), (6, None, 3)]
+)
+def test_order_and_sums_equal_the_cpus(tokens, per_token, dim, weighted, dtype, device, request):
+    """Whether every token has as many rows or not, tokens without a row among them."""
+    token = torch.arange(tokens).repeat_interleave(per_token or 2)
+    expert = torch.randint(0, 4, (len(token),))
+    if per_token is None:
+        sent = torch.rand(len(token)) < 0.5
+        token, expert = token[sent], expert[sent]
+    counts = torch.bincount(expert, minlength=5)
+    rows, weights = torch.randn(len(token), dim).to(dtype), torch.rand(len(token)) if weighted else None
+    x = torch.randn(tokens, dim).to(dtype)
+    plain = sort_by_expert(token, expert, counts, tokens, per_token)
+    results = [sum_rows(rows, plain.dispatch, weights=weights, dtype=dtype), permute(x, plain), unpermute(rows, plain)]
+    request.getfixturevalue("picked")
+    there = [each.to(device) for each in (token, expert, counts)]
+    order = sort_by_expert(*there, tokens, per_token)
+    assert torch.equal(order.order.cpu(), plain.order)
+    for name in ("token", "by_token", "starts"):
+        found = getattr(order.dispatch, name)
+        assert found.dtype == torch.int64
+        assert torch.equal(found.cpu(), getattr(plain.dispatch, name)), name
+    there_weights = None if weights is None else weights.to(device)
+    found = [
+        sum_rows(rows.to(device), order.dispatch, weights=there_weights, dtype=dtype),
+        permute(x.to(device), order),
+        unpermute(rows.to(device), order),
+    ]
+    for mine, true in zip(found, results, strict=True):
+        assert mine.dtype == true.dtype
+        tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, 2e-2)
+        torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8", "zfp"])
+def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monkeypatch):
+    """By their own methods, from rows in any layout and messages at any address; float64 stays with torch."""
+    codec = codec_named(name)
+    rows = (torch.randn(7, 40) * 10.0 ** torch.linspace(-9, 3, 7)[:, None]).to(dtype).t()
+    rows[3, 2], rows[5, 4] = math.nan, -math.inf
+    message = codec.encode(rows)
+    decoded = codec.decode(message, *rows.shape, dtype)
+    request.getfixturevalue("picked")
+    module = importlib.import_module("moesaic.kernels.triton." + ("zfp" if name == "zfp" else "quantise"))
+    calls = []
+    for part in ("encode", "decode"):
+        kernel = getattr(module, f"{name}_{part}")
+        monkeypatch.setattr(module, f"{name}_{part}", lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+    found = codec.encode(rows.to(device))
+    assert torch.equal(found.cpu(), message)
+    apart = torch.cat([found.new_zeros(3), found])[3:]
+    torch.testing.assert_close(codec.decode(apart, *rows.shape, dtype).cpu(), decoded, atol=0, rtol=0, equal_nan=True)
+    assert len(calls) == (0 if dtype == torch.float64 else 2)
