@@ -17,11 +17,11 @@ LAB = ROOT / "lab" / "moesaic_lab"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = sorted(LAB.rglob("*.py"))
 PARTS = (
-    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "plan", "kernels", "routing", "experts", "comm",
-    "runtime", "layer", "profiling", "models", "parallel", "train", "testing", "report", "cli",
+    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "balance", "plan", "kernels", "routing",
+    "experts", "comm", "runtime", "layer", "profiling", "models", "parallel", "train", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "plan", "report")
+TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
@@ -127,7 +127,7 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         for path in SOURCES
         if part_of(path) == "report"
         for name in imports_of(path)
-        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|traces\b|plan\b)", name)
+        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|traces\b|balance\b|plan\b)", name)
     }
     assert {name for name in used if not name.startswith(allowed)} == set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import datetime
 import io
 import pickle
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moesaic import LoadBalance, Mesh, MoE, Plan, ZLoss, checkpoint, collect_losses, set_loss_scale
-from moesaic.comm.gloo import Gloo
+from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.testing.processes import leave
 
@@ -123,10 +122,8 @@ def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
     return max(float((one - other).detach().abs().max()) for one, other in zip(some, others))
 
 
-def parallel(transport: str = "sockets", **options: object) -> MoE:
-    layer, mesh = layer_of(**options), Mesh.create(ep=2)
-    if transport == "gloo":
-        mesh = dataclasses.replace(mesh, transport=Gloo(dist.group.WORLD))
+def parallel(transport: TransportName = "gloo", **options: object) -> MoE:
+    layer, mesh = layer_of(**options), Mesh.create(ep=2, transport=transport)
     layer.parallelize(mesh, Plan(schedule="s1"))
     return layer
 
@@ -147,7 +144,7 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def copies(transport: str) -> dict[str, Any]:
+def copies(transport: TransportName) -> dict[str, Any]:
     layer = parallel(transport)
     expected = step(layer, layer)
     other = copy.deepcopy(layer)

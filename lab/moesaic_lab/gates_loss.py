@@ -146,7 +146,7 @@ def rank_seconds(
     weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]
 ) -> dict[str, list[float]]:
     """Return the seconds of training steps by gate, over all ranks; all of them call this together."""
-    mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node)
+    mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
     step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
     hold_still(dist.get_rank())
     gc.collect()

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
+from moesaic.balance.experts.exact import exact as best_experts
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.balance.samples.exact import exact as best_samples
+from moesaic.balance.samples.exact import seconds
 from moesaic.cost.alpha_beta import Machine
-from moesaic.plan.expert_placement import Balanced, ExpertLoad, SmartMoE, places_of
-from moesaic.plan.expert_placement_exact import exact as best_experts
-from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.plan.placement.exact import exact as best_samples
-from moesaic.plan.placement.exact import seconds
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
 from moesaic_lab.claims import Claim

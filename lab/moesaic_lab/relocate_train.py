@@ -23,9 +23,9 @@ from rich.console import Console
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.balance.samples import TwoStage
 from moesaic.configfile import override
 from moesaic.cost.emulated import CPU, UNSHAPED_GBPS
-from moesaic.plan.placement import TwoStage
 from moesaic.testbed import cluster
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.balance.replication.cost import ReplicationCosts, boards
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.shadow import Shadow
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
-from moesaic.plan.replication.cost import ReplicationCosts, boards
-from moesaic.plan.replication.policy import Load
-from moesaic.plan.replication.shadow import Shadow
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS

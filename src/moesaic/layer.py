@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.replication.policy import AbstractReplicationPolicy
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
@@ -31,11 +31,11 @@ from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime import same_weights
+from moesaic.runtime.balance.samples.relocate import SampleMove
+from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.samples.run import RelocatedCall, run_relocated
 from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.runtime.relocate import SampleMove
-from moesaic.runtime.relocate_residual import Residual
-from moesaic.runtime.relocate_run import RelocatedCall, run_relocated
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.shard import shard_experts
 
@@ -225,7 +225,7 @@ class MoE(InjectsLosses, RoutingCached):
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call, a number for `Capacity.fixed`; None for the layer's.
             return_routing: also return the call's `Routing`.
-            move: x is of the samples of `move.before`, y of those of `move.after`; see `runtime/relocate.py`.
+            move: x is of the samples of `move.before`, y of those of `move.after`; see `runtime/balance/samples/relocate.py`.
             residual: what to add to y, moved as y is.
 
         Returns:
@@ -233,13 +233,11 @@ class MoE(InjectsLosses, RoutingCached):
             pair (y, routing).
         """
         self._check_call(x, mask, token_ids, top_k)
-        run = self._run if self.on_mesh is None else self._run_on_mesh
-        return run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+        if self.on_mesh is None:
+            return self._run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+        from moesaic.runtime.eager import outside_graphs
 
-    @torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
-    def _run_on_mesh(self, *args: Any) -> Tensor | tuple[Tensor, Routing]:
-        """Run a call whose ranks talk to each other, outside of compiled graphs."""
-        return self._run(*args)
+        return outside_graphs(self._run, x, mask, token_ids, top_k, capacity, return_routing, move, residual)
 
     def _run(
         self,
@@ -378,7 +376,7 @@ class MoE(InjectsLosses, RoutingCached):
             else:
                 self.step_counts += routed.routing.requested
             if self.on_mesh is not None:
-                self.on_mesh.order.note(routed.record)
+                self.on_mesh.note(routed.record)
         return routed
 
     def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:

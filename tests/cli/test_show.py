@@ -11,9 +11,16 @@ from typing import Any, get_args
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.plan import Plan
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Replication
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.program.validate import validate
 
@@ -117,11 +124,53 @@ def test_it_names_the_codec_of_what_is_coded(capsys: pytest.CaptureFixture[str])
     assert {row["codec"] for row in found["backward"]["rows"]} == {"none"}
 
 
-def test_a_faster_machine_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("all_to_all", [*ALL_TO_ALLS, "multicast"])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_its_times_are_the_simulators(
+    schedule: str, all_to_all: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What is printed, drawn and written to the trace is the simulator's own timeline, for every plan that fits the mesh."""
+    mesh = {"world": 16, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
+    layer = {"tokens": 512, "num_experts": 8, "top_k": 2, "dim": 64, "hidden": 128}
+    plan, grid = Plan(schedule=schedule, all_to_all=all_to_all, chunks=2), Grid(**mesh)
+    trace = tmp_path / "trace.json"
+    flags = [f"--{part}.{name.replace('_', '-')}={value}" for part, table in (("mesh", mesh), ("layer", layer))
+             for name, value in table.items()]  # fmt: skip
+    flags += [
+        f"--plan.schedule={schedule}",
+        f"--plan.all-to-all={all_to_all}",
+        "--plan.chunks=2",
+        "--cluster=8x4090-pcie",
+    ]
+    try:
+        compiled = compile_plan(plan, grid)
+    except InputError as refusal:
+        reason = str(refusal)
+    else:
+        reason = ""
+    if reason:
+        assert main(["show", *flags]) == 2
+        assert reason in capsys.readouterr().err
+        return
+    found = shown(capsys, *flags, "--trace", str(trace))
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    simulator = Simulator(read_cluster("8x4090-pcie", nodes=4))
+    for number, (name, program) in enumerate((("forward", compiled.forward), ("backward", compiled.backward))):
+        run = simulator.run(program, Workload(**layer), compiled.grid)
+        assert found[name]["seconds"] == run.seconds > 0
+        spans = {event["name"]: event["ts"] * 1e-6 for event in events if event["ph"] == "X" and event["pid"] == number}
+        assert spans == pytest.approx({span.task: span.start for span in run.timeline.spans})
+
+
+def test_a_faster_cluster_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
     slow = shown(capsys, *SMALL)
-    fast = shown(capsys, *SMALL, "--machine.inter-gbps", "1000", "--machine.inter-latency-us", "1")
+    fast = shown(capsys, *SMALL, "--cluster", "dgx-h100")
     assert fast["forward"]["seconds"] < slow["forward"]["seconds"]
     assert fast["forward"]["across_bytes"] == slow["forward"]["across_bytes"]
+
+
+def test_a_mesh_may_have_more_nodes_than_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, *SMALL, "--mesh.world", "64")["forward"]["seconds"] > 0
 
 
 def test_it_writes_pictures_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +215,9 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
         ("--layer.num-experts 3", "num_experts=3 does not split over mesh.ep=4"),
         ("--layer.top-k 9", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
         ("--layer.top-k 9 --plan.all-to-all multicast", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
-        ("--machine.tflops 0", "machine.tflops=0.0: must be above 0"),
+        ("--cluster 25gb", "cluster '25gb' is unknown: did you mean 25gbe?"),
+        ("--layer.dtype fp64", "cluster.device.tflops.fp64 is not given: add it, or choose one of"),
+        ("--mesh.world 16 --mesh.ranks-per-node 8", "mesh.ranks_per_node=8 does not fit cluster 25gbe"),
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),

@@ -70,6 +70,28 @@ def test_a_command_of_the_core_runs_without_torch(name: str, tmp_path: Path) -> 
         assert found["ranking"][0]["parts"]["routing"] == pytest.approx(2 * 2 * 1e-3)
 
 
+def test_help_of_training_needs_no_torch(tmp_path: Path) -> None:
+    done = core("train", "--preset", "demo", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"--mesh.transport", "--model.moe.router", "topology", "--plan.schedule"} <= set(
+        re.findall(r"[\w.-]+", done.stdout)
+    )
+
+
+def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
+    """What one imports to train takes little more than torch itself: not time is looked at, but what is imported."""
+    slow = (
+        "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.export", "sympy",
+        "scipy.optimize", "scipy.sparse", "moesaic.comm.sockets", "moesaic.kernels.triton", "moesaic.report", "moesaic.train",
+    )  # fmt: skip
+    code = (
+        "import sys, torch; before = set(sys.modules); from moesaic import MoE; "
+        f"print([name for name in {slow!r} if name in set(sys.modules) - before])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("words", [["train", "--preset", "gpt-tiny"], ["profile", "--out", "p.json"]])
 def test_other_commands_say_what_to_install(words: list[str], tmp_path: Path) -> None:
     done = core(*words, cwd=tmp_path)

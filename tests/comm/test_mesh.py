@@ -34,6 +34,8 @@ def test_one_process_needs_no_process_group(monkeypatch):
         ({"ep": 0}, "mesh.ep=0: must be at least 1"),
         ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
         ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
+        ({"transport": "mpi"}, "transport='mpi' is unknown: choose one of auto, gloo, nccl, sockets"),
+        ({"transport": "nccl"}, "transport=nccl does not carry messages between cpu devices: choose auto"),
     ],
 )
 def test_bad_sizes_give_one_line(sizes, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.comm import sockets_connect
+from moesaic.comm import TransportName, sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
@@ -62,9 +61,9 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def movements(rank: int, world: int) -> dict[str, Any]:
+def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
     """What a rank finds out about its transport."""
-    mesh = Mesh.create()
+    mesh = Mesh.create(transport=name)
     transport, everyone = mesh.transport, tuple(range(world))
     found: dict[str, Any] = {}
     large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
@@ -97,36 +96,34 @@ def movements(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def unreachable() -> dict[str, object]:
-    """What ranks do that cannot be connected by sockets."""
+def other_transports(rank: int) -> dict[str, object]:
+    """What ranks say that cannot be connected by sockets, or ask for different transports."""
     with (
         patch.object(sockets_connect, "_hosts", lambda: ["not an address"]),
         patch.object(sockets_connect, "PATIENCE", 0.1),
-        warnings.catch_warnings(record=True) as told,
     ):
-        warnings.simplefilter("always")
-        transport = open_transport()
-    ranks = tuple(range(transport.world))
-    total = float(all_reduce_sum(transport, ranks, torch.ones(1)))
+        unreachable = refusal(lambda: open_transport(name="sockets"))
     return {
-        "unreachable": (type(transport).__name__, total, [str(w.message) for w in told if "sockets" in str(w.message)])
+        "default": type(open_transport()).__name__,
+        "unreachable": unreachable,
+        "transports differ": refusal(lambda: Mesh.create(transport="sockets" if rank else "gloo")),
     }
 
 
-def process(rank: int, world: int, folder: str) -> None:
+def process(rank: int, world: int, name: TransportName, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    found = {**meshes(rank, world), **movements(rank, world), **unreachable()}
+    found = {**meshes(rank, world), **movements(rank, world, name), **other_transports(rank)}
     torch.save(found, Path(folder) / f"{rank}.pt")
     leave()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_real_processes(world, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("world", "name"), [(2, "sockets"), (4, "sockets"), (4, "gloo")])
+def test_real_processes(world, name, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    spawn(process, args=(world, str(tmp_path)), nprocs=world)
+    spawn(process, args=(world, name, str(tmp_path)), nprocs=world)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
     large = torch.zeros(DIRECT_BYTES)
     for rank in range(world):
@@ -153,6 +150,10 @@ def test_real_processes(world, tmp_path, monkeypatch):
         of_weight = float(sum((r + 1) * sum(rows) for r, rows in enumerate(shares)))
         of_rows = [3.0 * (r + 1) for r, rows in enumerate(shares) for _ in rows]
         assert saw["gradients"] == ([of_weight] * 3, of_rows)
-        assert (saw["tags"], saw["transport"]) == (True, "Sockets")
-        kind, total, told = saw["unreachable"]
-        assert (kind, total, len(told)) == ("Gloo", world, 0 if rank else 1)
+        assert (saw["tags"], saw["transport"]) == (True, name.capitalize())
+        assert saw["default"] == "Gloo"
+        assert saw["unreachable"] == (
+            "transport=sockets cannot connect rank 0: rank 0 has no address to listen on: set GLOO_SOCKET_IFNAME to the "
+            "network interface that all ranks reach, or choose transport=gloo"
+        )
+        assert saw["transports differ"] == f"transport differs: gloo on rank 0, sockets on {others}: {same}"

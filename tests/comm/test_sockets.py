@@ -4,15 +4,19 @@ has gone."""
 from __future__ import annotations
 
 import socket
+import struct
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
 
+from moesaic.comm import sockets_connect
 from moesaic.comm.sockets import Sockets
 from moesaic.comm.sockets_connect import _answer, _call, _Place
-from moesaic.comm.transport import Transfer
+from moesaic.comm.transport import MessageSizeError, Transfer
 
 LARGE = 1 << 25
 """More than the kernel keeps."""
@@ -192,19 +196,129 @@ def test_what_was_sent_can_be_freed_as_fsdp_does_it():
         each.untyped_storage().resize_(0)
 
 
-def test_strangers_are_not_taken_for_ranks():
+@contextmanager
+def listening(
+    ranks: range, lines: dict[int, socket.socket], seconds: float = 60.0
+) -> Iterator[tuple[_Place, Future[None]]]:
+    """A rank that answers while the block runs, in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        place = _Place(bytes(16), ("127.0.0.1",), listener.getsockname()[1])
-        lines: dict[int, socket.socket] = {}
-        stranger = socket.create_connection(listener.getsockname())
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
-        _answer(place, listener, lines, time.monotonic() + 60)
-        assert not lines
-        call = pool.submit(_call, place, 3)
-        _answer(place, listener, lines, time.monotonic() + 60)
-        call.result().sendall(b"x")
+        listener.setblocking(False)
+        place = _Place(bytes(range(16)), (listener.getsockname(),))
+        end = time.monotonic() + seconds
+        yield place, pool.submit(_answer, place.word, [listener], ranks, lines, end)
+    for line in lines.values():
+        line.close()
+
+
+def stranger(place: _Place, said: bytes) -> socket.socket:
+    line = socket.create_connection(place.addresses[0])
+    line.sendall(said)
+    return line
+
+
+def test_strangers_are_not_taken_for_ranks():
+    lines: dict[int, socket.socket] = {}
+    with listening(range(3, 4), lines) as (place, answered):
+        talks = stranger(place, b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
+        line = _call(place, 3, time.monotonic() + 60)
+        answered.result()
+        line.sendall(b"x")
         assert lines[3].recv(1) == b"x"
-        for line in (stranger, call.result(), lines[3]):
-            line.close()
-    with pytest.raises(OSError, match="nobody at"):
-        _call(place, 3)
+        for each in (talks, line):
+            each.close()
+    with pytest.raises(OSError, match=r"nobody answers at 127\.0\.0\.1:"):
+        _call(place, 3, time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 1, 2, 5, 2**40])
+def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
+    monkeypatch.setattr(sockets_connect, "PATIENCE", 0.2)
+    lines: dict[int, socket.socket] = {}
+    with listening(range(3, 5), lines, 0.2) as (place, answered):
+        with pytest.raises(OSError, match="nobody answers"):
+            _call(place, rank, time.monotonic() + 60)
+        with pytest.raises(OSError, match=r"rank 3 has not called within 0.2 s"):
+            answered.result()
+    assert not lines
+
+
+def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(sockets_connect, "HELLO_TIMEOUT", 3600.0)  # none of them is given up
+    lines: dict[int, socket.socket] = {}
+    with listening(range(1, 2), lines) as (place, answered):
+        silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets_connect._CALLERS)]
+        line = _call(place, 1, time.monotonic() + 60)
+        answered.result()
+        assert list(lines) == [1]
+        for each in (*silent, line):
+            each.close()
+
+
+def test_a_hello_that_trickles_is_given_up_and_a_flood_of_calls_ends(monkeypatch):
+    monkeypatch.setattr(sockets_connect, "HELLO_TIMEOUT", 0.05)
+    lines: dict[int, socket.socket] = {}
+    with listening(range(1, 2), lines, 1.0) as (place, answered), suppress(ConnectionError, socket.timeout):
+        trickles = stranger(place, b"\0")
+        while not answered.done():
+            stranger(place, b"").close()
+            with suppress(ConnectionError):
+                trickles.sendall(b"\0")
+            time.sleep(0.001)
+    with pytest.raises(OSError, match="rank 1 has not called"):
+        answered.result()
+    assert not lines
+
+
+def test_ranks_listen_on_the_interface_that_was_named_alone(monkeypatch):
+    monkeypatch.setenv(sockets_connect.INTERFACE_VARIABLE, "lo")
+    with ExitStack() as open_here:
+        place, listeners = sockets_connect._listen(2, open_here)
+        assert [listener.getsockname()[0] for listener in listeners] == ["127.0.0.1"]
+        assert place is not None
+        assert place.addresses == (listeners[0].getsockname(),)
+    monkeypatch.setenv(sockets_connect.INTERFACE_VARIABLE, "none-such")
+    with ExitStack() as open_here:
+        assert sockets_connect._listen(2, open_here) == (None, [])
+    monkeypatch.delenv(sockets_connect.INTERFACE_VARIABLE)
+    with ExitStack() as open_here:
+        assert "0.0.0.0" not in {line.getsockname()[0] for line in sockets_connect._listen(2, open_here)[1]}
+
+
+@pytest.mark.parametrize("size", [0, -1, -(2**63), 1 << 33, 2**63 - 1])
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size, is_asked_for):
+    ours, theirs = socket.socketpair()
+    right = Sockets(1, {0: ours})
+    theirs.sendall(struct.pack("<qq", 7, size))
+    wanted = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
+    with pytest.raises(MessageSizeError, match=rf"^rank 0 (announced|sent) {size} bytes under tag 7"):
+        right.wait(right.issue(wanted))
+    theirs.close()
+    gone = Transfer(1, 8, {}, {0: torch.empty(1)})
+    with pytest.raises(RuntimeError, match="closed by rank 0"):
+        right.wait(right.issue(gone))
+
+
+def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not():
+    first, second, third = transports(3, patience=0.2)
+    buffer = torch.empty(64, dtype=torch.uint8)
+    handle = second.issue(Transfer(1, 0, {}, {0: buffer}))
+    line, chatter = first._lines[1].socket, torch.zeros(1)
+    with ThreadPoolExecutor(1) as pool:
+
+        def trickle() -> None:
+            for part in (struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8):
+                line.sendall(part)
+                time.sleep(0.1)
+
+        sent = pool.submit(trickle)
+        second.wait(handle)
+        sent.result()
+        assert buffer.tolist() == [1] * 64
+        ended = pool.submit(lambda: second.wait(second.issue(Transfer(1, 1, {}, {0: buffer}))))
+        tag = 0
+        while not ended.done():
+            third.issue(Transfer(2, (tag := tag + 1), {1: chatter}, {}))
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing came"):
+            ended.result()

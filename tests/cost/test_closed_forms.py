@@ -211,7 +211,6 @@ def test_simulates_without_torch() -> None:
         "from moesaic.cost.cluster_file import read_cluster\n"
         "from moesaic.cost.simulate import simulate\n"
         "from moesaic.cost.step import simulate_step\n"
-        "from moesaic.cost.roofline import roofline\n"
         "from moesaic.cost.workload import Workload\n"
         "from moesaic.plan import Plan, compile_plan\n"
         "from moesaic.program.grid import Grid\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from cost.clusters import DEVICE, flat
@@ -19,7 +18,7 @@ from moesaic.cost.collectives import (
     reduce,
     reduce_scatter,
 )
-from moesaic.cost.roofline import Point, ideal, point_of, roofline, semi_ideal
+from moesaic.cost.roofline import ideal, semi_ideal
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import Step, StepModel, fill_gaps, reduce_seconds, simulate_step
 from moesaic.cost.workload import Workload
@@ -115,28 +114,19 @@ def test_memory_counts_weights_by_their_shards() -> None:
     assert memory.total == sum(vars(memory).values())
 
 
-def test_the_roofline_curves_and_points() -> None:
+def test_simulated_layers_lie_under_the_roofline() -> None:
     assert ideal(10.0, 0.5) == 5.0
     assert ideal(10.0, 2.0) == 10.0
     assert semi_ideal(10.0, 1.0) == 5.0
     assert semi_ideal(10.0, math.inf) == 10.0
     flops = 2 * 3 * 1024 * 2 * 256 * 512 * 3
-    points = []
     for all_to_all_name in ("linear", "hier2d", "multicast"):
         for chunks in (1, 4):
             compiled = compile_plan(Plan(chunks=chunks, all_to_all=all_to_all_name), GRID)  # type: ignore[arg-type]
             runs = [Simulator(SPEC).run(program, LAYER, GRID) for program in (compiled.forward, compiled.backward)]
-            points.append(point_of(f"{all_to_all_name} {chunks}", runs, flops))
-    drawn = roofline(100e12, points)
-    for point in points:
-        assert 0 < point.throughput <= ideal(drawn.peak, point.ratio) * (1 + 1e-9)
-        assert point.share_of_ideal(drawn.peak) <= 1 + 1e-9
-    ratios, full, none = drawn.curves()
-    assert ratios[0] < min(point.ratio for point in points) < ratios[-1]
-    assert (none <= full).all()
-    assert np.all(np.diff(full) >= 0)
-    with pytest.raises(InputError, match="peak=0"):
-        roofline(0.0, [Point(name="a", ratio=1.0, throughput=1.0)])
+            ratio = sum(run.compute_seconds for run in runs) / sum(run.communication_seconds for run in runs)
+            throughput = flops / sum(run.seconds for run in runs)
+            assert 0 < throughput <= ideal(100e12, ratio) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.placement import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 

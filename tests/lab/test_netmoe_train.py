@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.configfile import override
-from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo

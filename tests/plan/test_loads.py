@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
@@ -13,8 +16,6 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan, loads
 from moesaic.plan.loads import decided, simulate_counts, simulate_even
 from moesaic.plan.predict import hot_counts
-from moesaic.plan.replication import REPLICATION_POLICIES
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.program.grid import Grid
 
 LAYER = Workload(tokens=512, num_experts=16, top_k=2, dim=256, hidden=512, dtype="fp32")
@@ -72,7 +73,7 @@ def test_under_even_routing_the_normal_path_is_the_exact_one(replication: str) -
     assert even == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("replication", [*REPLICATION_POLICIES, "arbiter"])
+@pytest.mark.parametrize("replication", REPLICATION_POLICIES)
 def test_under_skew_what_the_policy_replicates_is_simulated(replication: str) -> None:
     counts = hot_counts(3000.0, GRID.dp, LAYER)
     compiled = compile_plan(Plan(replication=replication), GRID)

@@ -8,11 +8,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
 from moesaic.plan import Plan
 from moesaic.plan.plan import AllToAll, Codec, Order, Replication, Schedule
-from moesaic.plan.replication import REPLICATION_POLICIES
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
@@ -23,7 +23,7 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
     assert get_args(AllToAll) == (*ALL_TO_ALLS, "multicast", "deepep")
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Codec)) == set(CODECS)
-    assert get_args(Replication) == ("none", *REPLICATION_POLICIES, "arbiter")
+    assert get_args(Replication) == ("none", *REPLICATION_POLICIES)
 
 
 @pytest.mark.parametrize(

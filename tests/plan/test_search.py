@@ -109,6 +109,18 @@ def test_the_best_is_near_the_best_of_all_combinations() -> None:
         assert quick.num_simulated < full.num_simulated
 
 
+@pytest.mark.parametrize(("ep", "etp", "top_k"), [(2, 4, 2), (4, 2, 4)])
+def test_choices_that_go_only_together_are_found(ep: int, etp: int, top_k: int) -> None:
+    """Multicast is best with S1 and S2 and does not go with S3, so no single choice leads from there to S3, the best."""
+    job = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=8, hidden=1024, top_k=top_k)))
+    cluster = flat(2, 4, intra=1000, inter=200, intra_us=2, inter_us=5, device=DEVICE)
+    space = replace(SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 2, 4))
+    how = {"space": space, "cluster": cluster, "pins": Pins(tp=1, ep=ep, etp=etp, innermost="etp")}
+    quick, full = found(job, **how), found(job, exhaustive=True, **how)
+    assert quick.best.plan.schedule == "s3"
+    assert quick.best.seconds == full.best.seconds
+
+
 def test_leaving_layouts_out_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = found(refine=1)
     monkeypatch.setattr(StepCostModel, "floor", lambda *_, **__: 0.0)
@@ -214,6 +226,11 @@ def test_neighbours_differ_in_one_choice() -> None:
         assert sum(getattr(plan, name) != getattr(other, name) for name in vars(plan)) == 1
     assert {other.gather_weights for other in near} == {None, 0, 1}
     assert {other.chunks for other in near} == {1, 2, 4, 8}
+    pairs = list(neighbours(plan, LOSSLESS, grid, 2))
+    assert len(pairs) == len(set(pairs))
+    for other in pairs:
+        assert sum(getattr(plan, name) != getattr(other, name) for name in vars(plan)) == 2
+    assert Plan(schedule="s3", all_to_all="hier2d") in pairs
 
 
 @pytest.mark.parametrize(
@@ -238,5 +255,10 @@ def test_programs_are_the_same_on_one_copy_of_the_experts(plan: Plan) -> None:
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     search(JOB, CLUSTER, Settings(space=SMALL, refine=1), progress=lambda *each: told.append(each))
-    assert {what for what, _, _ in told} == {"bounding layouts", "judging layouts", "changing single choices"}
+    assert {what for what, _, _ in told} == {
+        "bounding layouts",
+        "judging layouts",
+        "changing choices",
+        "changing pairs of choices",
+    }
     assert all(0 <= done < total for _, done, total in told)

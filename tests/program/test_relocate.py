@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moesaic.balance.samples import Homes
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.placement import Homes
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedShapes, PlacedSizes, SampleShapes

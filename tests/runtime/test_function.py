@@ -22,7 +22,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.runtime import function as function_module
-from moesaic.runtime import slices as slices_module
+from moesaic.runtime.balance import slices as slices_module
 from moesaic.runtime.call import Call
 from moesaic.runtime.drive import drive
 from moesaic.runtime.function import Run, inputs_of, run_program

@@ -11,7 +11,7 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.routing.routers import ROUTERS
-from moesaic.runtime.arbiter import ProgramSelector
+from moesaic.runtime.balance.selector import ProgramSelector
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
 from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds

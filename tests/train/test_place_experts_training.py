@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.errors import InputError
-from moesaic.plan.expert_placement import AbstractExpertPlacer, ExpertLoad
 from moesaic.program.grid import Grid
 from moesaic.train import place_experts
 from moesaic.train.config import PlaceExpertsConfig, PlannerConfig, TrainConfig

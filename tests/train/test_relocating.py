@@ -15,12 +15,12 @@ from torch.distributed import FileStore
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.balance.samples import Given, Homes, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.plan import Plan
-from moesaic.plan.placement import Given, Homes, TwoStage
-from moesaic.runtime.relocate import Relocator
+from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.testing.processes import leave
 from moesaic.train.parallel import parallelize
 

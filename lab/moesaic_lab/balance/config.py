@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Tflops
 from moesaic.cost.emulated import CPU, emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.program.grid import Grid
 from moesaic.testbed.bed import Bed
 from moesaic.traces.trace import Trace

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.expert_placement import ExpertLoad, SmartMoE
+from moesaic.balance.experts import ExpertLoad, SmartMoE
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.plan.plan import Plan
-from moesaic.plan.replication import REPLICATION_POLICIES
-from moesaic.plan.replication.cost import ReplicationCosts
-from moesaic.plan.replication.policy import AbstractReplicationPolicy
 from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"

@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.samples import TwoStage
+from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.placement import TwoStage
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
@@ -128,7 +130,7 @@ class Subject:
         """Begin with the first call again, and count steps and decisions from here on."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self._trials += sum(each.is_trial for each in self.layer.on_mesh.chooser.take())
+        self._trials += sum(each.is_trial for each in verdicts_of(self.layer.on_mesh.calls))
         if self.watched is not None:
             self.watched.seconds.clear()
             self.watched.replicated.clear()
@@ -149,7 +151,7 @@ class Subject:
                 replicated_experts=experts,
                 replicated_copies=copies,
             )
-        verdicts = self.layer.on_mesh.chooser.take()
+        verdicts = verdicts_of(self.layer.on_mesh.calls)
         experts, copies = zip(*(_replicated(each.replicated) for each in verdicts[:calls]))
         return Decided(
             seconds=tuple(each.decision_seconds for each in verdicts),
@@ -173,7 +175,7 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
     """
     hold_still(dist.get_rank())
-    transport, grid = open_transport(), jobs[0].case.place.grid
+    transport, grid = open_transport(name="sockets"), jobs[0].case.place.grid
     plans = {name: compile_plan(each.plan, grid, host_runs_compute=True) for name, each in jobs[0].methods.items()}
     return [measure_case(job, plans, transport) for job in jobs]
 

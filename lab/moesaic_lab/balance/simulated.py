@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.samples import Homes, SampleLoad, TwoStage
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
@@ -16,11 +21,7 @@ from moesaic.cost.simulate import Simulated as Span
 from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.arbiter import Arbiter, Arbitration
 from moesaic.plan.compile import for_call
-from moesaic.plan.placement import Homes, SampleLoad, TwoStage
-from moesaic.plan.replication.cost import ReplicationCosts
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Load
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes

@@ -162,7 +162,7 @@ def _measure(
     methods: Mapping[str, CommMethod], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
 ) -> CommFound:
     """Check every method, then time all in turn."""
-    transport = open_transport()
+    transport = open_transport(name="sockets")
     messages = {name: method.work.messages(dim) for name, method in methods.items()}
     sent = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
     timed = {name: _runner(method, transport) for name, method in methods.items()}

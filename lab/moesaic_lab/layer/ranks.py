@@ -74,7 +74,7 @@ class LayerRunner:
 
 def measure(job: LayerJob) -> LayerFound:
     """Count, search, time, on this rank; all ranks call it together."""
-    transport = open_transport()
+    transport = open_transport(name="sockets")
     runner = LayerRunner(job, transport)
     everything = {**job.methods, **job.candidates}
     recorder = Recorder(transport)

@@ -97,7 +97,7 @@ def measure(job: ModelJob) -> PlanTimes:
     """Time all plans of a case, on this rank; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
     torch.manual_seed(job.seed)
-    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_transport(), job.seed)
+    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_transport(name="sockets"), job.seed)
     steps = {name: partial(runner.step, compiled) for name, compiled in job.plans.items()}
     barrier = start_together(latest)
     for step in steps.values():  # what rows go where is worked out in a plan's first step

@@ -155,7 +155,7 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
     path = _profile_path(keep, bed)
     if not path.exists():
         progress(f"{bed.name}: profile")
-        measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",))[0]
+        measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
         measuring.profile_of(measured).write(path)
     return read_profile(path)
 

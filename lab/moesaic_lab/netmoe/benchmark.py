@@ -22,13 +22,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from moesaic.balance.samples import Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.balance.samples.exact import gap
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.placement import Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.plan.placement.exact import gap
 from moesaic.testbed import cluster
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
-from moesaic.plan.placement import AbstractPlacer
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime.relocate import Following, Relocator, SampleTrip
-from moesaic.runtime.relocate_residual import Residual
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
@@ -172,7 +172,7 @@ def check(stack: Stack, name: str) -> None:
 def measure(job: TravelJob) -> dict[str, TravelFound]:
     """Time the methods of a job in turn; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
-    transport = open_transport()
+    transport = open_transport(name="sockets")
     recorder = Recorder(transport)
     watched, stack = Stack(job, recorder), Stack(job, transport)
     carried = {}

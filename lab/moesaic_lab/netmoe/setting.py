@@ -1,8 +1,9 @@
 """NetMoE's comparison without ranks: made-up loads, the homes that samples go to, bytes and simulated time of every layer.
 
 A journey is what a forward pass does: the samples start at home, each MoE layer decides from its own routing and the next
-one's where they live after it, the last one takes them home (`runtime/relocate.py` does the same with tensors). Consecutive
-layers are drawn apart: what a sample likes in one layer says nothing about the next, the harder case for placement.
+one's where they live after it, the last one takes them home (`runtime/balance/samples/relocate.py` does the same with
+tensors). Consecutive layers are drawn apart: what a sample likes in one layer says nothing about the next, the harder case for
+placement.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Volume
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.placement import AbstractPlacer, Homes, SampleLoad, Volume
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes

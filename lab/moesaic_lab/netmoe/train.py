@@ -12,14 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.experts import ExpertRates
+from moesaic.balance.policies import EXPERT_PLACERS
+from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
-from moesaic.plan.expert_placement import EXPERT_PLACERS, ExpertRates
-from moesaic.plan.placement import AbstractPlacer
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.place_experts import ExpertPlacement
+from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.testbed.steady import hold_still
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples
@@ -129,7 +131,7 @@ class Training:
         """Return what the arbiters chose since the last call, by option."""
         found: dict[str, int] = {}
         for layer in self.layers:
-            for verdict in [] if layer.on_mesh is None else layer.on_mesh.chooser.take():
+            for verdict in verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls):
                 found[verdict.option] = found.get(verdict.option, 0) + 1
         return found
 
@@ -204,4 +206,6 @@ def _across(recorder: Recorder, mesh: Mesh) -> int:
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a configuration over all processes."""
     asked = config.mesh
-    return Mesh.create(ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node)
+    return Mesh.create(
+        ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node, transport="sockets"
+    )

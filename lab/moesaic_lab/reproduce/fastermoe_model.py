@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.plan.replication.published import Rates, shadows_of
+from moesaic.balance.replication.published import Rates, shadows_of
 
 Rule = Literal["printed", "corrected"]
 

@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
+from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, sample_counts
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.placement import Homes, SampleLoad, TwoStage
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Stage
 from moesaic.program.timeline import Span

@@ -64,7 +64,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     Raises:
         RuntimeError: if a lossless system differs from the model in one process by more than the tolerance.
     """
-    systems = list(make_systems(config, case, open_transport()))
+    systems = list(make_systems(config, case, open_transport(name="sockets")))
     errors = _agreement(config, case, systems)
     runs: dict[str, Callable[[], object]] = {
         s.name: s.step.train if case.mode == "training" else s.step.infer for s in systems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,6 +35,8 @@ class ProfileOptions:
     """Of everything. More make a noisy machine's profile possible."""
     dtypes: str = "fp32"
     """Of expert products; "fp32,bf16" for both."""
+    transport: Literal["auto", "gloo", "sockets"] = "auto"
+    """What carries the messages, as mesh.transport of the training says."""
     still: bool = False
     """Bind each rank to one core, under the batch policy, as moesaic bench model does; not as training runs."""
 
@@ -73,6 +75,7 @@ def run(arguments: Sequence[str]) -> int:
             options.repeats,
             tuple(options.dtypes.split(",")),
             lambda what, share: bar.update(task, description=what, completed=share),
+            options.transport,
         )
     try:
         profile = profile_of(measured)

@@ -12,7 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
+from moesaic.cost.alpha_beta import LayerShape
+from moesaic.cost.cluster import ClusterSpec, Dtype
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
@@ -21,7 +25,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
-from moesaic.program.timeline import Timeline, lay_out, to_trace
+from moesaic.program.timeline import Timeline, to_trace
 from moesaic.program.volume import even_node_tokens, even_sizes, traffic
 
 
@@ -57,13 +61,25 @@ class LayerOptions:
     """Experts of the layer."""
     top_k: int = 2
     """Experts per token."""
-    element_bytes: int = 2
-    """Bytes of an activation: 2 for bfloat16."""
+    dtype: Dtype = "bf16"
+    """Of activations, weights and products."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "dim", "hidden", "num_experts", "top_k", "element_bytes"):
+        for name in ("tokens", "dim", "hidden", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise InputError(f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+
+    @property
+    def workload(self) -> Workload:
+        """The layer as the simulator takes it."""
+        return Workload(
+            tokens=self.tokens,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            dim=self.dim,
+            hidden=self.hidden,
+            dtype=self.dtype,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +92,8 @@ class ShowOptions:
     """The mesh that it runs on."""
     layer: LayerOptions = LayerOptions()
     """The layer that it runs."""
-    machine: Machine = field(default_factory=Machine)
-    """What the lengths in the pictures are taken from; docs/programs.md says how."""
-    cpu: bool = False
-    """Lay the tasks out as on CPU, where one thread issues movements and computes; else as on CUDA streams."""
+    cluster: str = "25gbe"
+    """What the times are simulated on: a preset, or a file that ends in .toml; docs/planning.md describes both."""
     plan_file: str | None = None
     """Read the plan from a file that --write made, instead of the --plan flags."""
     write: str | None = None
@@ -103,19 +117,13 @@ def run(arguments: Sequence[str]) -> int:
             "once per node"
         )
     grid = Grid(**vars(options.mesh))
-    shape = LayerShape(dim=options.layer.dim, hidden=options.layer.hidden, element_bytes=options.layer.element_bytes)
-
-    def durations(program: Program, factored: Grid) -> dict[str, float]:
-        return estimate(program, _sizes(plan, factored, options.layer), shape, options.machine)
-
-    compiled = compile_plan(plan, grid, durations=durations, host_runs_compute=options.cpu)
+    cluster = _cluster(options)
+    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute)
     sizes = _sizes(plan, compiled.grid, options.layer)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
-    timelines = {
-        name: lay_out(program, durations(program, compiled.grid), host_runs_compute=options.cpu)
-        for name, program in programs.items()
-    }
-    rows = {name: _moved(program, sizes, shape) for name, program in programs.items()}
+    layer, simulator = options.layer.workload, Simulator(cluster)
+    rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
+    timelines = {name: simulator.run(program, layer, compiled.grid).timeline for name, program in programs.items()}
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
@@ -124,8 +132,18 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     for name, program in programs.items():
         print(to_text(program))
-        Console().print(_table(name, rows[name], timelines[name], options.mesh, replicates=compiled.replicates))
+        times = (
+            f"{timelines[name].makespan * 1e3:.2f} ms on {cluster.name}, {timelines[name].overlap:.0%} of the moving"
+        )
+        Console().print(_table(name, rows[name], times, options.mesh, replicates=compiled.replicates))
     return 0
+
+
+def _cluster(options: ShowOptions) -> ClusterSpec:
+    """Return the cluster, with more nodes of the same where the mesh has more than it."""
+    cluster = read_cluster(options.cluster)
+    nodes = options.mesh.world // options.mesh.ranks_per_node
+    return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
 
 
 def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> CallSizes:
@@ -201,11 +219,11 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
             ) from error
 
 
-def _table(name: str, rows: list[dict[str, Any]], timeline: Timeline, mesh: MeshOptions, *, replicates: bool) -> Table:
+def _table(name: str, rows: list[dict[str, Any]], times: str, mesh: MeshOptions, *, replicates: bool) -> Table:
     routing = "even routing, so that nothing is replicated" if replicates else "even routing"
     title = (
         f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, {routing}, before "
-        f"any codec; {timeline.makespan * 1e3:.2f} ms by --machine, {timeline.overlap:.0%} of the moving behind computing"
+        f"any codec; {times} behind computing"
     )
     table = Table(title=title)
     for column in ("task", "collective", "codec", "inside nodes", "across nodes", "messages across"):

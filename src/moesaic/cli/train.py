@@ -27,6 +27,8 @@ The defaults shown below are those of the preset and file that were given."""
 
 def run(arguments: Sequence[str]) -> int:
     """Train; returns the exit code. Of several ranks one speaks for all: the first, or the first that fails."""
+    if {"-h", "--help", "-H"} & set(arguments):
+        _configured(arguments)  # prints, without torch, and exits
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
 

@@ -7,20 +7,19 @@ point, and need no process groups beyond the world: their groups are tuples of r
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesaic.comm import TransportName
 from moesaic.comm.agree import check_same
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.gloo import Gloo
 from moesaic.comm.nccl import Nccl
-from moesaic.comm.sockets import Sockets
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
@@ -59,6 +58,7 @@ class Mesh:
         innermost: Literal["etp", "ep"] = "etp",
         ranks_per_node: int | None = None,
         device_type: DeviceType = "cpu",
+        transport: TransportName = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
         """Lay a mesh over all processes. All of them call this together; dp and edp follow from their number.
@@ -71,30 +71,33 @@ class Mesh:
             cp: reserved: 1.
             innermost: which of etp and ep has consecutive ranks.
             ranks_per_node: consecutive ranks that share a node; None takes what torchrun says, else one node.
-            device_type: "cpu" sends over sockets, "cuda" over NCCL between the current devices.
+            device_type: "cpu" or "cuda", which is every process's current device.
+            transport: what carries the messages of MoE layers: "auto" takes "gloo" for "cpu" and "nccl" for "cuda"; "sockets"
+                is another one for "cpu", on which small messages arrive sooner (docs/distributed.md).
             group: a process group of the whole world; None is the default group.
 
         Raises:
-            InputError: on every rank: sizes that do not fit the world, or ranks that ask for different meshes.
+            InputError: on every rank: sizes that do not fit the world, a transport that does not serve the devices or cannot
+                connect the ranks, or ranks that ask for different meshes.
         """
-        transport = open_transport(device_type, group)
+        opened = open_transport(device_type, group, transport)
         per_node = ranks_per_node if ranks_per_node is not None else _ranks_of_launcher()
         asked = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
-        check_same(transport, {f"mesh.{name}": value for name, value in asked.items()})
+        check_same(opened, {f"mesh.{name}": value for name, value in asked.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: it is reserved for later: set it to 1")
         grid = Grid(
-            world=transport.world,
+            world=opened.world,
             tp=tp,
             ep=ep,
             etp=etp,
             innermost=innermost,
-            ranks_per_node=_fitting(per_node, transport.world, ranks_per_node is None),
+            ranks_per_node=_fitting(per_node, opened.world, ranks_per_node is None),
         )
-        if isinstance(transport, NoTransport):
-            return cls(grid, transport)
-        return cls(grid, transport, _dense(grid, device_type), _sparse(grid, device_type))
+        if isinstance(opened, NoTransport):
+            return cls(grid, opened)
+        return cls(grid, opened, _dense(grid, device_type), _sparse(grid, device_type))
 
     @property
     def rank(self) -> int:
@@ -151,22 +154,30 @@ class Mesh:
         return self.grid.group(self.rank, axes)
 
 
-def open_transport(device_type: DeviceType = "cpu", group: dist.ProcessGroup | None = None) -> AbstractTransport:
+def open_transport(
+    device_type: DeviceType = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
+) -> AbstractTransport:
     """Open a transport between all processes; all of them call this together.
 
     Args:
-        device_type: "cpu" for sockets, "cuda" for NCCL between the current devices.
-        group: a process group of the whole world; None is the default group. NCCL makes its own groups; sockets need one for
-            the ranks' addresses, and where two ranks cannot be connected, the transport is Gloo (a warning says so).
+        device_type: "cpu", or "cuda" for the current devices.
+        group: a process group of the whole world; None is the default group. NCCL makes its own groups; sockets tell each
+            other the ranks' addresses through this one.
+        name: which transport; "auto" takes "gloo" for "cpu" and "nccl" for "cuda".
 
     Returns:
         the transport; without `torch.distributed`, that of a world of one rank.
 
     Raises:
-        InputError: for a device type that is missing here or that the process group cannot serve.
+        InputError: for a device type that is missing here or that the process group or the transport cannot serve, for ranks
+            that name different transports, and where sockets cannot connect two ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
+    if name not in get_args(TransportName):
+        raise InputError(f"transport={name!r} is unknown: choose one of {', '.join(get_args(TransportName))}")
+    if name != "auto" and (name == "nccl") != (device_type == "cuda"):
+        raise InputError(f"transport={name} does not carry messages between {device_type} devices: choose auto")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise InputError("device_type='cuda': there is no CUDA device here: write 'cpu'")
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
@@ -187,17 +198,13 @@ def open_transport(device_type: DeviceType = "cpu", group: dist.ProcessGroup | N
             f"the process group has backend {backends}: for device_type='cpu' initialise it with 'gloo' or "
             "'cpu:gloo,cuda:nccl'"
         )
-    sockets = Sockets.create(world_group)
-    if sockets is not None:
-        return sockets
-    if world_group.rank() == 0:
-        warnings.warn(
-            "not all ranks could be connected by sockets: messages go over Gloo, which is slower. Set GLOO_SOCKET_IFNAME to "
-            "the network interface that all ranks reach",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return Gloo(world_group)
+    gloo = Gloo(world_group)
+    check_same(gloo, {"transport": name})
+    if name == "sockets":
+        from moesaic.comm.sockets import Sockets
+
+        return Sockets.create(world_group)
+    return gloo
 
 
 def _ranks_of_launcher() -> str | None:

@@ -1,9 +1,9 @@
-"""Ranks on CPUs talk over sockets: eager tagged messages, a connection per pair of ranks, no thread.
+"""A transport over sockets, chosen by name: eager tagged messages, a connection per pair of ranks, no thread.
 
-Gloo asks the receiver before it sends, and hands every message to a thread and back (`moesaic_lab/transports.py`
-compares the two). Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries
-it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages
-may arrive before their receive is posted: they are kept until then.
+Gloo, which ranks on CPUs use by default, asks the receiver before it sends, and hands every message to a thread and back
+(`moesaic_lab/transports.py` compares the two). Here a send goes straight into the kernel's buffer and is over when it is there;
+the kernel carries it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or
+waits. Messages may arrive before their receive is posted: they are kept until then.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -34,6 +35,9 @@ _WAKE_BYTES = 1 << 18
 _MAY_SLEEP_LONGER = sys.platform == "linux"
 """Linux makes room for what a rank waits for, and wakes it all the same where there is none."""
 
+_EARLY_BYTES = 1 << 32
+"""Bytes of messages that one peer may send before this rank asks for them."""
+
 _LONGEST = 2.0**31 - 1
 """Milliseconds that the kernel can be asked to wait."""
 
@@ -45,7 +49,8 @@ PATIENCE = 30 * 60.0
 class _Work:
     """Messages of one transfer that are not done."""
 
-    left: int = 0
+    lines: list[_Line] = field(default_factory=list)
+    """The connection of each of them."""
 
 
 @dataclass(eq=False)
@@ -73,6 +78,10 @@ class _Line:
     header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
     got: int = 0
     """Bytes of the header that have arrived."""
+    early_bytes: int = 0
+    """Bytes of messages without a receive, kept or arriving."""
+    moved: int = 0
+    """Bytes sent and received so far."""
     tag: int = 0
     arriving: _Receive | None = None
     """The message behind the header."""
@@ -106,14 +115,16 @@ class Sockets(AbstractTransport):
         weakref.finalize(self, _close, list(lines.values()))
 
     @classmethod
-    def create(cls, group: dist.ProcessGroup) -> Sockets | None:
-        """Connect all processes of a group; all of them call this together. None, on all of them, where that fails.
+    def create(cls, group: dist.ProcessGroup) -> Sockets:
+        """Connect all processes of a group; all of them call this together.
 
         Args:
             group: the process group of the whole world, through which ranks tell each other their addresses.
+
+        Raises:
+            InputError: on all of them, if two could not be connected.
         """
-        lines = connect(group)
-        return None if lines is None else cls(group.rank(), lines, _patience(group))
+        return cls(group.rank(), connect(group), _patience(group))
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post all receives, and hand all sends to the kernel as far as it takes them.
@@ -130,7 +141,7 @@ class Sockets(AbstractTransport):
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
                 self._send(self._lines[peer], transfer.tag, _view(tensor), work)
-        if work.left:
+        if work.lines:
             self._move(0.0)
         return Handle(transfer, [work])
 
@@ -138,26 +149,36 @@ class Sockets(AbstractTransport):
         """Wait until all messages of a transfer are in their buffers, or in the kernel's.
 
         Raises:
-            RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if nothing at all
-                has moved for `patience` seconds.
+            RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if no byte of the
+                transfer's peers has moved for `patience` seconds.
         """
         for work in handle.works:
-            while work.left:
+            end, moved = time.monotonic() + self._patience, _moved(work)
+            while work.lines:
                 for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
                     self._check_open(line)
-                if not self._move(self._patience):
+                self._move(max(end - time.monotonic(), 0.0))
+                if _moved(work) == moved and time.monotonic() >= end:
+                    self._pull_all(work)  # fewer bytes than the kernel wakes a rank for
+                if _moved(work) != moved:
+                    end, moved = time.monotonic() + self._patience, _moved(work)
+                elif time.monotonic() >= end:
+                    missing = sorted({line.peer for line in work.lines})
                     raise RuntimeError(
-                        f"rank {self.rank} has waited {self._patience:g} s for ranks {self._missing()}: nothing came"
+                        f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
                     )
         handle.works.clear()
 
-    def _missing(self) -> list[int]:
-        return [line.peer for line in self._lines.values() if line.posted or line.leaving or line.arriving]
+    def _pull_all(self, work: _Work) -> None:
+        for line in list(work.lines):
+            if not line.is_closed:
+                self._pull(line)
 
     def _receive(self, line: _Line, tag: int, receive: _Receive) -> None:
         waiting = line.early.get(tag)
         if waiting:
             message = waiting.popleft()
+            line.early_bytes -= len(message)
             if not waiting:
                 del line.early[tag]
             self._check_size(line, tag, len(message), len(receive.buffer))
@@ -166,23 +187,22 @@ class Sockets(AbstractTransport):
         if line.is_closed:
             raise _gone(self.rank, line.peer)
         assert receive.work is not None
-        receive.work.left += 1
+        receive.work.lines.append(line)
         line.posted.setdefault(tag, deque()).append(receive)
 
     def _send(self, line: _Line, tag: int, data: memoryview, work: _Work) -> None:
         if line.is_closed:
             raise _gone(self.rank, line.peer)
-        work.left += 1
+        work.lines.append(line)
         line.leaving.append(([memoryview(_HEADER.pack(tag, len(data))), data], work))
         if len(line.leaving) == 1:
             self._push(line)
             if line.leaving:
                 self._poll.modify(line.socket, select.POLLIN | select.POLLOUT)
 
-    def _move(self, seconds: float) -> bool:
-        """Move what can be moved, waiting for it at most so long; returns whether anything moved."""
-        events = self._poll.poll(min(1000 * seconds, _LONGEST))
-        for file, event in events:
+    def _move(self, seconds: float) -> None:
+        """Move what can be moved, waiting for it at most so long."""
+        for file, event in self._poll.poll(min(1000 * seconds, _LONGEST)):
             line = self._of_file[file]
             if event & select.POLLOUT:
                 self._push(line)
@@ -190,7 +210,6 @@ class Sockets(AbstractTransport):
                     self._poll.modify(line.socket, select.POLLIN)
             if event & ~select.POLLOUT:
                 self._pull(line)
-        return bool(events)
 
     def _push(self, line: _Line) -> None:
         """Hand a line's messages to the kernel until it takes no more."""
@@ -203,13 +222,14 @@ class Sockets(AbstractTransport):
             except OSError as error:
                 self._close_line(line)
                 raise _gone(self.rank, line.peer) from error
+            line.moved += sent
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if pieces:
                 pieces[0] = pieces[0][sent:]
             else:
                 line.leaving.popleft()
-                work.left -= 1
+                work.lines.remove(line)
 
     def _pull(self, line: _Line) -> None:
         """Take what has arrived on a line."""
@@ -226,6 +246,7 @@ class Sockets(AbstractTransport):
             if not count:
                 self._lose(line)
                 return
+            line.moved += count
             if arriving is None:
                 line.got += count
                 if line.got == _HEADER.size:
@@ -241,20 +262,32 @@ class Sockets(AbstractTransport):
         """Find out where the message behind a header goes."""
         line.got = 0
         line.tag, size = _HEADER.unpack(line.header)
+        if not size > 0:
+            self._close_line(line)
+            raise MessageSizeError(
+                f"rank {line.peer} announced {size} bytes under tag {line.tag}: it sends no messages of ours"
+            )
         waiting = line.posted.get(line.tag)
         if waiting:
             line.arriving = waiting.popleft()
             if not waiting:
                 del line.posted[line.tag]
             self._check_size(line, line.tag, size, len(line.arriving.buffer))
-        else:
-            line.arriving = _Receive(memoryview(bytearray(size)), None)
+            return
+        if line.early_bytes + size > _EARLY_BYTES:
+            self._close_line(line)
+            raise MessageSizeError(
+                f"rank {line.peer} announced {size} bytes under tag {line.tag}, which rank {self.rank} does not wait for: of "
+                f"such messages it keeps {_EARLY_BYTES} bytes"
+            )
+        line.early_bytes += size
+        line.arriving = _Receive(memoryview(bytearray(size)), None)
 
     def _finish(self, line: _Line, arrived: _Receive) -> None:
         line.arriving = None
         self._wake_for(line, 1)
         if arrived.work is not None:
-            arrived.work.left -= 1
+            arrived.work.lines.remove(line)
             return
         waiting = line.posted.get(line.tag)
         if waiting:  # asked for while it arrived
@@ -263,8 +296,9 @@ class Sockets(AbstractTransport):
                 del line.posted[line.tag]
             self._check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
             receive.buffer[:] = arrived.buffer
+            line.early_bytes -= len(arrived.buffer)
             assert receive.work is not None
-            receive.work.left -= 1
+            receive.work.lines.remove(line)
         else:
             line.early.setdefault(line.tag, deque()).append(arrived.buffer)
 
@@ -283,7 +317,8 @@ class Sockets(AbstractTransport):
         if sent != expected:
             self._close_line(line)  # what follows cannot be told apart
             raise MessageSizeError(
-                f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected"
+                f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected: the two "
+                "do not run the same layer (dtype, top_k, losses or plan differ)"
             )
 
     def _lose(self, line: _Line) -> None:
@@ -308,6 +343,11 @@ class _Memory:
         self.__array_interface__ = {
             "version": 3, "typestr": "|u1", "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
         }  # fmt: skip
+
+
+def _moved(work: _Work) -> int:
+    """Return how many bytes have moved between this rank and those that a transfer waits for."""
+    return sum(line.moved for line in work.lines)
 
 
 def _view(tensor: Tensor) -> memoryview:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.boxes import box_of, pieces_of_step, steps_of
-from moesaic.cost.hops import hop_messages
+from moesaic.cost.hops import HopPaths, hop_paths
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.symmetry import Digits, Pairs, UnlikeError
@@ -57,6 +57,7 @@ class Even(AbstractVolumes):
         shape: of the layer.
         num_experts: of the layer.
         piece: rows of a piece.
+        paths: of hops, as far as they are known; what is found is added, for other meshes and layers to share.
         apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
 
     Raises:
@@ -71,10 +72,11 @@ class Even(AbstractVolumes):
         shape: LayerShape,
         num_experts: int,
         piece: PieceRows,
+        paths: dict[tuple[object, ...], HopPaths],
         *,
         apart: bool = False,
     ) -> None:
-        self._apart = apart
+        self._apart, self._paths = apart, paths
         self.grid, self.topology, self.shape = grid, topology, shape
         self.num_experts, self.piece = num_experts, piece
         if any(link.units for link in topology.spec.links):
@@ -155,8 +157,19 @@ class Even(AbstractVolumes):
         total = np.array([each[value] for value in rows.tolist()]) * pairs.count
         messages = (pairs.source, pairs.target, total, pairs.count)
         if task.op is Op.HOP:
-            messages = hop_messages(task, digits, group, pairs, total, group - digits.within(1, digits.block) - ahead)
+            paths = self._paths_of(task, digits, group, pairs, group - digits.within(1, digits.block) - ahead)
+            messages = (paths.ends[:, 0], paths.ends[:, 1], paths.num_bytes(total), paths.count)
         return self._parts(*messages)
+
+    def _paths_of(
+        self, task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+    ) -> HopPaths:
+        """Return the messages of a hop, worked out once for all meshes whose ranks have the same digits."""
+        ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
+        key = (task.link, task.hop, digits.per_node, group, classed, *(each.tobytes() for each in ranks))
+        if key not in self._paths:
+            self._paths[key] = hop_paths(task, digits, group, pairs, classed)
+        return self._paths[key]
 
     def _of_link(self, name: str, move: Move, digits: Digits) -> Digits:
         """Return the digits that tell apart what an all-to-all does with a movement's packets."""

@@ -7,6 +7,7 @@ the class takes the same leg is asked too, never assumed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,15 +18,33 @@ from moesaic.program.all_to_all.all_to_all import Leg
 from moesaic.program.task import Task
 
 
-def hop_messages(
-    task: Task,
-    digits: Digits,
-    group: frozenset[int],
-    pairs: Pairs,
-    num_bytes: np.ndarray,
-    classed: frozenset[int],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return source, target, bytes and number of the messages of a hop: packets that take one leg together are one."""
+@dataclass(frozen=True, eq=False)
+class HopPaths:
+    """The messages of a hop, whatever their bytes."""
+
+    message: np.ndarray
+    """(pairs,) int64, the number of the message that carries the packets of each class of pairs; -1 where none does."""
+    ends: np.ndarray
+    """(n, 2) int64, source and target of each message."""
+    count: np.ndarray
+    """(n,) float64, how many such messages there are."""
+
+    def num_bytes(self, of_pairs: np.ndarray) -> np.ndarray:
+        """Return the bytes of each message, (n,), from those of each class of pairs."""
+        sent = self.message >= 0
+        return np.bincount(self.message[sent], of_pairs[sent], len(self.ends))
+
+
+def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]) -> HopPaths:
+    """Return the messages of a hop: packets that take one leg together are one.
+
+    Args:
+        task: the hop.
+        digits: of the mesh.
+        group: digits in which the ranks differ among which packets move.
+        pairs: the classes of pairs that exchange packets.
+        classed: of the group, the digits of which a class says only whether they are equal.
+    """
     places, link = GroupPlaces(digits, group), ALL_TO_ALLS[task.link]
     upper = sorted(classed)
 
@@ -33,19 +52,20 @@ def hop_messages(
         path = link.path(places.of(source), source, target) if source != target else ()
         return next((leg for leg in path if leg.hop == task.hop), None)
 
-    joined: dict[tuple[int, int], list[float]] = {}
-    for source, target, size in zip(pairs.source.tolist(), pairs.target.tolist(), num_bytes.tolist()):
+    number: dict[tuple[int, int], int] = {}
+    count: list[float] = []
+    message = np.full(len(pairs.source), -1, dtype=np.int64)
+    for pair, (source, target) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist())):
         leg = leg_of(source, target)
         if leg is None:
             continue
         distinct = _distinct(digits, upper, source, target, leg, partial(leg_of, source))
         messages = distinct / _sharers(digits, upper, source, target, leg, partial(_swapped, leg_of, target))
-        entry = joined.setdefault((leg.source, leg.target), [0.0, 0.0])
-        entry[0] += size
-        entry[1] = max(entry[1], messages)
-    ends = np.array(list(joined), dtype=np.int64).reshape(-1, 2)
-    amounts = np.array(list(joined.values())).reshape(-1, 2)
-    return ends[:, 0], ends[:, 1], amounts[:, 0], amounts[:, 1]
+        at = message[pair] = number.setdefault((leg.source, leg.target), len(number))
+        if at == len(count):
+            count.append(0.0)
+        count[at] = max(count[at], messages)
+    return HopPaths(message, np.array(list(number), dtype=np.int64).reshape(-1, 2), np.array(count))
 
 
 def _swapped(function: Callable[[int, int], Leg | None], target: int, source: int) -> Leg | None:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from moesaic.cost.alpha_beta import LayerShape
 from moesaic.cost.topology import Load, Topology
@@ -92,6 +90,9 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     """
     if not len(source):
         return []
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
     edges = coo_matrix((np.ones(len(source)), (source, target)), shape=(num_actors, num_actors))
     label = connected_components(edges, directed=False)[1][source]
     order = np.argsort(label, kind="stable")

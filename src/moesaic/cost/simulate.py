@@ -17,6 +17,7 @@ from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.counted import Counted
 from moesaic.cost.even import Even, PieceRows
 from moesaic.cost.events import Events, graph_of
+from moesaic.cost.hops import HopPaths
 from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.symmetry import UnlikeError
 from moesaic.cost.topology import Topology, check_fit
@@ -112,6 +113,7 @@ class Simulator:
         self.cluster = cluster
         self._topologies: dict[tuple[int, int | None, int | None], Topology] = {}
         self._even: dict[_Key, AbstractVolumes] = {}
+        self._paths: dict[tuple[object, ...], HopPaths] = {}
 
     def run(self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None) -> Simulated:
         """Simulate a program; see `simulate`."""
@@ -190,7 +192,9 @@ class Simulator:
         if key not in self._even:
             piece = piece_rows(workload, grid, key.chunks, key.redundant)
             topology = self._topology(grid, self._block(grid, apart))
-            self._even[key] = Even(grid, topology, workload.shape, workload.num_experts, piece, apart=apart)
+            self._even[key] = Even(
+                grid, topology, workload.shape, workload.num_experts, piece, self._paths, apart=apart
+            )
         return self._even[key]
 
 

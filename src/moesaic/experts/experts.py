@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from moesaic.experts.dtensor import is_dtensor
 from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
@@ -153,7 +153,7 @@ class AbstractExperts(nn.Module, ABC):
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)  # a plain tensor within `functional_call`
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             local: Tensor = parameter.to_local(grad_placements=parameter.placements)
             return local
         return parameter

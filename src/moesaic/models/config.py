@@ -1,6 +1,7 @@
 """The configuration of a language model: what the GPT builder reads and a checkpoint is compared against.
 
-What decides a step's time and memory is `plan/model_shape.py`, which planning reads without torch; routing is added here.
+What decides a step's time and memory is `plan/model_shape.py`; routing is added here. Nothing here imports torch before a
+capacity or a loss is made, so that `moesaic train --help` needs none.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.errors import InputError
 from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
-from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ON_MESH, ROUTERS
 
 if TYPE_CHECKING:
+    from moesaic.routing.capacity import AbstractCapacity
+    from moesaic.routing.losses import AbstractLoss
+
     RouterName: TypeAlias = str
 else:
     RouterName = Literal[tuple(ROUTERS | ON_MESH)]
@@ -59,6 +61,8 @@ class MoEConfig(MoEShape):
 
     def make_capacity(self) -> AbstractCapacity:
         """Return the capacity rule that the fields describe."""
+        from moesaic.routing.capacity import Capacity, Dropless
+
         if self.capacity == "fixed":
             return Capacity.fixed(self.capacity_factor, order=self.admit_by, scope=self.capacity_scope)
         if self.capacity == "fitted":
@@ -69,6 +73,8 @@ class MoEConfig(MoEShape):
 
     def make_losses(self) -> tuple[AbstractLoss, ...]:
         """Return the auxiliary losses whose coefficient is not 0."""
+        from moesaic.routing.losses import Importance, LoadBalance, ZLoss
+
         losses = (
             LoadBalance(self.balance_loss, level=self.balance_level),
             Importance(self.importance_loss),

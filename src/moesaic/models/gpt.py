@@ -22,8 +22,8 @@ from moesaic.models.split import Norm, local_part
 from moesaic.models.unembed import unembed
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited
 from moesaic.routing.routing import Routing
-from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
-from moesaic.runtime.relocate_residual import Residual
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.routing_cache import checkpoint
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
 from moesaic.errors import InputError
-from moesaic.plan.arbiter_options import option_plans
 from moesaic.plan.plan import Crossing, Plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
@@ -55,7 +56,7 @@ class Compiled:
     unreplicated: Compiled | None = None
     """Of a plan that replicates copies: the same one without replication, for calls in which nothing is replicated."""
     options: tuple[Compiled, ...] = ()
-    """Under plan.replication=arbiter: what it chooses from at each call, the plan without replication first."""
+    """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
 
     @property
     def is_multicast(self) -> bool:
@@ -128,9 +129,11 @@ def compile_plan(
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
     unreplicated = None
-    if plan.replication == "arbiter":
-        return _with_options(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     if plan.replication != "none":
+        options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
+        if options:
+            how = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
+            return _with_options(plan, grid, options, how)
         bare = replace(plan, replication="none")
         unreplicated = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     logical, grid = _logical(plan, grid, bias)
@@ -154,14 +157,14 @@ def compile_plan(
     return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated)
 
 
-def _with_options(plan: Plan, grid: Grid, **how: Any) -> Compiled:
-    """Return the program that replicates, with all programs that the arbiter may run; options that clash are left out.
+def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[str, Any]) -> Compiled:
+    """Return the program that replicates, with all programs that its policy may run; options that clash are left out.
 
     Raises:
         InputError: if the plan without replication, or with it, does not fit.
     """
     options: list[Compiled] = []
-    for number, option in enumerate(option_plans(plan, grid)):
+    for number, option in enumerate(choices):
         try:
             options.append(compile_plan(option, grid, **how))
         except InputError:

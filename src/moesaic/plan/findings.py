@@ -89,7 +89,7 @@ class Settings:
     keep: int = 10
     """Plans in the ranking."""
     refine: int = 6
-    """Layouts on which single choices are changed."""
+    """Layouts on which choices are changed."""
     exhaustive: bool = False
     """Try every combination on those layouts."""
     reserve_gib: float = 1.0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.rates import machine_of
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.load import Load
+from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.cost.call_sizes import copies_by_rank, sizes_of
 from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
 from moesaic.cost.workload import Workload, imbalance, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.arbiter_rates import machine_of
 from moesaic.plan.compile import Compiled, for_call
-from moesaic.plan.replication import REPLICATION_POLICIES
-from moesaic.plan.replication.cost import ReplicationCosts
-from moesaic.plan.replication.policy import Load
 from moesaic.traces.trace import Trace
 
 

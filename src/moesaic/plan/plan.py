@@ -8,9 +8,9 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
-from moesaic.plan.replication import REPLICATION_POLICIES
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
     AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
-    Replication = Literal[("none", *REPLICATION_POLICIES, "arbiter")]
+    Replication = Literal[("none", *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
 """Names of registries; a command line lists them as choices."""
@@ -84,7 +84,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        links, replication = (*ALL_TO_ALLS, *_OTHERS), ("none", *REPLICATION_POLICIES, "arbiter")
+        links, replication = (*ALL_TO_ALLS, *_OTHERS), ("none", *REPLICATION_POLICIES)
         names: dict[str, Collection[str]] = {
             "schedule": SCHEDULES,
             "all_to_all": links,

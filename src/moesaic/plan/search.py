@@ -1,12 +1,14 @@
 """The search for a layout and a plan: the least simulated time of a step within the memory of a device.
 
 A layout's floor, what no plan on it goes below, is cheap; a layout whose floor lies above the best step found is left out.
-On the others a few plans are simulated, on the most promising ones single choices of the best plans are changed as long as
-that makes the step shorter. Trying every combination (`exhaustive`) takes minutes where this takes seconds.
+On the others a few plans of every schedule are simulated. On the most promising ones single choices are changed as long as
+that makes the step shorter, from the best plan of each schedule. On the best of these two choices are changed at once, since
+many choices go only with certain others. Trying every combination (`exhaustive`) takes minutes where this takes seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.memory import GIB
-from moesaic.cost.simulate import MAX_RANKS_APART, Simulator
+from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled, compile_plan
@@ -26,8 +28,10 @@ from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
 from moesaic.plan.step_costs import StepCostModel, mean_of
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
+
+PAIRED = 2
+"""Layouts on which two choices are changed at once."""
 
 
 def search(
@@ -65,6 +69,7 @@ class _Search:
         self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], Found | None] = {}
+        self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
         self.refusal = ""
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
@@ -79,9 +84,7 @@ class _Search:
         started = self._start(fitting)
         if not started:
             raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
-        for number, each in enumerate(started[: self.settings.refine]):
-            self.progress("changing single choices", number, self.settings.refine)
-            self._refine(each)
+        self._refine(started[: self.settings.refine])
         ranking = self._ranking(counts)
         if not ranking:
             smallest = min(filter(None, self.tried.values()), key=lambda each: each.memory.total)
@@ -131,8 +134,7 @@ class _Search:
     def _starts(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
         links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
-        at_once = [schedule for schedule in space.schedules if SCHEDULES[schedule](False).delivers_at_once]
-        for schedule in _schedules(space, grid, at_once):
+        for schedule in _schedules(space, grid):
             for link in links:
                 yield self._first(schedule=schedule, all_to_all=link)
 
@@ -147,22 +149,39 @@ class _Search:
             }
         )  # fmt: skip
 
-    def _refine(self, around: StepCostModel) -> None:
-        if self.settings.exhaustive:
-            plans = list(self.settings.space.plans(around.grid))
-            for number, plan in enumerate(plans):
-                self.progress(f"trying every plan on {name_of(around.grid)}", number, len(plans))
-                self._try(around, plan)
-            return
-        starts = [found for (grid, _), found in self.tried.items() if grid == around.grid and found is not None]
-        for start in sorted(starts, key=self._cost)[:2]:
-            best = start
-            while True:
-                near = [self._try(around, plan) for plan in neighbours(best.plan, self.settings.space, around.grid)]
-                step = min([best, *filter(None, near)], key=self._cost)
-                if self._cost(step) >= self._cost(best):
-                    break
-                best = step
+    def _refine(self, layouts: list[StepCostModel]) -> None:
+        """Simulate further plans on the most promising layouts."""
+        best: list[tuple[Found, StepCostModel]] = []
+        for number, each in enumerate(layouts):
+            if self.settings.exhaustive:
+                plans = list(self.settings.space.plans(each.grid))
+                for tried, plan in enumerate(plans):
+                    self.progress(f"trying every plan on {name_of(each.grid)}", tried, len(plans))
+                    self._try(each, plan)
+                continue
+            self.progress("changing choices", number, len(layouts))
+            starts: dict[str, Found] = {}
+            for found in sorted(self._on(each.grid), key=self._cost):
+                starts.setdefault(found.plan.schedule, found)
+            best.append((min((self._climb(each, start) for start in starts.values()), key=self._cost), each))
+        best.sort(key=lambda item: self._cost(item[0]))
+        for number, (found, each) in enumerate(best[:PAIRED]):
+            self.progress("changing pairs of choices", number, PAIRED)
+            self._climb(each, found, choices=2)
+
+    def _climb(self, around: StepCostModel, best: Found, *, choices: int = 1) -> Found:
+        """Return what is reached from a plan by steps of at most so many changed choices, each to the best plan near by."""
+        changed = 1
+        while changed <= choices:
+            near = neighbours(best.plan, self.settings.space, around.grid, changed)
+            step = min([best, *filter(None, (self._try(around, plan) for plan in near))], key=self._cost)
+            changed = 1 if self._cost(step) < self._cost(best) else changed + 1
+            best = step
+        return best
+
+    def _on(self, grid: Grid) -> list[Found]:
+        """Return the plans that were simulated on a layout."""
+        return [found for (tried, _), found in self.tried.items() if tried == grid and found is not None]
 
     def _cost(self, found: Found) -> tuple[bool, float]:
         return found.memory.total > self._memory, found.seconds
@@ -173,8 +192,7 @@ class _Search:
         if key not in self.tried:
             try:
                 compiled = self._compile(plan, around.grid)
-                programs = (compiled.forward, compiled.backward)
-                there, back = (self.simulator.run(each, around.model.layer, compiled.grid) for each in programs)
+                there, back = self._run(around, compiled)
             except InputError as error:
                 self.refusal = str(error)
                 self.tried[key] = None
@@ -187,6 +205,17 @@ class _Search:
                 bound_seconds=max(around.compute_bound, around.link_bound),
             )
         return self.tried[key]
+
+    def _run(self, around: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
+        """Simulate a plan's programs; plans that differ in name only are simulated once."""
+        key = (around.grid, compiled.digest)
+        if key not in self.times:
+            forward, backward = (
+                self.simulator.run(program, around.model.layer, compiled.grid)
+                for program in (compiled.forward, compiled.backward)
+            )
+            self.times[key] = (forward, backward)
+        return self.times[key]
 
     def _compile(self, plan: Plan, grid: Grid) -> Compiled:
         compiled = compile_plan(plan, replica_of(grid), host_runs_compute=self.cluster.host.runs_compute)
@@ -225,13 +254,14 @@ class _Search:
         )
 
 
-def neighbours(plan: Plan, space: SearchSpace, grid: Grid) -> Iterator[Plan]:
-    """Yield the plans of a space that differ from a plan in one choice.
+def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> Iterator[Plan]:
+    """Yield the plans of a space that differ from a plan in some choices.
 
     Args:
         plan: to change.
         space: of the values.
         grid: tells the values of r.
+        changed: in how many choices they differ.
     """
     shards = space.gather_weights
     if shards is None:
@@ -242,18 +272,18 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid) -> Iterator[Plan]:
         "codec": space.codecs, "backward_codec": space.backward_codecs, "order": space.orders,
     }  # fmt: skip
     assert set(values) <= {each.name for each in fields(Plan)}
-    for name, choices in values.items():
-        for value in choices:
-            if value != getattr(plan, name):
-                yield replace(plan, **{name: value})  # type: ignore[arg-type]
+    others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
+    for names in itertools.combinations(values, changed):
+        for choice in itertools.product(*(others[name] for name in names)):
+            yield replace(plan, **dict(zip(names, choice)))  # type: ignore[arg-type]
 
 
-def _schedules(space: SearchSpace, grid: Grid, wanted: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
-    """Return the schedules of a space, the wanted ones if it holds any; one where tp and etp are 1 and all are alike."""
+def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
+    """Return the schedules of a space; one where tp and etp are 1 and all are alike."""
     if grid.tp == grid.etp == 1:
         usual = Plan().schedule
         return (usual,) if usual in space.schedules else space.schedules[:1]
-    return tuple(schedule for schedule in space.schedules if schedule in wanted) or space.schedules
+    return space.schedules
 
 
 def _judges_layouts(all_to_all: AllToAll) -> bool:

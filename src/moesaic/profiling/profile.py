@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch.distributed as dist
 
+from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, Machine, Versions
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
@@ -40,7 +41,13 @@ class MeasuredMachine:
     """Products, codecs, copies and memory; no links yet."""
 
 
-def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress: Progress) -> MeasuredMachine:
+def measure(
+    ranks_per_node: int,
+    repeats: int,
+    dtypes: tuple[str, ...],
+    progress: Progress,
+    transport_name: TransportName = "auto",
+) -> MeasuredMachine:
     """Measure; all ranks call it together.
 
     Args:
@@ -48,8 +55,9 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
         repeats: of everything.
         dtypes: of the products: fp32, bf16.
         progress: told on every rank.
+        transport_name: what carries the messages.
     """
-    transport = open_transport()
+    transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
     rest = ClusterProfile(
@@ -82,10 +90,12 @@ def measure(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress
     )
 
 
-def measure_still(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...]) -> MeasuredMachine:
+def measure_still(
+    ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: TransportName = "auto"
+) -> MeasuredMachine:
     """Measure on ranks that are each held on one core, as the benchmarks of the model are; see `hold_still`."""
     hold_still(dist.get_rank())
-    return measure(ranks_per_node, repeats, dtypes, lambda what, share: None)
+    return measure(ranks_per_node, repeats, dtypes, lambda what, share: None, transport_name)
 
 
 def profile_of(measured: MeasuredMachine) -> ClusterProfile:

@@ -269,9 +269,11 @@ class InjectsLosses(nn.Module):
         out: Tensor = InjectLossCompiled.apply(y, loss, scale, self.passes, share, is_half)
         return out
 
-    @torch.compiler.disable
     def _inject_between_graphs(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         return self._inject_now(y, loss, share, is_half)
+
+    if not TAKES_OBJECTS:  # the decorator imports torch's compiler, which takes seconds
+        _inject_between_graphs = torch.compiler.disable(_inject_between_graphs)
 
     def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         injection = Injection(self, loss, share, is_half)

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.errors import InputError
+from moesaic.experts.dtensor import is_dtensor
 
 Group = dist.ProcessGroup | Literal["auto"] | None
 """The ranks that train a layer together; "auto" to find them, None for this process alone."""
@@ -39,7 +39,7 @@ class DataRanks:
             self._groups, self._is_given = () if group is None else (group,), True
         elif not self._is_given:
             for parameter in parameters:
-                if isinstance(parameter, DTensor) and any(place.is_shard() for place in parameter.placements):
+                if is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements):
                     self._groups = tuple(parameter.device_mesh.get_all_groups())
                     return
 

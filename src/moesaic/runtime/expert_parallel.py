@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather, broadcast, share_of, slice_rows
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.transport import AbstractTransport
@@ -18,27 +20,25 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.plan import Crossing
-from moesaic.plan.replication.policy import AbstractReplicationPolicy
-from moesaic.plan.replication.slices import Cut
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.arbiter import ProgramSelector
-from moesaic.runtime.budget import TokenBudget
+from moesaic.runtime.balance.calls import calls_under
+from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.call import Call, Codecs, known_codec
+from moesaic.runtime.calls import AbstractCallPolicy
 from moesaic.runtime.counts import counts_of, even_counts, share_of_each
 from moesaic.runtime.fitting import compiled_for, fitting
 from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.padding import pad_copies
 from moesaic.runtime.peers import Peers
-from moesaic.runtime.place_experts_order import ExpertOrder
 from moesaic.runtime.sharing import shared_parameters
-from moesaic.runtime.slices import Slice, SlicedRun, run_slices, slices_of
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class _Way:
     """Each rank of a tensor group routes a slice of its tokens."""
     peers: Peers
     deepep: DeepEP | None
-    chooser: ProgramSelector
-    """Of what a call runs."""
-    budget: TokenBudget
+    calls: AbstractCallPolicy
+    """Decides what a call runs."""
 
 
 class ExpertParallel:
@@ -89,7 +88,7 @@ class ExpertParallel:
         self.num_experts, self._dim, self._given_policy = experts.num_experts, experts.dim, policy
         self.codecs: Codecs = known_codec
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
-        self.order = ExpertOrder(experts.num_experts)
+        self._order: ExpertOrder | None = None
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._place = grid.coordinate(self.rank, "tp")
@@ -106,7 +105,7 @@ class ExpertParallel:
         other = object.__new__(ExpertParallel)
         memo[id(self)] = other
         other.__dict__.update(self.__dict__)
-        other.order = copy.deepcopy(self.order, memo)
+        other._order = copy.deepcopy(self._order, memo)
         other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
         other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
         return other
@@ -140,17 +139,31 @@ class ExpertParallel:
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
-        of_layer = self.num_experts, self._dim
-        chooser = ProgramSelector(compiled, self._given_policy, *of_layer)
-        budget = TokenBudget(compiled, *of_layer, None if self._given_policy is None else self._given_policy.costs)
-        peers = Peers(self.transport, compiled.grid, slices, chooser.digest, find, self.order, tell=chooser.tell)
-        return _Way(compiled, slices, peers, deepep, chooser, budget)
+        calls = calls_under(compiled, self._given_policy, self.num_experts, self._dim)
+        peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots, tell=calls.tell)
+        return _Way(compiled, slices, peers, deepep, calls)
 
     def _enter(self, way: _Way) -> None:
         self.compiled, self.grid = way.compiled, way.compiled.grid
         self._slices, self.peers, self._deepep = way.slices, way.peers, way.deepep
-        self.chooser, self.budget = way.chooser, way.budget
+        self.calls = way.calls
         self._agreed = False
+
+    @property
+    def order(self) -> ExpertOrder:
+        """Which expert is where; kept from when somebody first asks, since experts move only where somebody does."""
+        if self._order is None:
+            self._order = ExpertOrder(self.num_experts)
+        return self._order
+
+    def note(self, record: RoutingRecord) -> None:
+        """Add a call's copies to what the order of the experts has seen, if anybody may move them."""
+        if self._order is not None:
+            self._order.note(record)
+
+    def _slots(self, expert: Tensor) -> Tensor:
+        """Return the slot of each expert."""
+        return expert if self._order is None else self._order.slots(expert)
 
     @property
     def loss_share(self) -> int:
@@ -217,8 +230,10 @@ class ExpertParallel:
             padded_rows: what `padded_rows` returned.
         """
         if self._deepep is not None:
-            return run_by_deepep(self._deepep, experts, x_TD, self.order.routed(routed))
-        routing = self.order.in_slots(routed.routing)
+            return run_by_deepep(
+                self._deepep, experts, x_TD, routed if self._order is None else self._order.routed(routed)
+            )
+        routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
         order = self.peers.order(routing.expert)
         token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
         node_tokens = None
@@ -234,13 +249,13 @@ class ExpertParallel:
         else:
             even = (self.num_experts, routing.num_tokens, padded_rows)
             copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
-        copies, dtype = self.order.columns(copies), compute_dtype(x_TD)
+        copies, dtype = copies if self._order is None else self._order.columns(copies), compute_dtype(x_TD)
 
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
             x, units = x.to(dtype), experts.num_units(sharded)
-            chosen, wanted = self.chooser.choose(routed.record, copies, units)
-            compiled, replicated, cut = self.budget.hold(chosen, wanted, copies, units)
+            chosen = self.calls.choose(routed.record, copies, units)
+            compiled, replicated, cut = chosen
             sizes = self._sizes(compiled, replicated, copies, tokens, None if cut else node_tokens, units)
             call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
             work = Run(compiled, self.transport, call, 0, indices)
@@ -251,7 +266,7 @@ class ExpertParallel:
             forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
             call.first_tag = self.transport.take_tags(forward + backward)
             work = replace(work, backward_tag=call.first_tag + forward)
-            return self.chooser.timed(routed.record, compiled, replicated, lambda: run_program(work, x, gate, *cast))
+            return self.calls.timed(routed.record, chosen, lambda: run_program(work, x, gate, *cast))
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)
@@ -269,7 +284,7 @@ class ExpertParallel:
         """
         if not isinstance(capacity, Capacity) or not capacity.is_padded:
             return None
-        self.budget.refuse_padding()
+        self.calls.refuse_padding()
         if self.compiled.replicates:
             raise InputError(
                 f"a padded capacity clashes with plan.replication={self.compiled.plan.replication}, which is decided from "

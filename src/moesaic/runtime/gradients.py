@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.collectives import all_reduce_sum
 from moesaic.experts import AbstractExperts
+from moesaic.experts.dtensor import is_dtensor
 from moesaic.program.grid import Axis
 
 
@@ -45,5 +45,5 @@ def average_gradients(module: nn.Module, mesh: AbstractMesh) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
-        local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local: Tensor = gradient.to_local() if is_dtensor(gradient) else gradient
         local.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)

@@ -22,7 +22,6 @@ from moesaic.routing.route import RoutingRecord
 from moesaic.routing.routing import Choice
 from moesaic.runtime.indexed import stable_order
 from moesaic.runtime.node_tokens import NodeTokens
-from moesaic.runtime.place_experts_order import ExpertOrder
 
 CHUNKS = 4
 """For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
@@ -39,7 +38,7 @@ class Peers(AbstractPeers):
         slices: each rank of a tensor group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
         find: under multicast, finds visits of copies, (token, slot, number of tokens), sorted by slot.
-        order: of the layer's experts; None where they never move.
+        slots: from experts to the slots in which they are.
         tell: returns numbers that the ranks tell each other with the counts of a call, always as many.
     """
 
@@ -50,7 +49,7 @@ class Peers(AbstractPeers):
         slices: bool,
         digest: bytes,
         find: Callable[[Tensor, Tensor, int], NodeTokens] | None = None,
-        order: ExpertOrder | None = None,
+        slots: Callable[[Tensor], Tensor] = lambda expert: expert,
         tell: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._transport = transport
@@ -63,7 +62,7 @@ class Peers(AbstractPeers):
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
         self._find = find if self.number == transport.world else None
-        self._order, self._tell = order, tell
+        self._slots_of, self._tell = slots, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._room = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._found: tuple[Choice, NodeTokens] | None = None
@@ -81,7 +80,7 @@ class Peers(AbstractPeers):
 
     def _counts_of_node_tokens(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
         if self._find is not None and choice is not None:
-            token, expert = choice.token, choice.expert if self._order is None else self._order.slots(choice.expert)
+            token, expert = choice.token, self._slots_of(choice.expert)
             if alive_N is not None:
                 token, expert = token[alive_N], expert[alive_N]
             order = stable_order(expert)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moesaic.comm.collectives import broadcast
 from moesaic.comm.transport import AbstractTransport, as_bytes
 from moesaic.errors import InputError
+from moesaic.experts.dtensor import is_dtensor
 
 ADVICE = (
     "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"
@@ -35,7 +35,7 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
     """
     found = {}
     for name, tensor in module.state_dict().items():
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise InputError(f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard")
         value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
         found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
@@ -41,6 +40,8 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
         local = local.clone(memory_format=torch.contiguous_format)
         value: Tensor = local
         if device_mesh is not None:
+            from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
             placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
             value = DTensor.from_local(local, device_mesh, placements, run_check=False)
         setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))

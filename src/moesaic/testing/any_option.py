@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.plan.arbiter import Arbiter, Arbitration
-from moesaic.plan.arbiter_verdict import Verdict
-from moesaic.plan.plan import Plan
-from moesaic.plan.replication.policy import Load
+from moesaic.balance.choices import PlanChoices
+from moesaic.balance.replication.load import Load
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration
+from moesaic.balance.selector.verdict import Verdict
 
 
 def random_replication(load: Load, rng: np.random.Generator) -> np.ndarray:
@@ -35,7 +35,7 @@ class AnyOption(Arbiter):
     seed: int
     """Of what is drawn."""
 
-    def start(self, plan: Plan, plans: Sequence[Plan]) -> Arbitration:
+    def start(self, plan: PlanChoices, plans: Sequence[PlanChoices]) -> Arbitration:
         """Return what draws for one layer."""
         return _Drawing(self, plan, plans)
 

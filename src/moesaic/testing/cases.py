@@ -9,16 +9,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, Replicated
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.arbiter import Arbiter
 from moesaic.plan.plan import Crossing, Order, Replication
-from moesaic.plan.replication import REPLICATION_POLICIES
-from moesaic.plan.replication.cost import ReplicationCosts
-from moesaic.plan.replication.policy import AbstractReplicationPolicy, Replicated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -131,8 +130,6 @@ class Case:
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
     """Return a policy with the costs of a machine that computes so slowly that every copy is worth its expert's weights."""
     costs = ReplicationCosts(machine=Machine(tflops=1e-9))
-    if replication == "arbiter":
-        return Arbiter(costs=costs)
     return REPLICATION_POLICIES[replication](costs) if replication in REPLICATION_POLICIES else None
 
 

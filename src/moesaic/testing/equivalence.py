@@ -24,7 +24,7 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.injection import set_loss_scale
 from moesaic.runtime import gradients
-from moesaic.runtime.relocate import Relocator
+from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of

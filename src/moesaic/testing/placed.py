@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Weighed
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.layer import MoE
-from moesaic.plan.placement import AbstractPlacer, Given, Homes, TwoStage, Weighed
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Routing
-from moesaic.runtime.place_experts import ExpertPlacement
-from moesaic.runtime.relocate import Following, Relocator
+from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.testing.cases import Case
 
 

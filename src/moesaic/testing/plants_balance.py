@@ -10,9 +10,10 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from moesaic.runtime import arbiter, place_experts_move
-from moesaic.runtime.place_experts_order import ExpertOrder
-from moesaic.runtime.relocate import SampleMove, SampleTrip
+from moesaic.runtime.balance import selector
+from moesaic.runtime.balance.experts import move as place_experts_move
+from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
 
 
 class _Forgetful(dict[object, object]):
@@ -25,7 +26,7 @@ class _Forgetful(dict[object, object]):
 @contextmanager
 def decides_again() -> Iterator[None]:
     """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
-    with mock.patch.object(arbiter, "WeakIdKeyDictionary", _Forgetful):
+    with mock.patch.object(selector, "WeakIdKeyDictionary", _Forgetful):
         yield
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moesaic.plan.replication import REPLICATION_POLICIES
+from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.testing.cases import Case, Refusals, draw_case
 from moesaic.testing.diagnosis import diagnose
 from moesaic.testing.equivalence import Errors, failures, ran_case, run_case
@@ -134,7 +134,7 @@ def answers(case: Case) -> list[str]:
 
 
 BALANCE = (
-    *REPLICATION_POLICIES, "replication at random", "arbiter", "arbiter at random", "samples anywhere",
+    *REPLICATION_POLICIES, "replication at random", "arbiter at random", "samples anywhere",
     "samples by policy", "experts in random orders", "token budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
 """Answers to skewed routing that cases give; docs/balance.md."""

@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.balance.policies import SAMPLE_PLACERS
+from moesaic.balance.rates import machine_of, simulator_of
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.samples import AbstractPlacer, PlacerOptions
+from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.balance.selector.verdict import Verdict
 from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.plan import Compiled
-from moesaic.plan.arbiter import Arbiter
-from moesaic.plan.arbiter_rates import arbiter_for, machine_of, simulator_of
-from moesaic.plan.arbiter_verdict import Verdict
+from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
-from moesaic.plan.placement import PLACERS, AbstractPlacer, PlacerOptions
-from moesaic.plan.replication.cost import ReplicationCosts
 from moesaic.program.grid import Grid
-from moesaic.runtime.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -75,7 +78,7 @@ def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
     relocator = WatchedRelocator(mesh, placer)
     for layer in model.modules():
         if isinstance(layer, MoE) and layer.on_mesh is not None:
-            relocator.compiled(layer.on_mesh.chooser.bare, bias=bool(layer.experts.names[1]))
+            relocator.compiled(layer.on_mesh.calls.bare, bias=bool(layer.experts.names[1]))
 
     def before(module: GPT, _: object) -> None:
         module.relocator = relocator if module.training else None
@@ -124,14 +127,12 @@ class DecisionMeter:
     def drop(self) -> None:
         """Forget what was decided since: of an evaluation, say."""
         for layer in self._layers:
-            if layer.on_mesh is not None:
-                layer.on_mesh.chooser.take()
+            verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
 
     def take(self) -> None:
         """Take down what was decided in the forward passes since the last call."""
         for number, layer in enumerate(self._layers):
-            if layer.on_mesh is not None:
-                self._verdicts[number] += layer.on_mesh.chooser.take()
+            self._verdicts[number] += verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
         relocator = self._model.relocator
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
@@ -208,7 +209,7 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
     balance = config.balance
     options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
-    return PLACERS[balance.placement](options)
+    return SAMPLE_PLACERS[balance.placement](options)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
+from moesaic.comm import TransportName
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.plan.expert_placement import EXPERT_PLACERS
-from moesaic.plan.placement import PLACERS
 from moesaic.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Placement: TypeAlias = str
 else:
     ExpertPolicy = Literal[tuple(EXPERT_PLACERS)]
-    Placement = Literal[("none", *PLACERS)]
+    Placement = Literal[("none", *SAMPLE_PLACERS)]
 """Names of registries; a command line lists them as choices."""
 
 
@@ -102,6 +102,9 @@ class MeshConfig:
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
     """Consecutive ranks that share a node; None takes what torchrun says (LOCAL_WORLD_SIZE)."""
+    transport: TransportName = "auto"
+    """What carries the messages of MoE layers: auto takes gloo between CPUs and nccl between GPUs; sockets is another one
+    between CPUs."""
     sequence_parallel: bool = False
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 
@@ -197,8 +200,8 @@ class BalanceConfig:
     """For placement: passes in which it is not asked after some in which nobody moved; 0 to ask in every pass."""
 
     def __post_init__(self) -> None:
-        if self.placement not in ("none", *PLACERS):
-            known = ", ".join(("none", *PLACERS))
+        if self.placement not in ("none", *SAMPLE_PLACERS):
+            known = ", ".join(("none", *SAMPLE_PLACERS))
             raise InputError(f"balance.placement={self.placement!r} is unknown: choose one of {known}")
         for name in ("margin", "memory", "least_gain"):
             if not 0 <= getattr(self, name) < 1:

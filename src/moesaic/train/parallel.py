@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, Block, Dense
@@ -30,7 +31,6 @@ from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm
 from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.replication.policy import AbstractReplicationPolicy
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from moesaic.balance.experts import ExpertRates
+from moesaic.balance.policies import EXPERT_PLACERS
+from moesaic.balance.rates import machine_of, simulator_of
 from moesaic.layer import MoE
-from moesaic.plan.arbiter_rates import machine_of, simulator_of
-from moesaic.plan.expert_placement import EXPERT_PLACERS, ExpertRates
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
-from moesaic.runtime.place_experts import ExpertPlacement, Moved
+from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
 from moesaic.train.config import TrainConfig
 from moesaic.train.state import RunState
 

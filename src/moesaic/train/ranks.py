@@ -145,6 +145,7 @@ def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
         innermost=chosen.innermost,
         ranks_per_node=chosen.ranks_per_node,
         device_type=device_type,
+        transport=chosen.transport,
     )
 
 

@@ -24,7 +24,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
-from moesaic.runtime.relocate import SampleTrip
+from moesaic.runtime.balance.samples.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.file import Segment, read_header, write_segment
 from moesaic.traces.trace import (

@@ -12,6 +12,7 @@ from moesaic.comm.transport import NoTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.runtime.balance.calls import BalancedCalls
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -32,6 +33,7 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
     """Return what each MoE layer did about its budget since the last call, for a line of metrics; nothing without one."""
     layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
-    if not any(each is not None and each.compiled.plan.token_budget is not None for each in layers):
+    balanced = [each.calls for each in layers if each is not None and isinstance(each.calls, BalancedCalls)]
+    if not any(each.compiled.plan.token_budget is not None for each in balanced):
         return {}
-    return {"token_budget": [asdict(each.budget.take()) for each in layers if each is not None]}
+    return {"token_budget": [asdict(each.budget.take()) for each in balanced]}

@@ -2,52 +2,74 @@
 
 A router there chooses alike on every mesh. `TopologyRouter` does not, so its name stands in `ON_MESH`: what holds for
 all others (a mesh changes no number) does not hold for it.
+
+Names can be read without torch, for configurations and command lines; a router's file is imported when the router is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from moesaic.routing.router import AbstractRouter
-from moesaic.routing.routers.base import BalancedAssignment
-from moesaic.routing.routers.cosine import CosineTopK
-from moesaic.routing.routers.expert_choice import ExpertChoice
-from moesaic.routing.routers.group_limited import GroupLimited
-from moesaic.routing.routers.gshard import GShardTop2
-from moesaic.routing.routers.hash import Hash
-from moesaic.routing.routers.noisy import NoisyTopK
-from moesaic.routing.routers.sigmoid import SigmoidTopK
-from moesaic.routing.routers.softmax import SoftmaxTopK
-from moesaic.routing.routers.topology import LinkLevel, TopologyRouter, levels_of, node_level, topology_gate
+if TYPE_CHECKING:
+    from moesaic.routing.router import AbstractRouter
+    from moesaic.routing.routers.base import BalancedAssignment
+    from moesaic.routing.routers.cosine import CosineTopK
+    from moesaic.routing.routers.expert_choice import ExpertChoice
+    from moesaic.routing.routers.group_limited import GroupLimited, group_limited
+    from moesaic.routing.routers.gshard import GShardTop2
+    from moesaic.routing.routers.hash import Hash
+    from moesaic.routing.routers.noisy import NoisyTopK
+    from moesaic.routing.routers.sigmoid import SigmoidTopK
+    from moesaic.routing.routers.softmax import SoftmaxTopK
+    from moesaic.routing.routers.topology import LinkLevel, TopologyRouter, levels_of, node_level, topology_gate
 
-RouterFactory = Callable[[int, int], AbstractRouter]
-"""Builds a router from (dim, num_experts)."""
+RouterFactory = Callable[..., "AbstractRouter"]
+"""Builds a router from (dim, num_experts), and options of its own by name."""
 
 
-def group_limited(
-    dim: int, num_experts: int, *, num_groups: int = 4, top_groups: int = 2, bias_rate: float = 1e-3
-) -> GroupLimited:
-    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
-    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate)
-    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups)
+def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRouter:
+    """Build the router of `file.name` in this folder."""
+    file, _, name = place.partition(".")
+    made: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
+    return made
 
 
 ROUTERS: dict[str, RouterFactory] = {
-    "softmax": SoftmaxTopK,
-    "switch": partial(SoftmaxTopK, normalize="before"),
-    "sigmoid": SigmoidTopK,
-    "noisy": NoisyTopK,
-    "cosine": CosineTopK,
-    "group_limited": group_limited,
-    "gshard": GShardTop2,
-    "base": BalancedAssignment,
-    "expert_choice": ExpertChoice,
-    "hash": Hash,
+    "softmax": partial(_build, "softmax.SoftmaxTopK"),
+    "switch": partial(_build, "softmax.SoftmaxTopK", normalize="before"),
+    "sigmoid": partial(_build, "sigmoid.SigmoidTopK"),
+    "noisy": partial(_build, "noisy.NoisyTopK"),
+    "cosine": partial(_build, "cosine.CosineTopK"),
+    "group_limited": partial(_build, "group_limited.group_limited"),
+    "gshard": partial(_build, "gshard.GShardTop2"),
+    "base": partial(_build, "base.BalancedAssignment"),
+    "expert_choice": partial(_build, "expert_choice.ExpertChoice"),
+    "hash": partial(_build, "hash.Hash"),
 }
 
-ON_MESH: dict[str, RouterFactory] = {"topology": topology_gate}
+ON_MESH: dict[str, RouterFactory] = {"topology": partial(_build, "topology.topology_gate")}
 """Routers whose choice depends on the mesh; `MoE` takes their names too, and tells them the mesh."""
+
+_FILES = {
+    "BalancedAssignment": "base",
+    "CosineTopK": "cosine",
+    "ExpertChoice": "expert_choice",
+    "GShardTop2": "gshard",
+    "GroupLimited": "group_limited",
+    "Hash": "hash",
+    "LinkLevel": "topology",
+    "NoisyTopK": "noisy",
+    "SigmoidTopK": "sigmoid",
+    "SoftmaxTopK": "softmax",
+    "TopologyRouter": "topology",
+    "group_limited": "group_limited",
+    "levels_of": "topology",
+    "node_level": "topology",
+    "topology_gate": "topology",
+}
 
 __all__ = [
     "ON_MESH",
@@ -69,3 +91,10 @@ __all__ = [
     "node_level",
     "topology_gate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a router's class, or what belongs to it, from its file."""
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

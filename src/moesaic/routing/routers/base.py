@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moesaic.errors import InputError
@@ -80,6 +79,8 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     Returns:
         (rows,) int64.
     """
+    from scipy.optimize import linear_sum_assignment
+
     rows, experts = scores.shape
     if rows == 0:
         return np.zeros(0, dtype=np.int64)

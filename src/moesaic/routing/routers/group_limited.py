@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers.sigmoid import SigmoidTopK
 from moesaic.routing.routing import Choice, Scores
 from moesaic.routing.selection import top_k_indices
 
@@ -106,3 +107,11 @@ class GroupLimited(AbstractRouter):
 
     def update(self, load_E: Tensor) -> None:
         self.inner.update(load_E)
+
+
+def group_limited(
+    dim: int, num_experts: int, *, num_groups: int = 4, top_groups: int = 2, bias_rate: float = 1e-3
+) -> GroupLimited:
+    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
+    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate)
+    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups)

@@ -1,0 +1,27 @@
+"""Policies that decide which expert lives where, one a file."""
+
+from __future__ import annotations
+
+from moesaic.balance.experts.balanced import Balanced
+from moesaic.balance.experts.placer import (
+    AbstractExpertPlacer,
+    ExpertLoad,
+    ExpertRates,
+    ExpertSeconds,
+    GivenOrders,
+    check_order,
+    places_of,
+)
+from moesaic.balance.experts.smartmoe import SmartMoE
+
+__all__ = [
+    "AbstractExpertPlacer",
+    "Balanced",
+    "ExpertLoad",
+    "ExpertRates",
+    "ExpertSeconds",
+    "GivenOrders",
+    "SmartMoE",
+    "check_order",
+    "places_of",
+]

@@ -1,0 +1,95 @@
+"""The rates by which policies decide, from the cluster or the profile that a run names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.compute import rates_of
+from moesaic.cost.profile import read_profile
+from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.topology import Topology
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+PROBE_BYTES = 1 << 20
+"""Of the messages by which links are tried out."""
+
+
+def simulator_of(grid: Grid, *, cluster: str, profile: str) -> Simulator:
+    """Return the simulator of the cluster that a run names.
+
+    Args:
+        grid: of the run.
+        cluster: a preset or a file; "" for the profile.
+        profile: a file that `moesaic profile` wrote.
+
+    Raises:
+        InputError: if its nodes are others than the run's, or both are named.
+    """
+    if cluster and profile:
+        raise InputError("planner.cluster and planner.profile both say what the machine is: leave one out")
+    per_node = grid.ranks_per_node or grid.world
+    nodes = grid.world // per_node
+    source = f"planner.cluster={cluster}" if cluster else f"planner.profile={profile}"
+    if cluster:
+        found = Simulator(read_cluster(cluster, nodes=nodes))
+    else:
+        found = ProfiledSimulator(read_profile(Path(profile), any_machine=True), nodes=nodes)
+    if found.cluster.devices_per_node != per_node:
+        raise InputError(
+            f"{source} has nodes of {found.cluster.devices_per_node} devices, this run {per_node} ranks on a node: choose a "
+            "cluster of such nodes, or set mesh.ranks_per_node"
+        )
+    return found
+
+
+def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
+    """Return the rates that one rank sees while all of them exchange, and of experts of the layer's size.
+
+    Args:
+        spec: the cluster.
+        grid: the mesh.
+        layer: of the layers.
+
+    Raises:
+        InputError: if the mesh does not fit the cluster, or the rate of the layer's dtype is not known.
+    """
+    topology = Topology(spec, grid.world, grid.ranks_per_node)
+    ranks = np.arange(grid.world)
+    source, target = (table.reshape(-1) for table in np.meshgrid(ranks, ranks, indexing="ij"))
+    inside = (source // topology.ranks_per_node == target // topology.ranks_per_node) & (source != target)
+    across = source // topology.ranks_per_node != target // topology.ranks_per_node
+    default = Machine()
+    near = _rate(topology, source[inside], target[inside]) or (default.intra_gbps, default.intra_latency_us)
+    far = _rate(topology, source[across], target[across]) or (default.inter_gbps, default.inter_latency_us)
+    rates = rates_of(spec, layer.dtype)
+    rows = np.array([max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)])
+    flops = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
+    seconds = float(rates.product_seconds(rows, flops, 0.0)[0])
+    return Machine(
+        intra_gbps=near[0],
+        inter_gbps=far[0],
+        intra_latency_us=near[1] + spec.host.message_us,
+        inter_latency_us=far[1] + spec.host.message_us,
+        tflops=float(rows[0]) * flops / seconds / 1e12,
+        memory_gbps=rates.memory * 8 / 1e9,
+    )
+
+
+def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float] | None:
+    """Return gigabits per second of a rank that sends to all of these, and microseconds per message; None for no pair."""
+    if not len(source):
+        return None
+    ones = np.ones(len(source))
+    messages = int(np.bincount(source).max())
+    one, two = (topology.loads(source, target, ones * size, ones) for size in (PROBE_BYTES, 2 * PROBE_BYTES))
+    each = (float(two.seconds.max()) - float(one.seconds.max())) / messages
+    start = max(0.0, float(one.seconds.max()) / messages - each) + one.latency / messages
+    return PROBE_BYTES * 8 / each / 1e9, start * 1e6

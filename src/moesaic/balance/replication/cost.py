@@ -1,0 +1,249 @@
+"""What a layer's forward and backward pass take under given replication: the one model by which policies choose.
+
+FasterMoE (He et al., PPoPP 2022), equations 7 and 8, corrected: tokens that stay at home cross no link, tokens that still
+travel are counted beside the weights, bytes are bytes, and links have the rates of their kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from moesaic.balance.replication.links import links_of_places, relays_of
+from moesaic.balance.replication.load import Load
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicationCosts:
+    """Rates, of one rank."""
+
+    machine: Machine = field(default_factory=Machine)
+    cluster: ClusterSpec | None = None
+    """Rates of every pair of ranks, links that several share, and products, in place of those of `machine`; that of a
+    measured `ClusterProfile` is `profile.to_cluster()`."""
+    relays: bool = True
+    """Replicated weights go once to each node where the program sends them so (`program.passes.replicate.relays`).
+    False: the home sends them to each helper."""
+    element_bytes: int = 2
+    """Of activations and weights."""
+    matrices: int = 3
+    """Of an expert: 3 for SwiGLU, 2 for a plain one."""
+    expert_us: float = 0.0
+    """Microseconds of the host for each expert that a place is replicated, forward and backward: packing, placing,
+    calls. Small where grouped products take all experts at once; the arbiter counts it."""
+    backward: bool = True
+    """Count the backward pass too: twice the products, and everything that travelled travels again."""
+
+    def __post_init__(self) -> None:
+        for name in ("element_bytes", "matrices"):
+            if getattr(self, name) < 1:
+                raise InputError(f"replication.{name}={getattr(self, name)}: must be at least 1")
+        if self.cluster is not None:
+            self.cluster.device.tflops.of(self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Of products, by the bytes of an element."""
+        return {2: "bf16", 4: "fp32", 8: "fp64"}.get(self.element_bytes, "fp8")
+
+    @property
+    def flops_per_second(self) -> float:
+        """Operations per second of the experts' products."""
+        return self.machine.tflops * 1e12 if self.cluster is None else self.cluster.device.tflops.of(self.dtype)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What of a board stays the same from call to call: a replica's places, and what bytes between them cost."""
+
+    grid: Grid
+    origins: np.ndarray
+    """(ep, origins): ranks by place."""
+    costs: ReplicationCosts
+
+    @cached_property
+    def nodes(self) -> np.ndarray:
+        """Node of each place, (ep,) int64."""
+        return np.array([self.grid.node_of(int(ranks[0])) for ranks in self.origins])
+
+    @cached_property
+    def seconds_per_byte(self) -> np.ndarray:
+        """From place to place, (ep, ep); nothing within one. On a cluster, of a message alone on its slowest link."""
+        if self.costs.cluster is not None:
+            alone: np.ndarray = self.row_links.max(2, initial=0.0)
+            return alone
+        machine, node = self.costs.machine, self.nodes
+        gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
+        seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
+        return seconds
+
+    @cached_property
+    def start_up(self) -> np.ndarray:
+        """Seconds that a message from place to place needs whatever its size, (ep, ep); none within a place."""
+        machine, node = self.costs.machine, self.nodes
+        micro = np.where(node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us)
+        seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
+        return seconds
+
+    @cached_property
+    def row_links(self) -> np.ndarray:
+        """Seconds that a byte of rows from place to place takes of each link, (ep, ep, links)."""
+        return self._links(weights=False)
+
+    @cached_property
+    def weight_links(self) -> np.ndarray:
+        """The same of a byte of weights."""
+        return self._links(weights=True)
+
+    def _links(self, *, weights: bool) -> np.ndarray:
+        """Without a cluster every place has a port out and one in."""
+        if self.costs.cluster is not None:
+            return links_of_places(self.costs.cluster, self.grid, self.places, weights=weights)
+        ep, rate = len(self.origins), self.seconds_per_byte
+        own = np.eye(ep)
+        return np.concatenate([rate[:, :, None] * own[:, None], rate[:, :, None] * own[None]], axis=2)
+
+    @cached_property
+    def via(self) -> np.ndarray | None:
+        """The place on a helper's node that gets the weights of each home for it, (home, helper); None where none does."""
+        return relays_of(self.grid, self.places) if self.costs.relays else None
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by place, plain."""
+        return tuple(map(tuple, self.origins.tolist()))
+
+
+@dataclass(frozen=True)
+class Board:
+    """One replica's load by place in ep, and what moving a copy costs: where policies play their moves."""
+
+    load: Load
+    ground: Ground
+
+    @property
+    def origins(self) -> np.ndarray:
+        """(ep, origins): ranks by place."""
+        return self.ground.origins
+
+    @property
+    def costs(self) -> ReplicationCosts:
+        """Rates."""
+        return self.ground.costs
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """Copies that each place has for each expert, (ep, num_experts) int64."""
+        found: np.ndarray = self.load.copies[self.origins].sum(1)
+        return found
+
+    @cached_property
+    def seconds_per_copy(self) -> float:
+        """Of products, forward and backward."""
+        flops = 2 * self.load.dim * self.load.units * self.costs.matrices
+        return flops * (3 if self.costs.backward else 1) / self.costs.flops_per_second
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of one copy, one way."""
+        return self.load.dim * self.costs.element_bytes
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of one shard of an expert, one way."""
+        return self.load.units * self.load.dim * self.costs.matrices * self.costs.element_bytes
+
+    @property
+    def seconds_per_byte(self) -> np.ndarray:
+        """See `Ground`."""
+        return self.ground.seconds_per_byte
+
+    @property
+    def passes(self) -> int:
+        """How often what is dispatched crosses a link: out and back, and again for gradients."""
+        return 4 if self.costs.backward else 2
+
+    def seconds(self, replicated: np.ndarray) -> float:
+        """Return the modelled time.
+
+        Args:
+            replicated: (ep, num_experts, ep) int64: copies of a place for an expert that another place computes.
+        """
+        home = self.load.home
+        computed = replicated.copy()
+        computed[:, np.arange(self.load.num_experts), home] += self.copies - replicated.sum(2)
+        rows = computed.sum(1)
+        return self.seconds_of(rows, self.sent(replicated.sum(0) > 0))
+
+    def sent(self, helped: np.ndarray) -> np.ndarray:
+        """Return how many experts' weights each place sends to each other one, (ep, ep) int64.
+
+        Args:
+            helped: (num_experts, ep) bool: which places are replicated an expert.
+        """
+        ep = len(self.origins)
+        by_home = helped.reshape(ep, -1, ep)
+        straight: np.ndarray = by_home.sum(1)
+        via = self.ground.via
+        if via is None:
+            return straight
+        comes_by = via[:, :, None] == np.arange(ep)
+        first = (by_home @ comes_by).sum(1)
+        onward = np.bincount((via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep)
+        weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
+        np.fill_diagonal(weights, 0)
+        return weights
+
+    def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
+        """Return the modelled time.
+
+        Args:
+            rows: (ep, ep): copies of place i that place j computes.
+            weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
+        """
+        travel = self.passes * self.row_bytes * self.fullest(rows, 0)
+        fetch = self.passes / 2 * self.weight_bytes * self.fullest(weights, 1)
+        return float(rows.sum(0).max() * self.seconds_per_copy + travel + fetch)
+
+    def fullest(self, moved: np.ndarray, kind: int) -> float:
+        """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most.
+
+        Args:
+            moved: what place i sends to place j.
+            kind: 0 for rows, 1 for weights.
+        """
+        if self.costs.cluster is None:
+            spent = moved * self.seconds_per_byte
+            return float(max(spent.sum(0).max(), spent.sum(1).max()))
+        links = self.ground.weight_links if kind else self.ground.row_links
+        return float((moved.reshape(-1) @ links.reshape(moved.size, -1)).max(initial=0.0))
+
+    def spread(self, replicated: np.ndarray) -> np.ndarray:
+        """Share what a place replicates out among its ranks, first come first: (ep, num_experts, ep) to (world,
+        num_experts, ep).
+
+        Other replicas' ranks replicate nothing.
+        """
+        found = np.zeros((*self.load.copies.shape, len(self.origins)), dtype=np.int64)
+        of_rank = self.load.copies[self.origins]
+        rank_ends, helper_ends = of_rank.cumsum(1)[..., None], replicated.cumsum(2)[:, None]
+        starts = np.maximum(rank_ends - of_rank[..., None], helper_ends - replicated[:, None])
+        shared = np.maximum(np.minimum(rank_ends, helper_ends) - starts, 0)
+        found[self.origins.reshape(-1)] = shared.reshape(-1, *shared.shape[2:])
+        return found
+
+
+def grounds(load: Load, costs: ReplicationCosts) -> list[Ground]:
+    """Return the ground of every replica, for all calls on the mesh of this one."""
+    return [Ground(load.grid, origins, costs) for origins in load.replicas]
+
+
+def boards(load: Load, costs: ReplicationCosts) -> list[Board]:
+    """Return the board of every replica."""
+    return [Board(load, ground) for ground in grounds(load, costs)]

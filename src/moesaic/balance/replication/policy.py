@@ -1,0 +1,76 @@
+"""The interface of replication policies: which copies another rank than their expert's home computes, from one call's counts.
+
+A policy decides and never acts; every rank calls it with the same counts and gets the same answer, so nobody waits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+
+import numpy as np
+
+from moesaic.balance.choices import AnyPlan
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.load import Load
+from moesaic.program.grid import Grid
+
+
+class AbstractReplicationPolicy(ABC):
+    """A policy."""
+
+    costs: ReplicationCosts | None = None
+    """The rates by which it decides, where it decides by rates."""
+
+    @abstractmethod
+    def decide(self, load: Load) -> np.ndarray:
+        """Return which copies are replicated, (world, num_experts, ep) int64.
+
+        Entry [o, e, h]: how many of the copies that origin o has for expert e the ranks at place h of ep compute; those at
+        the expert's home are never replicated. Deterministic: ties break by number.
+
+        Args:
+            load: the same on all ranks.
+        """
+
+    def option_plans(self, plan: AnyPlan, grid: Grid) -> Iterable[AnyPlan]:
+        """Return the plans whose programs calls may run, if the policy chooses among several: first one that replicates
+        nothing, then one that replicates, then others, which are left out where they do not compile. Empty, as here: a call
+        runs the plan itself, or where the policy replicates nothing the plan without replication.
+
+        Args:
+            plan: that names the policy.
+            grid: the mesh.
+        """
+        del plan, grid
+        return ()
+
+    def settings_text(self) -> str:
+        """Return its settings as text: what has to be the same on all ranks, so that they decide alike.
+
+        Numbers, words and records of them count; what a policy holds besides does not.
+        """
+        plain = {
+            name: value
+            for name, value in sorted(vars(self).items())
+            if value is None or isinstance(value, (bool, int, float, str, tuple, dict)) or is_dataclass(value)
+        }
+        return f"{type(self).__name__} {plain}"
+
+
+class Replicated(AbstractReplicationPolicy):
+    """Lends what it is told, whatever the load: for tests and replays.
+
+    Args:
+        replicated: (world, num_experts, ep) int64; more than there are copies is cut down.
+    """
+
+    def __init__(self, replicated: np.ndarray) -> None:
+        self.replicated = replicated
+
+    def decide(self, load: Load) -> np.ndarray:
+        """Return it, cut to the copies that there are, helpers in their order."""
+        before = np.cumsum(self.replicated, axis=2) - self.replicated
+        left = np.maximum(load.copies[:, :, None] - before, 0)
+        return np.minimum(self.replicated, left)

@@ -1,0 +1,1 @@
+"""What chooses, call by call, among the programs and tables that a plan may run."""

@@ -1,0 +1,145 @@
+"""What each way of running a call takes, in closed form over the busiest place and link: quick enough to ask at every call.
+
+The model of `replication/cost.py`, with what the other options need: start-up of messages, weights that are gathered for
+adaptive r (Tutel, Hwang et al. 2023, section 4.1), and computing that goes on while the next part travels (FasterMoE, He et
+al. 2022, section 4.2). It ranks options; a simulation of each program may correct it by a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.balance.replication.cost import Board
+from moesaic.balance.replication.tables import NOTHING, Lendings, rows_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of a layer, forward and backward, on the busiest of its replicas."""
+
+    compute: float
+    """Seconds of products."""
+    travel: float
+    """Seconds that tokens take of the fullest link."""
+    fetch: float
+    """Seconds that weights and their gradients take of it."""
+    rows: tuple[int, ...]
+    """Copies that each place of ep computes, replica after replica."""
+    token_bytes: int = 0
+    """That cross links, of all replicas."""
+    weight_bytes: int = 0
+    """Likewise; gradients of weights included."""
+
+    def seconds(self, parts: int) -> float:
+        """Return the modelled time if tokens travel in so many parts, each computed while the next one travels."""
+        longer, shorter = max(self.compute, self.travel), min(self.compute, self.travel)
+        return longer + shorter / parts + self.fetch
+
+
+def worst(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of several replicas: the slowest one's times, everyone's bytes."""
+    slowest = max(costs, key=lambda each: each.seconds(1))
+    return Cost(
+        compute=slowest.compute,
+        travel=slowest.travel,
+        fetch=slowest.fetch,
+        rows=tuple(rows for each in costs for rows in each.rows),
+        token_bytes=sum(each.token_bytes for each in costs),
+        weight_bytes=sum(each.weight_bytes for each in costs),
+    )
+
+
+def replicated_cost(board: Board, replicated: Lendings, chunks: int = 1) -> Cost:
+    """Return the cost under a table of replicated copies.
+
+    Args:
+        board: of a replica.
+        replicated: between its places.
+        chunks: parts that the copies which stay at home travel in.
+    """
+    rows, shards, passes = rows_of(board, replicated), board.origins.shape[1], board.passes
+    messages = board.ground.start_up
+    moved = rows.home + rows.replicated
+    starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
+    across = int(moved.sum() - np.trace(moved))
+    return Cost(
+        compute=float(moved.sum(0).max()) * board.seconds_per_copy,
+        travel=passes * (board.row_bytes * board.fullest(moved, 0) + _fullest(starts)),
+        fetch=passes
+        / 2
+        * (board.weight_bytes * board.fullest(rows.fetched, 1) + _fullest(messages * (rows.fetched > 0)))
+        + rows.held * board.costs.expert_us * 1e-6,
+        rows=tuple(moved.sum(0).tolist()),
+        token_bytes=passes * across * board.row_bytes * shards,
+        weight_bytes=passes // 2 * int(rows.fetched.sum()) * board.weight_bytes * shards,
+    )
+
+
+def gathered_cost(board: Board, alone: Cost, r: int) -> Cost:
+    """Return the cost with `gather_weights` r below etp.
+
+    Args:
+        board: of a replica.
+        alone: its cost with r = etp.
+        r: shards that a token visits; 0: weights come to the tokens.
+    """
+    shards, each = board.origins.shape[1], board.load.num_experts // len(board.origins)
+    within = _within_place(board)
+    if r:
+        got = (shards // r - 1) * each
+        gathered = got * board.weight_bytes * within
+        weight_bytes = (board.passes - 1) * got * board.weight_bytes * board.origins.size
+        return Cost(
+            compute=alone.compute,
+            travel=alone.travel * r / shards,
+            fetch=(board.passes - 1) * gathered,  # forward, again in backward, and the gradients back
+            rows=alone.rows,
+            token_bytes=alone.token_bytes * r // shards,
+            weight_bytes=weight_bytes,
+        )
+    # Every rank fetches all shards of all experts of the replica and computes what is its own.
+    own = board.load.copies[board.origins].sum(2)
+    sent = shards * each * (1 - np.eye(len(board.origins)))
+    fetched = board.weight_bytes * board.fullest(sent, 1) + _fullest(shards * board.ground.start_up)
+    fetched += (shards - 1) * each * board.weight_bytes * within
+    got = (board.origins.size - 1) * each
+    return Cost(
+        compute=float(own.max()) * shards * board.seconds_per_copy,
+        travel=0.0,
+        fetch=(board.passes - 1) * fetched,
+        rows=tuple(own.sum(1).tolist()),
+        weight_bytes=(board.passes - 1) * got * board.weight_bytes * board.origins.size,
+    )
+
+
+def is_even(board: Board, margin: float) -> bool:
+    """Whether nothing that depends on the counts can gain much: no place computes, sends or gets more than the margin above
+    the mean, and no expert's weights are fewer bytes than the tokens that one place sends it.
+
+    Args:
+        board: of a replica.
+        margin: a share.
+    """
+    home, ep = board.load.home, len(board.origins)
+    away = board.copies * (np.arange(ep)[:, None] != home[None, :])
+    if 2 * int(away.max(initial=0)) * board.row_bytes > board.weight_bytes:
+        return False
+    rows = rows_of(board, NOTHING).home
+    travel = rows * board.seconds_per_byte
+    loads = (rows.sum(0), travel.sum(0), travel.sum(1))
+    return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
+
+
+def _fullest(seconds: np.ndarray) -> float:
+    """Return what the place that sends or gets most needs, (ep, ep) -> ()."""
+    return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
+
+
+def _within_place(board: Board) -> float:
+    """Return the seconds of a byte between two ranks that hold shards of the same experts."""
+    machine, grid = board.costs.machine, board.load.grid
+    nodes = {grid.node_of(int(rank)) for rank in board.origins[0]}
+    return 8 / ((machine.intra_gbps if len(nodes) == 1 else machine.inter_gbps) * 1e9)

@@ -1,0 +1,84 @@
+"""Calls that balance: a selector says what a call runs and replicates, and a budget holds that to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.selector.verdict import Verdict
+from moesaic.plan import Compiled
+from moesaic.routing.route import RoutingRecord
+from moesaic.runtime.balance.budget import TokenBudget
+from moesaic.runtime.balance.selector import ProgramSelector
+from moesaic.runtime.calls import AbstractCallPolicy, Chosen, PlainCalls
+
+
+class BalancedCalls(AbstractCallPolicy):
+    """Decides under a plan that replicates copies, has a budget of rows, or both.
+
+    Args:
+        compiled: of the layer.
+        policy: decides in place of the policy that the plan names; None for that policy.
+        num_experts: of the layer.
+        dim: width of a token.
+
+    Raises:
+        InputError: as `ProgramSelector` does.
+    """
+
+    def __init__(
+        self, compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
+    ) -> None:
+        super().__init__(compiled)
+        self.selector = ProgramSelector(compiled, policy, num_experts, dim)
+        self.budget = TokenBudget(compiled, num_experts, dim, None if policy is None else policy.costs)
+
+    @property
+    def bare(self) -> Compiled:
+        """The arbiter's programs without replication, else those of the plan."""
+        return self.selector.bare
+
+    @property
+    def digest(self) -> bytes:
+        """See `ProgramSelector.digest`."""
+        return self.selector.digest
+
+    def tell(self) -> Sequence[float]:
+        """See `ProgramSelector.tell`."""
+        return self.selector.tell()
+
+    def refuse_padding(self) -> None:
+        """See `TokenBudget.refuse_padding`."""
+        self.budget.refuse_padding()
+
+    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+        """Return what the selector chose, or what of it the budget allows."""
+        compiled, replicated = self.selector.choose(record, copies, units)
+        return Chosen(*self.budget.hold(compiled, replicated, copies, units))
+
+    def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
+        """Run and time it; see `ProgramSelector.timed`."""
+        return self.selector.timed(record, chosen.compiled, chosen.replicated, program)
+
+
+def calls_under(
+    compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
+) -> AbstractCallPolicy:
+    """Return what decides for the calls of a layer; arguments as of `BalancedCalls`."""
+    if not compiled.replicates and compiled.plan.token_budget is None:
+        return PlainCalls(compiled)
+    return BalancedCalls(compiled, policy, num_experts, dim)
+
+
+def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
+    """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
+    selector = None if calls is None else selector_of(calls)
+    return [] if selector is None else selector.take()
+
+
+def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
+    """Return the selector of calls that balance; None for others."""
+    return calls.selector if isinstance(calls, BalancedCalls) else None

@@ -1,0 +1,1 @@
+"""Samples that move between ranks (NetMoE), and their residuals with them."""

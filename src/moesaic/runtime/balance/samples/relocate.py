@@ -1,0 +1,345 @@
+"""Samples that change home between the MoE layers of a model, with the same results: a forward pass as a trip.
+
+NetMoE (Liu et al., ICLR 2025). An MoE layer's results go to whichever rank makes the next layer's copies cheap to send, and
+what belongs to the samples follows. A sample is somewhere whole, so all that looks along a sample (attention, convolutions,
+positions) is the same anywhere; what looks across samples needs them at home:
+
+    trip = relocator.start(followings, num_samples, length)      once per forward pass
+    move = trip.next()                                           in front of each MoE layer
+    x = moe(norm(x), move=move, residual=Residual(x, norm))      routed here, delivered to the new homes, x added
+
+or, where something stands between the layer and the sum,
+
+    y = moe(norm(x), move=move)                                  decides where samples go, so it comes first
+    x = move.carry(x) + dropout(y)                               the residual follows on its own
+
+A prediction of the next layer's routing decides what is cheap, and nothing else: a wrong one costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
+from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.collectives import all_gather
+from moesaic.errors import InputError
+from moesaic.experts.dtensor import is_dtensor
+from moesaic.plan import Compiled, compile_plan
+from moesaic.plan.plan import Crossing
+from moesaic.program.passes.relocate import relocate
+from moesaic.program.placed import SampleShapes
+from moesaic.routing.capacity import AbstractCapacity, Dropless
+from moesaic.routing.replay import own_choice
+from moesaic.routing.router import AbstractRouter
+from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.samples.rest import Rest
+from moesaic.runtime.balance.samples.rows import carry
+
+
+@dataclass(frozen=True)
+class Following:
+    """How an MoE layer will route: what a prediction of its load needs."""
+
+    router: AbstractRouter
+    top_k: int
+    order: ExpertOrder | None = None
+    """Where its experts are; None where they never move."""
+
+
+class Relocator:
+    """Decides, for a model's forward passes, where samples live after each MoE layer. All ranks make it alike.
+
+    Args:
+        mesh: of the MoE layers, with tp = 1.
+        placer: the policy; None for the two stages of NetMoE.
+        ends_home: the last MoE layer takes the samples home. False: it goes by its own cost, and labels have to follow.
+
+    Raises:
+        InputError: for a mesh on which samples are not whole.
+    """
+
+    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
+        if mesh.grid.tp > 1:
+            raise InputError(
+                f"sample placement needs mesh.tp=1, got {mesh.grid.tp}: tensor parallelism splits a sample over ranks"
+            )
+        self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
+        self.trip: SampleTrip | None = None
+        """The forward pass that was begun last; None before the first."""
+        self._compiled: dict[tuple[bytes, bool], Compiled] = {}
+        self._shapes: dict[tuple[bytes, int, int], SampleShapes] = {}
+        self._solver = ThreadPoolExecutor(1, "placement")
+        self._rest = Rest()
+
+    def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
+        """Begin a forward pass; all ranks call it.
+
+        Args:
+            followings: the MoE layers in the order in which the pass reaches them.
+            num_samples: that this rank has.
+            length: tokens of each.
+
+        Raises:
+            InputError: on every rank: if ranks have different numbers of samples or tokens, or a router looks across tokens
+                or draws random numbers by rank.
+        """
+        before = [] if self.trip is None else self.trip.moves
+        rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
+        for following in followings:
+            _check_router(following.router, self.mesh.transport.device)
+        mine = torch.tensor([num_samples, length], device=self.mesh.transport.device)
+        told = torch.stack(all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), mine)).cpu()
+        different = (told != told[0]).any(1).nonzero().flatten().tolist()
+        if different:
+            (a, b), (c, d) = told[0].tolist(), told[different[0]].tolist()
+            raise InputError(
+                f"sample placement needs samples that split evenly: rank 0 has {a} of {b} tokens, rank {different[0]} has {c} "
+                f"of {d}: give every rank equally many of one length"
+            )
+        self.trip = SampleTrip(self, followings, num_samples, length, rests=rests)
+        return self.trip
+
+    def compiled(self, plain: Compiled, *, bias: bool) -> Compiled:
+        """Return the programs that deliver to new homes, made once per plan.
+
+        Args:
+            plain: those of the layer.
+            bias: for experts whose shards hold parameters in common.
+
+        Raises:
+            InputError: for a plan under which samples cannot move.
+        """
+        if plain.plan.crossing is Crossing.DEEPEP:
+            raise InputError(
+                "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: "
+                "choose linear"
+            )
+        if plain.plan.token_budget is not None:
+            raise InputError(
+                f"sample placement clashes with plan.token_budget={plain.plan.token_budget}, whose slices cut samples: leave "
+                "token_budget unset"
+            )
+        key = (plain.digest, bias)
+        if key not in self._compiled:
+            has_bias = "b" in plain.logical.inputs
+            base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
+            self._compiled[key] = replace(
+                base, logical=relocate(base.logical), forward=relocate(base.forward), backward=relocate(base.backward)
+            )
+        return self._compiled[key]
+
+    def shapes(self, plain: Compiled, num_experts: int, slots: int) -> SampleShapes:
+        """Return what all calls of a plan, with so many experts and samples, have in common."""
+        key = (plain.digest, num_experts, slots)
+        if key not in self._shapes:
+            self._shapes[key] = SampleShapes(plain.grid, num_experts, slots, plain.plan.chunks)
+        return self._shapes[key]
+
+    def decide(self, load: SampleLoad) -> Future[Homes]:
+        """Start to decide, beside the caller."""
+        return self._solver.submit(self.placer.decide, load)
+
+
+class SampleTrip:
+    """One forward pass: where the samples are as it goes on. Made by `Relocator.start`."""
+
+    def __init__(
+        self, relocator: Relocator, followings: Sequence[Following], slots: int, length: int, *, rests: bool = False
+    ) -> None:
+        self.relocator, self.length, self._rests = relocator, length, rests
+        self.home = Homes.start(relocator.mesh.grid.world, slots)
+        self.moves: list[SampleMove] = []
+        """One per MoE layer that was reached."""
+        self._followings = tuple(followings)
+
+    @property
+    def homes(self) -> Homes:
+        """Where the samples are now."""
+        return self.moves[-1].after if self.moves else self.home
+
+    @property
+    def samples(self) -> Tensor:
+        """(samples,) int64: this rank's samples now, by their number in the whole batch: what random masks may depend on."""
+        return torch.from_numpy(self.homes.samples[self.relocator.mesh.rank].copy())
+
+    def next(self) -> SampleMove:
+        """Return the move of the next MoE layer."""
+        number = len(self.moves) + 1
+        assert number <= len(self._followings), "more MoE layers than the trip was started for"
+        is_last = number == len(self._followings)
+        following = None if is_last else self._followings[number]
+        goal = self.home if self._rests or (is_last and self.relocator.ends_home) else None
+        self.moves.append(SampleMove(self.relocator, self.homes, following, self.length, goal, rests=self._rests))
+        return self.moves[-1]
+
+    def bring(self, x: Tensor) -> Tensor:
+        """Return what belongs to the samples that are here now, from where it is at home: (samples, ...), differentiable."""
+        return carry(self.relocator.mesh.transport, x, self.home, self.homes)
+
+    def take_home(self, x: Tensor) -> Tensor:
+        """Return what belongs to this rank's own samples, from where they are now: (samples, ...), differentiable."""
+        return carry(self.relocator.mesh.transport, x, self.homes, self.home)
+
+
+class SampleMove:
+    """What one MoE layer does to the homes. It decides once: a recomputation finds what the first pass decided.
+
+    Args:
+        relocator: whose policy decides.
+        before: where the samples are when the layer is called.
+        following: the next MoE layer; None after the last.
+        length: tokens of a sample.
+        goal: where samples go, whatever it costs; None to decide.
+        rests: nobody is asked in this pass and nobody moves: the layer runs like any other.
+    """
+
+    def __init__(
+        self,
+        relocator: Relocator,
+        before: Homes,
+        following: Following | None,
+        length: int,
+        goal: Homes | None,
+        *,
+        rests: bool = False,
+    ) -> None:
+        self.relocator, self.before, self.length, self.goal, self.rests = relocator, before, length, goal, rests
+        self.load: SampleLoad | None = None
+        """What was decided from; None before the layer's call; empty where nobody is asked."""
+        self.copies: np.ndarray | None = None
+        """(ranks, slots, num_experts) int64: the layer's copies of each sample, by where the samples are; None before."""
+        self.rides = False
+        """Whether the residual travelled with the results; known after the layer's call."""
+        self.stays: bool | None = None
+        """Whether the layer runs like any other and samples stay, for those that choose; None before it is decided."""
+        self._following = following
+        self._future: Future[Homes] | None = None
+        if rests:
+            nothing = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
+            self.load = SampleLoad(relocator.mesh.grid, before, nothing, None)
+
+    @property
+    def after(self) -> Homes:
+        """Where the samples are after the layer; waits for the decision."""
+        if self.goal is not None:
+            return self.goal
+        if self._future is None:
+            raise InputError(
+                "sample placement: where samples go is decided in the MoE layer's call: call the layer with this move first"
+            )
+        return self._future.result()
+
+    @property
+    def moves_anybody(self) -> bool | None:
+        """Whether a policy that was asked moved samples; None where none was."""
+        return None if self._future is None else not self.before.same_as(self.after)
+
+    def targets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the sample in each slot goes, (ranks, slots) int64 each: its rank and its slot there."""
+        return self.before.targets(self.after)
+
+    def carry(self, x: Tensor) -> Tensor:
+        """Take what belongs to samples along: (samples, ...) or (samples * length, ...), of one shape on all ranks."""
+        slots = self.before.slots
+        split = x.unflatten(0, (slots, -1)) if len(x) != slots else x
+        return carry(self.relocator.mesh.transport, split, self.before, self.after).view(x.shape)
+
+    def volumes(self) -> tuple[Volume, Volume]:
+        """Return the rows that cross links from this layer's experts to the next layer's (as predicted) if nobody moved, and
+        as it was decided; residuals that travel count as rows."""
+        assert self.load is not None, "the MoE layer was not called with this move yet"
+        return self.load.volume(self.before), self.load.volume(self.after)
+
+    def check(self, capacity: AbstractCapacity) -> None:
+        """Raise InputError for a capacity under which what is dropped depends on where samples are."""
+        if not isinstance(capacity, Dropless):
+            raise InputError(
+                "sample placement clashes with a capacity, which drops copies by where their samples are: choose dropless"
+            )
+
+    def decide(self, copies: Tensor, predicted: Tensor | None) -> None:
+        """Tell all ranks this rank's counts and start to decide from everyone's; all ranks call it.
+
+        Args:
+            copies: (slots, num_experts) int64 of this layer.
+            predicted: the same of the next one; None where it is not asked for.
+        """
+        mesh = self.relocator.mesh
+        mine = copies if predicted is None else torch.cat([copies, predicted], dim=1)
+        told = all_gather(mesh.transport, tuple(range(mesh.grid.world)), mine.to(torch.int32))
+        table = torch.stack(told).cpu().numpy().astype(np.int64)
+        self.copies, following = np.split(table, [copies.shape[1]], axis=2)
+        place = self.before.place
+        by_sample = [part.reshape(len(place), part.shape[2])[place] for part in (self.copies, following)]
+        self.load = SampleLoad(
+            mesh.grid,
+            self.before,
+            by_sample[0],
+            None if predicted is None else by_sample[1],
+            carried=0 if self.rides else self.length,
+        )
+        if self.goal is None:
+            self._future = self.relocator.decide(self.load)
+
+    def predict(self, x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
+        """Return the copies that each sample will have for each expert of the next layer, if it routed this layer's input.
+
+        Args:
+            x_TD: (tokens, dim), this layer's input.
+            valid_T: (tokens,) bool, or None.
+            token_ids: (tokens,) int64, or None.
+
+        Returns:
+            (slots, num_experts) int64; None where nobody asks.
+        """
+        if self._following is None or self.goal is not None:
+            return None
+        router, top_k = self._following.router, self._following.top_k
+        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), _whole_parameters(router):
+            scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
+            choice = own_choice(router)(scores, top_k, valid_T, None)
+        alive = slice(None) if valid_T is None else valid_T[choice.token]
+        order = self._following.order
+        expert = choice.expert if order is None else order.slots(choice.expert)
+        return self.count(choice.token[alive], expert[alive], router.num_experts)
+
+    def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+        """Return how many of these copies each sample has for each expert, (slots, num_experts) int64."""
+        cell = token // self.length * num_experts + expert
+        return torch.bincount(cell, minlength=self.before.slots * num_experts).view(-1, num_experts)
+
+
+@contextmanager
+def _whole_parameters(router: nn.Module) -> Iterator[None]:
+    """Let a router that is split over data-parallel ranks score where it stands: its parameters are gathered meanwhile."""
+    held = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
+    try:
+        for part, name, value in held:
+            if is_dtensor(value):
+                part._parameters[name] = value.full_tensor()
+        yield
+    finally:
+        for part, name, value in held:
+            part._parameters[name] = value
+
+
+def _check_router(router: AbstractRouter, device: torch.device) -> None:
+    """Raise InputError for a router whose choices depend on where samples are."""
+    if router.looks_across_tokens:
+        raise InputError(
+            f"sample placement clashes with the router {type(router).__name__}, whose choice for a token depends on its rank "
+            "or on the others there: choose one that looks at each token alone, such as softmax"
+        )
+    if router.draw(0, device) is not None:
+        raise InputError(
+            f"sample placement clashes with the router {type(router).__name__}, which draws random numbers rank by rank: "
+            "choose one without noise, such as softmax"
+        )

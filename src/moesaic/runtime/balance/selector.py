@@ -1,0 +1,251 @@
+"""What a call of a layer on a mesh runs, and which copies it replicates, once its counts are known to all ranks.
+
+Under most plans that is the plan's program; under plans that replicate, the policy's table decides whether the program with
+replication is needed at all; under `replication="arbiter"` the arbiter picks among several programs and tables. It does
+so in hidden
+time: a thread weighs the options from this call's counts, and from what earlier calls took, while the call runs, and the next
+call only makes its table. All ranks wait for the thread there, so they go over to another option in the same call. A
+recomputation finds what its forward pass decided: decisions depend on earlier ones, and both must run the same program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration
+from moesaic.balance.selector.verdict import Pick, Verdict
+from moesaic.errors import InputError
+from moesaic.plan import Compiled
+from moesaic.plan.compile import for_call
+from moesaic.routing.route import RoutingRecord
+from moesaic.runtime.balance.clock import CallClock, TimedCall
+from moesaic.runtime.balance.moves import MoveArbiter
+from moesaic.runtime.balance.samples.relocate import SampleMove
+from moesaic.runtime.calls import NUMBERS
+
+PAUSE = 0.1
+"""Share of what a call took last that its messages are given before the thread begins."""
+KEPT = 1024
+"""Decisions of a layer that are kept at most until somebody takes them."""
+
+
+@dataclass
+class _Decided:
+    """What a call runs, which its recomputation runs too."""
+
+    program: int
+    replicated: np.ndarray | None
+    timed: TimedCall | None = None
+    again: bool = False
+    """Whether it was asked for once more."""
+
+
+class ProgramSelector:
+    """Chooses for the calls of one layer under one plan.
+
+    Args:
+        compiled: of the layer.
+        replication policy: decides in place of the policy that the plan names; None for that policy.
+        num_experts: of the layer.
+        dim: width of a token.
+
+    Raises:
+        InputError: for a replication policy other than an `Arbiter` under `replication="arbiter"`.
+    """
+
+    def __init__(
+        self, compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
+    ) -> None:
+        self.compiled, self.num_experts, self.dim = compiled, num_experts, dim
+        self._policy = (policy or _named(compiled.plan.replication)) if compiled.replicates else None
+        self._arbitration: Arbitration | None = None
+        self._learns = False
+        if compiled.options:
+            if not isinstance(self._policy, Arbiter):
+                raise InputError(
+                    f"plan.replication=arbiter was given the policy {type(self._policy).__name__}: give an Arbiter, or choose "
+                    "another plan.replication"
+                )
+            self._arbitration = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._evaluating = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._moves = MoveArbiter(self._policy)
+            self._learns = self._policy.learn and self._arbitration.goes_by_times
+        self._clock = CallClock(compiled.grid.world)
+        self._thread: ThreadPoolExecutor | None = None
+        self._pause = 0.0
+        self._weighing: Future[Verdict] | None = None
+        self._verdicts: deque[tuple[Future[Verdict] | Verdict, float]] = deque(maxlen=KEPT)
+        self._of_call = WeakIdKeyDictionary()
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that two ranks share if they run the same programs, and their policies have the same settings."""
+        if self._policy is None:
+            return self.compiled.digest
+        return hashlib.blake2b(self.compiled.digest + self._policy.settings_text().encode(), digest_size=16).digest()
+
+    def tell(self) -> list[float]:
+        """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
+        return self._clock.tell() if self._learns else [0.0] * NUMBERS
+
+    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
+        """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
+        replicates none.
+
+        Args:
+            record: of its routing; a recomputation has that of its forward pass.
+            copies: (world, num_experts) int64 that each origin has for each expert.
+            units: hidden units of one shard of an expert.
+        """
+        if self._policy is None:
+            return self.compiled, None
+        load = Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        if self._arbitration is None:
+            replicated = self._policy.decide(load)
+            compiled = for_call(self.compiled, replicated)
+            return compiled, replicated if compiled.replicates else None
+        decided: _Decided | None = self._of_call.get(record.by_rank)
+        if decided is None:
+            decided = self._decide_early(record, load) if self._hears_all(record) else self._decide_now(load)
+            self._of_call[record.by_rank] = decided
+        else:
+            decided.again = True
+        return self.compiled.options[decided.program], decided.replicated
+
+    def timed(
+        self, record: RoutingRecord, compiled: Compiled, replicated: np.ndarray | None, program: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run a call's program, and time it; a call that runs something else than was chosen teaches nothing.
+
+        Args:
+            record: of the call, after `choose`.
+            compiled: what runs.
+            replicated: under which table.
+            program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
+        """
+        decided: _Decided | None = self._of_call.get(record.by_rank)
+        if decided is None or decided.timed is None or replicated is not decided.replicated:
+            return program()
+        if compiled is not self.compiled.options[decided.program]:
+            return program()
+        if not decided.again:
+            return decided.timed.ran(program())
+        try:
+            return program()
+        finally:
+            decided.timed.ran_again()
+
+    @property
+    def bare(self) -> Compiled:
+        """The programs under which samples may move: the arbiter's without replication, else those of the plan."""
+        return self.compiled.options[0] if self.compiled.options else self.compiled
+
+    def stays(self, move: SampleMove) -> bool:
+        """Return whether samples stay in a call that might move them, so that the layer runs like any other.
+
+        Args:
+            move: of the call; it is decided once.
+        """
+        if self._arbitration is None:
+            return False
+        if move.stays is None:
+            if move.goal is not None:
+                move.stays = move.before.same_as(move.goal)
+            else:
+                self._finish()
+                move.stays = not self._moves.prefers_moving()
+                move.goal = move.before if move.stays else None
+        return move.stays
+
+    def note_move(self, record: RoutingRecord, move: SampleMove, copies: np.ndarray, units: int) -> None:
+        """Take down a call in which samples move; arguments as of `choose`."""
+        arbitration = self._arbitration
+        if arbitration is None or record.by_rank in self._of_call:
+            return
+        started, load = time.perf_counter(), Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        self._finish()
+        if self._hears_all(record):
+            known, _ = self._clock.hear(_told(record))
+            arbitration.hear(known)
+            verdict = arbitration.weigh(arbitration.pick(load), call=None)
+        else:
+            verdict = arbitration.choose(load)
+        verdict = self._moves.note_move(move, verdict, self.dim)
+        self._verdicts.append((verdict, time.perf_counter() - started))
+        self._of_call[record.by_rank] = _Decided(verdict.program, verdict.replicated)
+
+    def take(self) -> list[Verdict]:
+        """Return the arbiter's decisions since the last `take`, oldest first."""
+        found = []
+        for each, seconds in self._verdicts:
+            verdict = each.result() if isinstance(each, Future) else each
+            found.append(replace(verdict, decision_seconds=seconds))
+        self._verdicts.clear()
+        return found
+
+    def _hears_all(self, record: RoutingRecord) -> bool:
+        """Whether all ranks tell each other what calls took: not so where tensor groups hear of their own ranks only."""
+        heard = record.gathered
+        return self._learns and heard is not None and len(heard.values) == self.compiled.grid.world
+
+    def _decide_early(self, record: RoutingRecord, load: Load) -> _Decided:
+        """Run what was decided during the last call, and begin to decide the next one."""
+        assert self._arbitration is not None
+        assert record.by_rank is not None
+        started = time.perf_counter()
+        self._finish()
+        call = self._clock.start(record.by_rank.device)
+        known, is_timed = self._clock.hear(_told(record))
+        self._arbitration.hear(known)
+        arbitration = self._arbitration if is_timed else self._evaluating
+        pick = arbitration.pick(load)
+        decided = _Decided(pick.choice.program, pick.table, call)
+        self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
+        self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
+        number = call.number if is_timed else None
+        self._weighing = self._thread.submit(_weigh, arbitration, pick, number, self._pause)
+        self._verdicts.append((self._weighing, time.perf_counter() - started))
+        return decided
+
+    def _decide_now(self, load: Load) -> _Decided:
+        """Decide from the counts of the call itself, by the model."""
+        assert self._arbitration is not None
+        verdict = self._arbitration.choose(load)
+        self._moves.note_others(verdict)
+        self._verdicts.append((verdict, verdict.decision_seconds))
+        return _Decided(verdict.program, verdict.replicated)
+
+    def _finish(self) -> None:
+        """Wait until the last call's thread has decided."""
+        if self._weighing is not None:
+            self._moves.note_others(self._weighing.result())
+            self._weighing = None
+
+
+def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float) -> Verdict:
+    """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
+    time.sleep(pause)
+    return arbitration.weigh(pick, call=call)
+
+
+def _told(record: RoutingRecord) -> np.ndarray:
+    """Return what the ranks told with a call's counts, (ranks, NUMBERS) float64."""
+    assert record.gathered is not None
+    return record.gathered.more_on_host[:, -NUMBERS:]
+
+
+def _named(policy: str) -> AbstractReplicationPolicy:
+    return REPLICATION_POLICIES[policy](ReplicationCosts())

@@ -1,0 +1,230 @@
+"""Slices of a call, run one after the other: what a token budget comes to where a call does not fit.
+
+One slice is kept for the backward pass as a whole call would be: the first, in which every rank has as many of its rows as it
+may, so ranks that are not overloaded compute nothing twice. The other ones dispatch their rows again and run the
+experts again; their results do not travel again. The first slice runs last in the forward pass and first in the
+backward pass, so what it keeps is there beside no other slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moesaic.balance.slices import Cut
+from moesaic.comm.collectives import all_gather
+from moesaic.comm.transport import AbstractTransport
+from moesaic.experts.experts import Weights
+from moesaic.program.needed import up_to_experts
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Program
+from moesaic.runtime.call import Environment
+from moesaic.runtime.function import Run, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
+from moesaic.runtime.node_tokens import NodeTokens
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What of a call one slice runs."""
+
+    rows: Tensor
+    """(rows,) int64: which of the call's routing weights are its own."""
+    sizes: Callable[[], CallSizes]
+    """Made anew for each pass: what they work out grows with the rows."""
+    indices: Mapping[str, Tensor]
+    """The program's INDEX inputs by name."""
+
+
+def slices_of(
+    whole: Cut,
+    origins: Sequence[int],
+    transport: AbstractTransport,
+    routing: tuple[Tensor, Tensor],
+    find: Callable[[Tensor, Tensor], NodeTokens] | None,
+    bind: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes],
+) -> list[Slice]:
+    """Return the slices of a call. Under multicast all ranks call it together.
+
+    Args:
+        whole: the call, cut.
+        origins: whose rows this rank's routing has: its own, or those of its tensor group.
+        transport: between all ranks.
+        routing: token and expert of each row, (rows,) int64, expert after expert.
+        find: under multicast, finds the visits of this rank's own rows.
+        bind: from replicated copies, copies and visits to sizes.
+    """
+    token, expert = routing
+    rows, node_tokens = [], []
+    for number in range(whole.num_slices):
+        places, origin = whole.rows(number, origins)
+        rows.append(torch.from_numpy(places).to(token.device))
+        if find is not None:
+            own = torch.from_numpy(places[origin == transport.rank]).to(token.device)
+            node_tokens.append(find(token[own], expert[own]))
+    if node_tokens:
+        counts = torch.stack([each.counts for each in node_tokens])
+        told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
+        node_tokens = [replace(each, of_all=told[:, number]) for number, each in enumerate(node_tokens)]
+
+    def slice_of(number: int) -> Slice:
+        replicated, copies = whole.replicated(number), whole.copies(number)
+        if not node_tokens:
+            indices = {"index": token[rows[number]].unsqueeze(1)}
+            return Slice(rows[number], lambda: bind(replicated, copies, None), indices)
+        seen = node_tokens[number]
+        return Slice(rows[number], lambda: bind(replicated, copies, seen), seen.indices)
+
+    return [slice_of(number) for number in range(whole.num_slices)]
+
+
+@dataclass(frozen=True)
+class SlicedRun:
+    """One call of a layer on one rank, in slices."""
+
+    whole: Run
+    """The call; its sizes, indices and tags are those of no slice."""
+    slices: Sequence[Slice]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """What is kept of a slice for its backward pass."""
+        return kept_names(self.whole.compiled)
+
+    @cached_property
+    def again(self) -> Program:
+        """What brings that about once more."""
+        return up_to_experts(self.whole.compiled.forward, self.names)
+
+    def take_tags(self) -> list[int]:
+        """Take tags for a forward and a backward program of each slice; returns the first of each."""
+        programs = self.whole.compiled.forward, self.whole.compiled.backward
+        each = sum(len(program.tasks) for program in programs)
+        first = self.whole.transport.take_tags(each * len(self.slices))
+        return [first + each * number for number in range(len(self.slices))]
+
+    def run(self, number: int, first_tag: int) -> Run:
+        """Return the run of a slice."""
+        part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
+        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False)
+        return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
+
+
+def run_slices(work: SlicedRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
+    """Run dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
+    y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
+    return y
+
+
+class RunSlices(torch.autograd.Function):
+    """See `run_slices`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+    ) -> Tensor:
+        """Run the slices and sum their results; keep what goes in, and what the first slice keeps."""
+        tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
+        total = torch.zeros_like(x, dtype=_wide(x))
+        step_costs = [_Surroundings.now(x)] * len(work.slices)
+        flat: list[Tensor] = []
+        for number in reversed(range(len(work.slices))):
+            step_costs[number] = _Surroundings.now(x)
+            keeps = names if number == 0 else []
+            values = _forward(
+                work.run(number, tags[number]), work.slices[number], x, gates, weights, num_sharded, keeps
+            )
+            y = values["y"]
+            assert isinstance(y, Tensor)
+            total += y
+            flat, ctx.layout = flattened(values, keeps)
+            del values, y
+        ctx.save_for_backward(x, gates, *weights, *flat)
+        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.step_costs = work, num_sharded, 2 + len(weights), step_costs
+        ctx.tags = work.take_tags()
+        return total.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the first slice's backward program, then each other slice's experts again and its backward program."""
+        (x, gates, *weights), kept = _take_saved(ctx)
+        work: SlicedRun = ctx.work
+        tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs others
+        d_gates = torch.zeros_like(gates)
+        totals: list[Tensor] = []
+        for number, part in enumerate(work.slices):
+            run = work.run(number, tags[number])
+            if number:
+                inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
+                with ctx.step_costs[number].again():
+                    kept = [run_forward(run, work.again, inputs, set(work.names))]
+                del inputs
+            d_x, d_own, *found = run_backward(run, kept.pop(), dy)
+            d_gates[part.rows] = d_own
+            totals = totals or [torch.zeros_like(value, dtype=_wide(value)) for value in (x, *weights)]
+            for total, value in zip(totals, (d_x, *found), strict=True):
+                total += value
+            del d_x, found
+        d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
+        return None, None, None, d_x, d_gates, *d_weights
+
+
+def _forward(
+    run: Run, part: Slice, x: Tensor, gates: Tensor, weights: Sequence[Tensor], num_sharded: int, keeps: Sequence[str]
+) -> Environment:
+    """Run a slice; returns its result, and what is to be kept of it."""
+    inputs = inputs_of(run, x, gates[part.rows], *_split(weights, num_sharded))
+    return run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
+
+
+def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
+    """Return what went in, and what was kept of the first slice, in a list that alone holds it."""
+    saved = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
+    return list(saved[: ctx.num_inputs]), [by_name(saved[ctx.num_inputs :], ctx.layout)]
+
+
+def _split(weights: Sequence[Tensor], num_sharded: int) -> tuple[Weights, Weights]:
+    """Return split and common parameters."""
+    return tuple(weights[:num_sharded]), tuple(weights[num_sharded:])
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a slice's experts see besides their input: autocast, and the state of random numbers."""
+
+    device: torch.device
+    autocast: tuple[bool, torch.dtype]
+    random_state: Tensor
+    device_state: Tensor | None
+
+    @classmethod
+    def now(cls, x: Tensor) -> _Surroundings:
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        of_device = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        return cls(x.device, autocast, torch.get_rng_state(), of_device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Have the same once more."""
+        enabled, dtype = self.autocast
+        with torch.random.fork_rng([self.device] if self.device_state is not None else []):
+            torch.set_rng_state(self.random_state)
+            if self.device_state is not None:
+                torch.cuda.set_rng_state(self.device_state, self.device)
+            with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
+                yield
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    """Return the dtype in which values are summed: at least float32."""
+    return torch.promote_types(value.dtype, torch.float32)

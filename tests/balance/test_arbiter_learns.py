@@ -1,0 +1,199 @@
+"""An arbiter on a machine that does not do what the model says: it finds what is fastest there, and stays with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.load import Load
+from moesaic.balance.selector.arbiter import UNANSWERED, Arbiter, Arbitration
+from moesaic.balance.selector.verdict import Verdict
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+PLAN = Plan(replication="arbiter")
+COSTS = ReplicationCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))
+Clock = Callable[[str, int], float]
+"""From an option's name and a call's number to what the model's seconds are really multiplied by."""
+
+
+def made(**options: object) -> Arbitration:
+    settings = Arbiter(costs=COSTS, **options)  # type: ignore[arg-type]
+    return settings.start(PLAN, [each.plan for each in compile_plan(PLAN, GRID).options])
+
+
+def skewed(seed: int, skew: float = 1.0, tokens: int = 4096) -> Load:
+    shares = 1 / np.arange(1, 17) ** skew
+    copies = np.random.default_rng(seed).multinomial(tokens, shares / shares.sum(), size=GRID.world)
+    return Load(GRID, copies, 16, 256, 512)
+
+
+def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **how: object) -> list[Verdict]:
+    """Decisions of calls whose times are known when the next one comes."""
+    found: list[Verdict] = []
+    told: Mapping[int, float] = {}
+    for call in range(first, first + calls):
+        load = skewed(call % 5, **how)  # type: ignore[arg-type]
+        pick = arbiter.pick(load)
+        arbiter.hear(told)
+        found.append(arbiter.weigh(pick, call=call))
+        alone = arbiter.weigher.alone(pick.found)
+        option = arbiter.weigher.priced(pick.choice, pick.replicated, pick.found, alone)
+        told = {call: option.seconds * clock(pick.choice.name, call)}
+    return found
+
+
+def settled(found: list[Verdict]) -> list[str]:
+    return [each.option for each in found if not each.is_trial]
+
+
+def model_says() -> str:
+    return trained(made(), lambda name, call: 1.0, 1)[0].option
+
+
+@pytest.mark.parametrize("off", [2.0, 30.0])
+def test_a_model_that_is_off_by_a_factor_everywhere_changes_nothing(off: float) -> None:
+    plain, other = (settled(trained(made(), lambda name, call, by=by: by, 40)) for by in (1.0, off))  # type: ignore[misc]
+    assert plain == other
+
+
+@pytest.mark.parametrize("wrong", [1.3, 2.0])
+def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_best(wrong: float) -> None:
+    """Whatever runs step by step, or replicates few, is slower than modelled: the first choice is wrong."""
+    first = model_says()
+    arbiter = made()
+    found = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
+    assert found[0].option == first
+    deferred_wgrad = set(settled(found[50:]))
+    assert first not in deferred_wgrad
+    seconds = found[-1].seconds
+    honest = {name: each.seconds for name, each in options_of(arbiter).items()}
+    best = min(each * (wrong if name == first else 1.0) for name, each in honest.items())
+    assert all(honest[name] <= 1.1 * best for name in deferred_wgrad), (deferred_wgrad, honest, seconds)
+
+
+def options_of(arbiter: Arbitration) -> dict:
+    found = arbiter.weigher.boards(skewed(0))
+    return {each.name: each for each in arbiter.weigher.all(found, arbiter.weigher.alone(found), anew=True)}
+
+
+def test_leaving_alone_is_found_where_everything_else_is_dear() -> None:
+    found = trained(made(), lambda name, call: 1.0 if name == "alone" else 4.0, 80)
+    assert set(settled(found[60:])) == {"alone"}
+
+
+def test_an_option_that_is_faster_than_modelled_is_found() -> None:
+    names = sorted(options_of(made()), key=lambda name: options_of(made())[name].seconds)
+    hidden = next(name for name in names if name not in (model_says(), "alone"))
+    found = trained(made(), lambda name, call: 0.75 if name == hidden else 1.0, 120)
+    assert settled(found)[-1] == hidden
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noisy_times_do_not_make_it_flap(seed: int) -> None:
+    """Calls vary by 7 %, one in fifty takes five times as long; options that are as good as each other do not take turns."""
+    rng = random.Random(seed)
+
+    def clock(name: str, call: int) -> float:
+        return math.exp(rng.gauss(0, 0.07)) * (5 if rng.random() < 0.02 else 1)
+
+    names = settled(trained(made(), clock, 300))[100:]
+    assert sum(a != b for a, b in itertools.pairwise(names)) <= 15
+
+
+def test_trials_are_few_and_become_fewer() -> None:
+    found = trained(made(), lambda name, call: 1.0, 400)
+    trials = [each.is_trial for each in found]
+    assert 4 < sum(trials[:100]) <= 40
+    assert sum(trials[200:]) <= 12
+    assert not any(a and b and c for a, b, c in zip(trials, trials[1:], trials[2:])), (
+        "at least every third call is no trial"
+    )
+
+
+def test_nothing_is_tried_where_times_are_not_known() -> None:
+    arbiter = made()
+    found = [arbiter.weigh(arbiter.pick(skewed(0)), call=None) for _ in range(1, 40)]
+    assert not any(each.is_trial for each in found)
+    assert len({each.option for each in found}) == 1
+    assert not arbiter._asked
+
+
+def test_calls_that_nobody_tells_of_are_forgotten() -> None:
+    arbiter = made()
+    for call in range(1, 200):
+        arbiter.weigh(arbiter.pick(skewed(0)), call=call)
+    assert len(arbiter._asked) <= UNANSWERED
+
+
+def test_all_ranks_decide_alike_from_the_same_numbers() -> None:
+    rng = random.Random(1)
+    noise = [math.exp(rng.gauss(0, 0.1)) for _ in range(130)]
+    one, other = (trained(made(), lambda name, call: noise[call], 120) for _ in range(2))
+    for a, b in zip(one, other):
+        assert (a.option, a.is_trial) == (b.option, b.is_trial)
+        assert (a.replicated is None and b.replicated is None) or (a.replicated == b.replicated).all()  # type: ignore[union-attr]
+
+
+def test_a_call_runs_what_was_decided_with_a_table_of_its_own_counts() -> None:
+    arbiter = made(learn=True, doubt=0.0)
+    trained(arbiter, lambda name, call: 1.0, 5)
+    for seed in range(20, 26):
+        load = skewed(seed)
+        pick = arbiter.pick(load)
+        assert pick.choice == (arbiter._trial or arbiter.last)
+        assert pick.table is not None
+        assert (pick.table.sum(2) <= load.copies).all()
+        assert pick.table.sum() > 0
+
+
+def test_a_skew_that_comes_later_is_weighed_during_its_first_call() -> None:
+    arbiter = made()
+    trained(arbiter, lambda name, call: 1.0, 30, skew=0.0)
+    before = arbiter.last.name
+    found = trained(arbiter, lambda name, call: 1.0, 30, first=100, skew=2.0)
+    assert max(found[-1].rows[1]) < 0.8 * max(found[-1].rows[0])
+    assert found[0].option == before
+
+
+def test_the_verdict_counts_what_ran() -> None:
+    arbiter = made()
+    verdict = trained(arbiter, lambda name, call: 1.0, 30)[-1]
+    assert sum(verdict.rows[0]) == sum(verdict.rows[1]) == 4 * 4096
+    assert verdict.copies_replicated > 0
+    assert verdict.weight_bytes > 0
+    assert verdict.token_bytes[1] < verdict.token_bytes[0]
+    assert verdict.weighing_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"doubt": 1.0}, r"arbiter\.doubt=1\.0: choose a share of at least 0 and below 1"),
+        ({"trial_every": 0}, r"arbiter\.trial_every=0: must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict, line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        Arbiter(**options)
+
+
+def test_settings_that_ranks_must_share_are_in_their_text() -> None:
+    one = Arbiter(costs=COSTS).settings_text()
+    assert (
+        one == Arbiter(costs=ReplicationCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))).settings_text()
+    )
+    others = [
+        Arbiter(costs=COSTS, margin=0.06), Arbiter(costs=ReplicationCosts()), Arbiter(costs=COSTS, factors={"spill": 1.1}),
+        Arbiter(costs=COSTS, learn=False), Arbiter(costs=COSTS, trial_every=3),
+    ]  # fmt: skip
+    assert len({one, *(each.settings_text() for each in others)}) == 6

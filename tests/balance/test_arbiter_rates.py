@@ -1,0 +1,91 @@
+"""The arbiter's rates come from the cluster, and simulations of its programs hold its model in check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.balance.rates import machine_of, simulator_of
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.calibrate import arbiter_for
+from moesaic.program.grid import Grid
+
+CLUSTER = """
+nodes = 2
+devices_per_node = 2
+links = [
+  { name = "bus", devices = 1, gbps = [40], carries = "inside", latency_us = 5 },
+  { name = "card", devices = 2, gbps = [10], carries = "outside", latency_us = 20, message_us = 3 },
+]
+host = { message_us = 2 }
+
+[device]
+tflops = { fp32 = 0.5 }
+memory_gib = 8
+memory_gigabytes_per_second = 5
+gemm_rows = [1, 64]
+gemm_share = [0.1, 1]
+"""
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+LAYER = Workload(tokens=512, num_experts=8, top_k=2, dim=64, hidden=128, dtype="fp32")
+
+
+def cluster(folder: Path, text: str = CLUSTER) -> Simulator:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return simulator_of(GRID, cluster=str(path), profile="")
+
+
+def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None:
+    machine = machine_of(cluster(tmp_path).cluster, GRID, LAYER)
+    assert machine.intra_gbps == pytest.approx(40)
+    assert machine.inter_gbps == pytest.approx(5), "two ranks share a card"
+    assert machine.intra_latency_us == pytest.approx(5 + 2)
+    # Four messages of 3 us on the card, two of each rank; its way's latency is paid once.
+    assert machine.inter_latency_us == pytest.approx((4 * 3 + 20) / 2 + 2)
+    assert machine.tflops == pytest.approx(0.5), "512 rows per expert: the whole rate"
+
+
+def test_small_products_reach_what_the_cluster_says(tmp_path: Path) -> None:
+    few = Workload(tokens=2, num_experts=8, top_k=1, dim=64, hidden=128, dtype="fp32")
+    assert machine_of(cluster(tmp_path).cluster, GRID, few).tflops == pytest.approx(0.05)
+
+
+def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
+    text = CLUSTER.replace("nodes = 2", "nodes = 1", 1).replace("devices_per_node = 2", "devices_per_node = 4")
+    text = text.replace("devices = 2,", "devices = 4,")
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    grid = Grid(world=4, ep=4)
+    machine = machine_of(simulator_of(grid, cluster=str(path), profile="").cluster, grid, LAYER)
+    assert machine.intra_gbps == pytest.approx(40)
+    assert machine.inter_gbps == 25.0
+
+
+def test_factors_are_what_simulations_say_against_leaving_alone(tmp_path: Path) -> None:
+    compiled = compile_plan(Plan(replication="arbiter"), GRID)
+    arbiter = arbiter_for(cluster(tmp_path), compiled, LAYER, margin=0.1)
+    assert arbiter.factors["alone"] == 1.0
+    assert {"alone", "r=0", "steps"} < set(arbiter.factors)
+    assert any("spill" in name or "shadow" in name for name in arbiter.factors)
+    assert all(0.5 <= factor <= 2.0 for factor in arbiter.factors.values())
+    assert any(factor != 1.0 for name, factor in arbiter.factors.items() if name != "alone")
+    assert (arbiter.margin, arbiter.costs.element_bytes, arbiter.costs.matrices) == (0.1, 4, 3)
+
+
+def test_a_machine_that_does_not_overlap_makes_steps_dearer(tmp_path: Path) -> None:
+    """Where issuing a task takes a millisecond, more of them cost what the closed form does not know."""
+    compiled = compile_plan(Plan(replication="arbiter"), GRID)
+    quick = arbiter_for(cluster(tmp_path), compiled, LAYER)
+    slow = arbiter_for(cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")), compiled, LAYER)
+    assert slow.factors["steps"] > quick.factors["steps"]
+
+
+def test_clusters_of_other_nodes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    with pytest.raises(InputError, match=r"planner\.cluster=.* has nodes of 2 devices, this run 4 ranks on a node"):
+        simulator_of(Grid(world=4, ep=4), cluster=str(tmp_path / "cluster.toml"), profile="")

@@ -1,0 +1,275 @@
+"""Where experts go: equally many everywhere, close to the optimum, only where the move pays, and the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.balance.experts import (
+    Balanced,
+    ExpertLoad,
+    ExpertRates,
+    ExpertSeconds,
+    GivenOrders,
+    SmartMoE,
+    check_order,
+    places_of,
+)
+from moesaic.balance.experts.exact import exact, gap
+from moesaic.balance.experts.swaps import fewest_between_nodes, least_busiest, spread_by_load
+from moesaic.balance.policies import EXPERT_PLACERS
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+FOUR = Grid(world=4, ep=4, ranks_per_node=2)
+GRIDS = [
+    FOUR,
+    Grid(world=8, ep=4, innermost="ep", ranks_per_node=4),
+    Grid(world=4, ep=2, etp=2, ranks_per_node=2),
+    Grid(world=8, ep=2, etp=2, tp=2, innermost="ep", ranks_per_node=2),
+    Grid(world=3, ep=3),
+]
+FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
+"""Rates by which nothing counts but the busiest place."""
+
+
+def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: object) -> ExpertLoad:
+    table = np.asarray(copies, dtype=np.float64)
+    given = np.arange(table.shape[1]) if order is None else np.asarray(order)
+    sizes = {"dim": 64, "expert_parameters": 3 * 64 * 128, "expert_bytes": 3 * 64 * 128 * 14, "steps": 50, **changes}
+    return ExpertLoad(grid=grid, copies=table, order=given, **sizes)  # type: ignore[arg-type]
+
+
+def drawn(seed: int, grid: Grid, each: int, skew: float = 1.0, **changes: object) -> ExpertLoad:
+    """A load by Zipf's law, a little different on each rank, of experts in a random order."""
+    draw = np.random.default_rng(seed)
+    num_experts = each * grid.ep
+    share = 1 / np.arange(1, num_experts + 1) ** skew
+    share = draw.permutation(share / share.sum())
+    copies = [draw.multinomial(256, 0.7 * share + 0.3 * draw.permutation(share)) for _ in range(grid.world)]
+    return load_of(copies, grid, draw.permutation(num_experts), **changes)
+
+
+def evenly(place: np.ndarray, ep: int) -> bool:
+    return bool((np.bincount(place, minlength=ep) == len(place) // ep).all())
+
+
+def brute_busiest(load: ExpertLoad, order: np.ndarray) -> float:
+    """Count row by row."""
+    grid, each, found = load.grid, len(order) // load.grid.ep, {}
+    for origin in range(grid.world):
+        for slot, expert in enumerate(order):
+            key = (grid.coordinate(origin, "edp"), slot // each)
+            found[key] = found.get(key, 0.0) + load.copies[origin, expert]
+    return max(found.values())
+
+
+def brute_between(load: ExpertLoad, order: np.ndarray) -> float:
+    grid, each, found = load.grid, len(order) // load.grid.ep, 0.0
+    for origin in range(grid.world):
+        for target in range(grid.world):
+            if grid.coordinate(origin, "edp") != grid.coordinate(target, "edp"):
+                continue
+            place = grid.coordinate(target, "ep")
+            rows = sum(load.copies[origin, order[slot]] for slot in range(place * each, (place + 1) * each))
+            found += rows * (grid.node_of(origin) != grid.node_of(target))
+    return found
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_figures_of_an_order_are_those_of_counting_row_by_row(grid: Grid) -> None:
+    load = drawn(0, grid, 3)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(load.order))
+        place = places_of(order, grid.ep)
+        assert load.busiest(place) == brute_busiest(load, order)
+        assert load.between_nodes(place) == brute_between(load, order)
+
+
+@given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(1, 4), skew=st.floats(0, 2))
+def test_every_policy_keeps_places_full_and_decides_the_same_again(
+    seed: int, grid: Grid, each: int, skew: float
+) -> None:
+    load = drawn(seed, grid, each, skew)
+    for name, make in EXPERT_PLACERS.items():
+        order = make(ExpertRates()).decide(load)
+        check_order(order, len(load.order))
+        place = places_of(order, grid.ep)
+        assert load.busiest(place) <= load.busiest(load.place) or name == "balanced"
+        assert np.array_equal(make(ExpertRates()).decide(replace(load)), order)
+        stays = place == load.place
+        slot, was = np.argsort(order), np.argsort(load.order)
+        assert np.array_equal(slot[stays], was[stays])  # who stays at a place keeps the slot: nothing is copied in vain
+
+
+@given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(2, 4))
+def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(
+    seed: int, grid: Grid, each: int
+) -> None:
+    load = drawn(seed, grid, each)
+    for machine in (Machine(), Machine(tflops=0.01), Machine(inter_gbps=0.1)):
+        rates = ExpertRates(machine=machine)
+        seconds, placer = ExpertSeconds(load, rates), Balanced(rates)
+        found = places_of(placer.decide(load), grid.ep)
+        for other in (load.place, placer.best(load)):
+            assert seconds.in_all(found) <= seconds.in_all(other) * (1 + 1e-12)
+
+
+def test_a_move_that_does_not_pay_is_not_made_and_pays_over_more_steps() -> None:
+    copies = np.tile([60, 40, 1, 1, 1, 1, 1, 1], (4, 1))
+    rates = ExpertRates(machine=Machine(intra_gbps=1e6, inter_gbps=1e6, tflops=1.0))
+    load = load_of(copies)
+    seconds = ExpertSeconds(load, rates)
+    place = places_of(np.array([0, 2, 1, 3, 4, 5, 6, 7]), 4)
+    gain = seconds.of_step(load.place) - seconds.of_step(place)
+    assert gain > 0
+    steps = 10
+    expensive = seconds.of_move(place) / load.expert_bytes
+    for bytes_, moves in ((0.5 * gain * steps / expensive, True), (2 * gain * steps / expensive, False)):
+        order = Balanced(rates).decide(load_of(copies, expert_bytes=int(bytes_), steps=steps))
+        assert np.array_equal(order, load.order) != moves
+    assert not np.array_equal(
+        Balanced(rates).decide(load_of(copies, expert_bytes=int(2 * gain * steps / expensive), steps=4 * steps)),
+        load.order,
+    )
+
+
+def test_the_cost_of_a_move_is_that_of_the_busiest_rank() -> None:
+    machine = Machine(intra_gbps=8, inter_gbps=0.8)
+    load = load_of(np.ones((4, 8)), expert_bytes=10**6)
+    seconds = ExpertSeconds(load, ExpertRates(machine=machine))
+    for order, expected in (
+        ([0, 1, 2, 3, 4, 5, 6, 7], 0.0),
+        ([1, 0, 2, 3, 4, 5, 6, 7], 0.0),  # within a place
+        ([2, 1, 0, 3, 4, 5, 6, 7], 1e-3),  # one each way within a node
+        ([4, 1, 2, 3, 0, 5, 6, 7], 1e-2),  # between nodes
+        ([4, 5, 2, 3, 0, 1, 6, 7], 2e-2),
+        ([4, 2, 1, 3, 0, 5, 6, 7], 1.1e-2),
+    ):
+        assert seconds.of_move(places_of(np.array(order), 4)) == pytest.approx(expected)
+    shards = load_of(np.ones((4, 8)), Grid(world=4, ep=2, etp=2, ranks_per_node=2), expert_bytes=10**6)
+    moved = places_of(np.array([4, 1, 2, 3, 0, 5, 6, 7]), 2)
+    assert ExpertSeconds(shards, ExpertRates(machine=machine)).of_move(moved) == pytest.approx(1e-2)
+
+
+def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link() -> None:
+    copies = np.zeros((4, 4))
+    copies[0, 1], copies[0, 2], copies[3, 3] = 10, 5, 100
+    load = load_of(copies, dim=1000, expert_parameters=10**6)
+    machine = Machine(intra_gbps=8, inter_gbps=4, tflops=1.0)
+    found = ExpertSeconds(load, ExpertRates(machine=machine)).of_step(load.place)
+    assert found == pytest.approx(100 * 6e6 / 1e12 + 4 * 2000 * (10 * 1e-9 + 5 * 2e-9))
+
+
+@pytest.mark.parametrize("skew", [0.3, 0.8, 1.2])
+@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
+def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float) -> None:
+    gaps = []
+    for seed in range(6):
+        load = drawn(seed, grid, 12 // grid.ep, skew)
+        best, place = exact(load), Balanced().best(load)
+        assert evenly(best, grid.ep)
+        assert load.busiest(best) <= load.busiest(place) * (1 + 1e-6)
+        if load.busiest(place) <= load.busiest(best) * (1 + 1e-9):
+            assert load.between_nodes(best) <= load.between_nodes(place) + 1e-6
+        assert gap(load) == pytest.approx(load.busiest(place) / load.busiest(best) - 1)
+        gaps.append(gap(load))
+    assert max(gaps) < 0.05
+    assert np.mean(gaps) < 0.01
+
+
+def test_the_optimum_is_that_of_trying_all() -> None:
+    from itertools import permutations
+
+    grid = Grid(world=2, ep=2, ranks_per_node=1)
+    for seed in range(4):
+        load = drawn(seed, grid, 3)
+        all_places = {tuple(places_of(np.array(order), 2)) for order in permutations(range(6))}
+        figures = [(load.busiest(np.array(p)), load.between_nodes(np.array(p))) for p in all_places]
+        best = exact(load)
+        assert (load.busiest(best), load.between_nodes(best)) == pytest.approx(min(figures))
+
+
+def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
+    """Each node's tokens want the other node's experts; all loads are equal, so only the way counts."""
+    copies = np.zeros((4, 8))
+    copies[:2, 4:], copies[2:, :4] = 10, 10
+    load = load_of(copies, steps=10**6)
+    assert (load.between_nodes(load.place), load.busiest(load.place)) == (160, 40)
+    order = Balanced(ExpertRates(machine=Machine(tflops=1e6))).decide(load)
+    assert load.between_nodes(places_of(order, 4)) == 0
+    assert load.busiest(places_of(order, 4)) == 40
+    assert np.array_equal(SmartMoE().decide(load), load.order)  # sees no gain
+
+
+def test_groups_go_where_most_of_them_are() -> None:
+    """The same parts under other labels are no move at all."""
+    load = load_of(np.ones((4, 8)), Grid(world=4, ep=4))
+    relabelled = (load.place + 1) % 4
+    end = fewest_between_nodes(load.weight, load.crossing, relabelled, stay=load.place)[-1]
+    assert np.array_equal(end, load.place)
+
+
+def test_greedy_as_published() -> None:
+    weight = np.array([[8, 7, 6, 5, 4, 3, 2, 1.0]])
+    assert spread_by_load(weight, 4).tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert spread_by_load(weight, 4, np.array([3, 2, 1, 0, 0, 1, 2, 3])).tolist() == [3, 2, 1, 0, 0, 1, 2, 3]
+    equal = load_of(np.ones((4, 8)), order=np.random.default_rng(0).permutation(8))
+    assert np.array_equal(SmartMoE().decide(equal), equal.order)
+    one_each = load_of([[9, 1, 1, 1]] * 4)  # one expert per place: nothing helps
+    assert np.array_equal(SmartMoE().decide(one_each), one_each.order)
+
+
+def test_swaps_lower_the_busiest_place_all_the_way() -> None:
+    weight = np.array([[9, 9, 1, 1, 1, 1, 1, 1.0]])
+    way = least_busiest(weight, np.arange(8) // 2, 4)
+    tops = [np.bincount(place, weights=weight[0]).max() for place in way]
+    assert (tops[0], tops[-1]) == (18, 10)
+    assert tops == sorted(tops, reverse=True)
+    assert all(evenly(place, 4) for place in way)
+
+
+def test_two_copies_of_the_experts_are_balanced_together() -> None:
+    """What is even on the sum of both copies is not even on each of them: both count."""
+    grid = Grid(world=4, ep=2)
+    copies = np.zeros((4, 4))
+    copies[:2], copies[2:] = [10, 0, 10, 0], [0, 10, 10, 0]
+    load = load_of(copies, grid, order=[0, 2, 1, 3])
+    assert load.busiest(load.place) == 40
+    place = Balanced().best(load)
+    assert load.busiest(place) == load.busiest(exact(load)) == 20
+
+
+def test_given_orders_come_one_after_the_other_then_experts_stay() -> None:
+    load = load_of(np.ones((4, 4)))
+    placer = GivenOrders([np.array([1, 0, 2, 3])])
+    assert [placer.decide(load).tolist() for _ in range(2)] == [[1, 0, 2, 3], [0, 1, 2, 3]]
+
+
+def test_no_load_moves_nobody() -> None:
+    load = load_of(np.zeros((4, 8)), order=np.random.default_rng(1).permutation(8))
+    for make in EXPERT_PLACERS.values():
+        assert np.array_equal(make(ExpertRates()).decide(load), load.order)
+    assert gap(load) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: load_of(np.ones((4, 6))), "6 experts on 4 ranks with mesh.ep=4"),
+        (lambda: load_of(np.ones((3, 8))), r"shape \(3, 8\) does not fit"),
+        (lambda: load_of(np.ones((4, 4)), order=[0, 1, 1, 3]), "must name each of 0 to 3 once"),
+        (lambda: load_of(np.ones((4, 4)), steps=0), "steps=0: must be at least 1"),
+        (lambda: ExpertRates(passes=0), "rates.passes=0: must be at least 1"),
+        (lambda: ExpertRates(element_bytes=-1), "rates.element_bytes=-1"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(make, words) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)

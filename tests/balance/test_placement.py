@@ -1,0 +1,335 @@
+"""Sample placement: homes, what they cost, the two stages, and how far from the best they are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moesaic.balance.policies import SAMPLE_PLACERS
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, PlacerOptions, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.balance.samples.assign import assign, by_flow, by_seats
+from moesaic.balance.samples.exact import exact, gap, seconds
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+from moesaic.traces.synthetic import SyntheticRouting, make_trace
+
+GRIDS = [
+    Grid(world=4, ep=4, ranks_per_node=2),
+    Grid(world=4, ep=2, etp=2, ranks_per_node=2),
+    Grid(world=4, ep=2, etp=2, innermost="ep", ranks_per_node=2),
+    Grid(world=4, ep=2, ranks_per_node=1),
+    Grid(world=6, ep=3, etp=2, ranks_per_node=2),
+    Grid(world=4, ep=4),
+]
+
+BARE = TwoStage(least_gain=0.0)
+"""Moves for the least gain."""
+
+
+def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False) -> SampleLoad:
+    """Skewed within samples, as placement wants it, from random homes inside each replica."""
+    random = np.random.default_rng(seed)
+    samples, num_experts = grid.world * slots, 2 * grid.ep
+    rank = np.arange(samples) // slots
+    for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
+        members = np.flatnonzero(np.isin(rank, replica))
+        rank[members] = random.permutation(rank[members])
+    tables = [
+        np.stack([random.multinomial(16, random.dirichlet(np.full(num_experts, 0.3))) for _ in range(samples)])
+        for _ in range(2)
+    ]
+    return SampleLoad(grid, Homes.of_ranks(rank, grid.world), tables[0], None if last else tables[1], carried)
+
+
+def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
+    """Rows that cross links, copy by copy."""
+    grid, rows = load.grid, [0, 0]
+    tables = [load.copies] if load.following is None else [load.copies, load.following]
+    for sample, rank in enumerate(homes.rank.tolist()):
+        for table in tables:
+            each = table.shape[1] // grid.ep
+            for holder in grid.group(rank, ("ep", "etp")):
+                first = grid.coordinate(holder, "ep") * each
+                if holder != rank:
+                    rows[grid.node_of(holder) != grid.node_of(rank)] += int(table[sample, first : first + each].sum())
+        before = int(load.homes.rank[sample])
+        if before != rank:
+            rows[grid.node_of(before) != grid.node_of(rank)] += load.carried
+    return rows[0], rows[1]
+
+
+def every_placement(load: SampleLoad) -> list[Homes]:
+    """Every way to fill the ranks, samples staying within their replicas."""
+    found = set()
+    rank = load.homes.rank
+    for order in set(itertools.permutations(rank.tolist())):
+        if all((rank[s] in group) == (r in group) for s, r in enumerate(order) for group in map(list, load.replicas)):
+            found.add(order)
+    return [Homes.of_ranks(np.array(order), load.grid.world) for order in sorted(found)]
+
+
+def test_homes_say_where_each_sample_is_and_goes() -> None:
+    before, after = Homes(np.array([[2, 0], [3, 1]])), Homes(np.array([[0, 1], [2, 3]]))
+    assert before.place.tolist() == [1, 3, 0, 2]
+    assert before.rank.tolist() == [0, 1, 0, 1]
+    ranks, slots = before.targets(after)
+    assert ranks.tolist() == [[1, 0], [1, 0]]
+    assert slots.tolist() == [[0, 0], [1, 1]]
+    assert (before.moved(after), before.moved(after, np.array([0, 0]))) == (2, 0)
+    assert Homes.start(2, 2).samples.tolist() == [[0, 1], [2, 3]]
+    assert Homes.of_ranks(np.array([1, 0, 0, 1]), 2).samples.tolist() == [[1, 2], [0, 3]]
+    assert before.same_as(Homes(before.samples.copy()))
+    assert not before.same_as(after)
+
+
+@pytest.mark.parametrize("samples", [[[0, 1], [1, 2]], [[0, 1], [2, 4]], [[0, -1]]], ids=str)
+def test_homes_name_every_sample_once(samples: list[list[int]]) -> None:
+    with pytest.raises(InputError, match=r"must name each of its \d samples once"):
+        Homes(np.array(samples))
+
+
+def test_samples_split_evenly() -> None:
+    with pytest.raises(InputError, match="3 samples do not split evenly over 2 ranks"):
+        Homes.of_ranks(np.array([0, 0, 1]), 2)
+    with pytest.raises(InputError, match="4 samples do not split evenly"):
+        Homes.of_ranks(np.array([0, 0, 0, 1]), 2)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("carried", [0, 5])
+def test_volumes_are_the_rows_that_cross(grid: Grid, carried: int) -> None:
+    for seed, last in ((0, False), (1, True)):
+        load = random_load(grid, seed, carried=carried, last=last)
+        other = random_load(grid, seed + 10).homes
+        for homes in (load.homes, other):
+            assert load.volume(homes) == counted(load, homes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_flow_is_as_good_as_the_matrix_of_seats(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    places = int(random.integers(1, 7))
+    room = random.integers(0, 9, places)
+    room[0] += 1
+    cost = random.integers(0, [3, 1000][seed % 2], (int(room.sum()), places))
+    cost[:, 0] -= seed % 3  # a favourite, so that many samples have to leave it
+    every = np.arange(len(cost))
+    flow, seats = by_flow(cost, room), by_seats(cost, room)
+    for at in (flow, seats, assign(cost, room)):
+        assert np.bincount(at, minlength=places).tolist() == room.tolist()
+        assert cost[every, at].sum() == cost[every, seats].sum()
+
+
+def test_many_samples_are_placed_by_the_flow_at_the_same_cost() -> None:
+    random = np.random.default_rng(0)
+    cost, room = random.integers(0, 50, (256, 4)), np.full(4, 64)
+    every = np.arange(256)
+    assert cost[every, assign(cost, room)].sum() == cost[every, by_seats(cost, room)].sum()
+    assert (assign(cost, room) == by_flow(cost, room)).all()
+
+
+@pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[1], GRIDS[3]], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int) -> None:
+    """Against every placement there is. Stage two does not reconsider stage one, so among equals between nodes it may miss
+    the best within; between nodes it never does."""
+    load = random_load(grid, seed, slots=1, carried=3 * (seed % 2))
+    found = load.volume(BARE.decide(load))
+    volumes = [load.volume(homes) for homes in every_placement(load)]
+    assert found.inter == min(volume.inter for volume in volumes)
+    assert found in volumes
+
+
+def test_stage_two_is_best_where_stage_one_has_no_say() -> None:
+    grid = GRIDS[5]
+    for seed in range(4):
+        load = random_load(grid, seed, slots=1)
+        assert load.volume(BARE.decide(load)) == min(load.volume(homes) for homes in every_placement(load))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("rates", [(1.0, 8.0), (1.0, 1.0), (8.0, 1.0), (0.0, 1.0)], ids=str)
+def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float]) -> None:
+    load = random_load(grid, 3)
+    best = seconds(load, exact(load, *rates), *rates)
+    for seed in range(10):
+        assert seconds(load, random_load(grid, seed).homes, *rates) >= best - 1e-9
+    for placer in (Stay(), BARE):
+        assert gap(load, placer, *rates) >= -1e-9
+    if rates[0]:
+        weighed = Weighed(Machine(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]), least_gain=0.0)
+        assert min(gap(load, placer, *rates) for placer in (Stay(), BARE)) >= gap(load, weighed, *rates) >= -1e-9
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_between_nodes_the_gap_to_the_integer_program_is_zero(slots: int) -> None:
+    for seed in range(4):
+        load = random_load(GRIDS[0], seed, slots, carried=2)
+        assert gap(load, BARE, 0.0, 1.0) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_integer_program_finds_the_best_of_all() -> None:
+    for seed, rates in itertools.product(range(3), [(1.0, 3.0), (2.0, 1.0)]):
+        load = random_load(GRIDS[0], seed, slots=1)
+        best = min(seconds(load, homes, *rates) for homes in every_placement(load))
+        assert seconds(load, exact(load, *rates), *rates) == pytest.approx(best)
+
+
+def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
+    grid = Grid(world=2, ep=2, ranks_per_node=1)
+    here, there = [4, 0], [0, 4]
+    load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), None)
+    assert BARE.decide(load).samples.tolist() == [[1], [0]]
+    load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), np.array([[9, 0], [0, 9]]))
+    assert BARE.decide(load).samples.tolist() == [[0], [1]]
+
+
+def test_a_residual_that_travels_keeps_samples_at_home() -> None:
+    grid, copies = Grid(world=2, ep=2, ranks_per_node=1), np.array([[1, 3], [3, 1]])
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [[1], [0]]
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [
+        [0],
+        [1],
+    ]
+
+
+def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps() -> None:
+    """Mean gaps to the integer program over random loads that are skewed within samples."""
+    rates = {"slow within": (8.0, 1.0), "equal": (1.0, 1.0), "fast within": (1.0, 8.0)}
+    means: dict[str, dict[str, float]] = {}
+    for name, (intra, inter) in rates.items():
+        placers = {
+            "stay": Stay(),
+            "two": BARE,
+            "weighed": Weighed(Machine(intra_gbps=1 / intra, inter_gbps=1 / inter), least_gain=0.0),
+        }
+        loads = [random_load(GRIDS[0], seed, slots=2) for seed in range(8)]
+        means[name] = {
+            key: float(np.mean([gap(load, p, intra, inter) for load in loads])) for key, p in placers.items()
+        }
+    assert means["slow within"]["two"] > 1 > 0.02 > means["slow within"]["weighed"]
+    for name in ("equal", "fast within"):
+        assert means[name]["stay"] > 0.4
+        assert means[name]["two"] == pytest.approx(0, abs=1e-9)
+        assert means[name]["weighed"] == pytest.approx(0, abs=1e-9)
+
+
+def test_among_equals_nobody_moves() -> None:
+    even = np.full((8, 4), 2)
+    for homes in (Homes.start(4, 2), Homes.of_ranks(np.array([3, 1, 0, 2, 0, 3, 2, 1]), 4)):
+        assert BARE.decide(SampleLoad(GRIDS[0], homes, even, even)) is homes
+    one_moves = even.copy()
+    one_moves[0] = [0, 0, 8, 0]
+    found = BARE.decide(SampleLoad(GRIDS[0], Homes.start(4, 2), one_moves, None))
+    assert Homes.start(4, 2).moved(found, np.array([0, 0, 1, 1])) == 2, "one goes, one makes room"
+    assert found.rank[0] == 2
+    many = np.full((128, 4), 2)
+    many[5] = [0, 0, 8, 0]
+    found = BARE.decide(SampleLoad(GRIDS[0], Homes.start(4, 32), many, None))
+    assert found.rank[5] == 2
+    assert Homes.start(4, 32).moved(found) <= 3
+
+
+def test_small_gains_move_nobody() -> None:
+    load = random_load(GRIDS[0], 5)
+    before, after = load.volume(load.homes), load.volume(BARE.decide(load))
+    saved = 1 - after.inter / before.inter
+    assert saved > 0.05
+    assert TwoStage(saved + 0.01).decide(load) is load.homes
+    assert load.volume(TwoStage(saved - 0.01).decide(load)) == after
+    for make in (lambda: TwoStage(1), lambda: Weighed(least_gain=-0.1)):
+        with pytest.raises(InputError, match=r"least_gain=(1|-0\.1): choose a share"):
+            make()
+    with pytest.raises(InputError, match=r"rest=-1: choose 0 or more passes"):
+        Weighed(rest=-1)
+
+
+def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
+    load = random_load(GRIDS[0], 5)
+    machine = Machine(intra_gbps=8, inter_gbps=1)
+    found = Weighed(machine, least_gain=0.0).decide(load)
+    saved = 1 - seconds(load, found, 1 / 8, 1.0) / seconds(load, load.homes, 1 / 8, 1.0)
+    assert saved > 0.05
+    assert Weighed(machine, least_gain=saved + 0.01).decide(load) is load.homes
+    assert Weighed(machine, least_gain=saved - 0.01).decide(load).same_as(found)
+
+
+@pytest.mark.parametrize(
+    "placer", [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))], ids=["two_stage", "weighed"]
+)
+def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(placer: AbstractPlacer) -> None:
+    """Sequences as long, samples as many and experts as many per rank as in the demo on 2 nodes of 2."""
+    grid, homes = GRIDS[0], Homes.start(4, 8)
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        alike = [random.multinomial(256, np.full(64, 1 / 64), size=32) for _ in range(2)]
+        assert placer.decide(SampleLoad(grid, homes, *alike)) is homes
+        drawn = SyntheticRouting(
+            steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2, seed=seed
+        )
+        trace = make_trace(drawn)
+        load = SampleLoad(grid, homes, trace.samples(0, 0), trace.samples(1, 0))
+        found = placer.decide(load)
+        assert load.volume(found).inter < 0.9 * load.volume(homes).inter
+
+
+def test_samples_stay_within_their_copy_of_the_experts() -> None:
+    grid = GRIDS[3]
+    for seed in range(5):
+        load = random_load(grid, seed, slots=3)
+        found = BARE.decide(load)
+        assert (found.rank // 2 == load.homes.rank // 2).all()
+        assert (exact(load, 1.0, 2.0).rank // 2 == load.homes.rank // 2).all()
+
+
+def test_the_same_load_gives_the_same_answer() -> None:
+    for slots in (2, 40):
+        one, other = (BARE.decide(random_load(GRIDS[0], 7, slots)) for _ in range(2))
+        assert one.same_as(other)
+
+
+def test_given_homes_come_in_turn() -> None:
+    first, second = Homes.start(4, 2), random_load(GRIDS[0], 1).homes
+    placer, load = Given([first, second]), random_load(GRIDS[0], 0)
+    assert [placer.decide(load) for _ in range(3)] == [first, second, first]
+    assert Stay().decide(load) is load.homes
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", SAMPLE_PLACERS)
+def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(
+    name: str, grid: Grid
+) -> None:
+    for seed, last in itertools.product(range(6), (False, True)):
+        load = random_load(grid, seed, slots=3, carried=seed, last=last)
+        homes = SAMPLE_PLACERS[name](PlacerOptions(least_gain=0.0)).decide(load)
+        assert np.bincount(homes.rank, minlength=grid.world).tolist() == [3] * grid.world
+        for ranks in load.replicas:
+            assert np.array_equal(np.isin(homes.rank, ranks), np.isin(load.homes.rank, ranks))
+        assert homes.same_as(
+            SAMPLE_PLACERS[name](PlacerOptions(least_gain=0.0)).decide(
+                random_load(grid, seed, slots=3, carried=seed, last=last)
+            )
+        )
+
+
+def test_options_reach_the_policies() -> None:
+    options = PlacerOptions(machine=Machine(intra_gbps=7, inter_gbps=3), least_gain=0.3, rest=4)
+    two_stage, weighed = SAMPLE_PLACERS["two_stage"](options), SAMPLE_PLACERS["weighed"](options)
+    assert isinstance(two_stage, TwoStage)
+    assert isinstance(weighed, Weighed)
+    assert (two_stage.least_gain, two_stage.rest, weighed.least_gain, weighed.rest) == (0.3, 4, 0.3, 4)
+    assert weighed.rates == (1 / 7, 1 / 3)
+
+
+def test_a_load_that_does_not_fit_is_refused() -> None:
+    homes, copies = Homes.start(4, 1), np.ones((4, 4), dtype=np.int64)
+    with pytest.raises(InputError, match=r"needs mesh\.tp=1, got 2"):
+        SampleLoad(Grid(world=4, ep=4, tp=2), homes, copies, None)
+    with pytest.raises(InputError, match="over 4 ranks does not fit a mesh of 2"):
+        SampleLoad(Grid(world=2, ep=2), homes, copies, None)
+    with pytest.raises(InputError, match=r"following of shape \(4, 3\) does not fit"):
+        SampleLoad(GRIDS[0], homes, copies, copies[:, :3])

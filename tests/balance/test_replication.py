@@ -1,0 +1,172 @@
+"""Policies: what they replicate, that it is legal, and that it never costs more by their own model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import ReplicationCosts, boards
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.policy import Replicated
+from moesaic.balance.replication.published import Published
+from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.replication.spill import LeastLoaded, Spill
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))
+"""Moving weights costs next to nothing beside computing."""
+DEAR_WEIGHTS = ReplicationCosts(machine=Machine(tflops=1000, inter_gbps=0.1, intra_gbps=0.1))
+GRIDS = [
+    Grid(world=4, ep=4, ranks_per_node=2),
+    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
+    Grid(world=8, ep=4, ranks_per_node=2),
+    Grid(world=8, ep=2, etp=2, innermost="ep", ranks_per_node=2),
+]
+
+
+def draw(seed: int) -> Load:
+    rng = np.random.default_rng(seed)
+    grid = GRIDS[seed % len(GRIDS)]
+    experts = grid.ep * int(rng.integers(1, 5))
+    popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
+    copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
+    return Load(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
+
+
+def by_place(load: Load, replicated: np.ndarray) -> list[np.ndarray]:
+    return [replicated[origins].sum(1) for origins in load.replicas]
+
+
+@pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])
+@pytest.mark.parametrize("name", REPLICATION_POLICIES)
+def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: ReplicationCosts):
+    for seed in range(60):
+        load = draw(seed)
+        policy = REPLICATION_POLICIES[name](costs)
+        replicated = policy.decide(load)
+        assert replicated.shape == (load.grid.world, load.num_experts, load.grid.ep)
+        assert (replicated >= 0).all()
+        assert (replicated.sum(2) <= load.copies).all()
+        assert replicated[:, np.arange(load.num_experts), load.home].sum() == 0
+        assert (replicated == policy.decide(load)).all()
+
+
+@pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])
+@pytest.mark.parametrize("kind", [Shadow, Spill])
+def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: ReplicationCosts):
+    helped = 0
+    for seed in range(80):
+        load = draw(seed)
+        for board, replicated in zip(boards(load, costs), by_place(load, kind(costs).decide(load))):
+            before, after = board.seconds(np.zeros_like(replicated)), board.seconds(replicated)
+            assert after <= before * (1 + 1e-12)
+            helped += after < before * 0.99
+    assert helped > 20
+
+
+def test_the_cost_by_hand():
+    load = Load(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    costs = ReplicationCosts(machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3)
+    (board,) = boards(load, costs)
+    flops = 2 * 3 * 5 * 3 * 3
+    none = np.zeros((2, 2, 2), dtype=np.int64)
+    assert board.seconds(none) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
+    shadowed = none.copy()
+    shadowed[1, 0, 1] = 4
+    assert board.seconds(shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
+
+
+def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
+    """Row and column sums differ strictly: summing counts over the wrong axis would find no hot expert."""
+    copies = np.array([[1, 50, 2, 3], [2, 60, 3, 4], [4, 70, 5, 6], [8, 80, 9, 10]])
+    load = Load(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
+    for policy in (Shadow(FAST_WEIGHTS), Shadow(FAST_WEIGHTS, whole=True), Published(FAST_WEIGHTS)):
+        replicated = policy.decide(load)
+        assert [int(replicated[origin, 1, origin]) for origin in (0, 2, 3)] == [50, 70, 80]
+
+
+def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
+    copies = np.array([[40, 40, 0, 0], [40, 40, 0, 0], [40, 40, 0, 0], [40, 40, 0, 0]])
+    tied = Load(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
+    assert Shadow(FAST_WEIGHTS, whole=True).decide(tied).sum() == 240
+    assert Published(FAST_WEIGHTS).decide(tied).sum() == 0
+
+
+def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float) -> set[int]:
+    """FasterMoE's Algorithm 1 with equations 7 and 8 as printed but in bytes: one expert per worker, two bytes an element."""
+    experts, width = len(copies), 2 / bytes_per_second
+    computed, shadowed = copies.sum(0).astype(float), set()
+    best = max(12 * b * alpha * dim**2 / flops + 4 * b * dim * width for b in computed)
+    for expert in sorted(range(experts), key=lambda e: (-copies[:, e].sum(), e)):
+        trial = computed + copies[:, expert]
+        trial[expert] -= copies[:, expert].sum()
+        r = len(shadowed) + 1
+        seconds = 12 * max(trial) * alpha * dim**2 / flops + 2 * r * 2 * alpha * dim**2 * width
+        if seconds >= best:
+            break
+        computed, best = trial, seconds
+        shadowed.add(expert)
+    return shadowed
+
+
+def test_the_published_rule_charges_the_weights_that_equation_8_charges():
+    """At weights that cost something: there and back once, 2 r * 2 alpha H^2 / W."""
+    random, dim, alpha, found = np.random.default_rng(0), 64, 2.0, []
+    costs = ReplicationCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
+    for _ in range(200):
+        copies = random.multinomial(int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8)
+        load = Load(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
+        right = algorithm_1(copies, dim, alpha, 1e10, 1e9 / 8)
+        assert set(np.flatnonzero(Published(costs).decide(load).sum((0, 2)))) == right
+        found.append(len(right))
+    assert len(set(found)) > 2  # none, some, and more
+
+
+def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
+    load = Load(Grid(world=4, ep=4), np.full((4, 16), 9), 16, units=2, dim=2)
+    costs = ReplicationCosts(
+        machine=Machine(tflops=1000, inter_gbps=1e-3, intra_gbps=1e-3), element_bytes=1, matrices=1
+    )
+    for at_most in (1, 3):
+        replicated = Shadow(costs, at_most=at_most).decide(load)
+        assert (replicated.sum(0) > 0).sum(0).max() <= at_most
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.3])
+def test_least_loaded_holds_every_place_to_its_limit(limit: float):
+    for seed in range(60):
+        load = draw(seed)
+        for origins, replicated in zip(load.replicas, by_place(load, LeastLoaded(limit).decide(load))):
+            copies = load.copies[origins].sum(1)
+            computed = replicated.sum((0, 1)) + np.bincount(
+                load.home, weights=(copies - replicated.sum(2)).sum(0), minlength=load.grid.ep
+            )
+            mean = -(-copies.sum() // load.grid.ep)
+            assert computed.max() <= np.ceil(mean * limit)
+            assert computed.sum() == copies.sum()
+
+
+def test_a_budget_is_kept_where_it_can_be():
+    load = Load(Grid(world=4, ep=4), np.array([[40, 0, 0, 0]] * 4), 4, units=8, dim=8)
+    replicated = LeastLoaded(budget=50).decide(load)
+    assert 160 - replicated.sum() == 50
+    assert replicated.sum((0, 1)).max() <= 50
+    assert 160 - LeastLoaded(budget=10).decide(load).sum() == 40
+
+
+def test_bad_limits_are_refused():
+    with pytest.raises(InputError, match=r"replication limit=0\.5: the mean must fit: choose 1 or more"):
+        LeastLoaded(0.5)
+    with pytest.raises(InputError, match=r"replication budget=0: choose at least one token copy per rank"):
+        LeastLoaded(budget=0)
+    with pytest.raises(InputError, match=r"replication\.matrices=0: must be at least 1"):
+        ReplicationCosts(matrices=0)
+
+
+def test_given_lendings_are_cut_to_what_there_is():
+    load = Load(Grid(world=2, ep=2), np.array([[3, 1], [2, 0]]), 2, units=1, dim=1)
+    replicated = Replicated(np.full((2, 2, 2), 2)).decide(load)
+    assert replicated.tolist() == [[[2, 1], [1, 0]], [[2, 0], [0, 0]]]

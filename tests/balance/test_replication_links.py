@@ -1,0 +1,125 @@
+"""What replication costs on a cluster: rates per pair, links that ranks share, and weights that each node gets once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.balance.replication.cost import Board, ReplicationCosts, boards
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.shadow import Shadow
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.errors import InputError
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.passes.replicate import relays, replicate
+from moesaic.program.sizes import CallSizes
+from moesaic.program.volume import messages_of
+
+DEVICE = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1000)
+
+
+def cluster(nodes: int, per_node: int, *links: Link) -> ClusterSpec:
+    return ClusterSpec(nodes=nodes, devices_per_node=per_node, device=DEVICE, links=links)
+
+
+def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4) -> Board:
+    (board,) = boards(Load(grid, copies, copies.shape[1], units, dim), costs)
+    return board
+
+
+def test_equal_links_cost_what_the_machine_of_their_rate_says() -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=1)
+    equal = cluster(4, 1, Link(name="nic", devices=1, gbps=(25,)))
+    rng = np.random.default_rng(0)
+    copies = rng.integers(0, 30, size=(4, 8))
+    replicated = np.zeros((4, 8, 4), dtype=np.int64)
+    replicated[2, 0, 2], replicated[3, 7, 1] = copies[2, 0], copies[3, 7]
+    by_cluster = board_of(ReplicationCosts(cluster=equal), grid, copies)
+    by_machine = board_of(ReplicationCosts(machine=Machine(tflops=50, inter_gbps=25)), grid, copies)
+    assert by_cluster.seconds(replicated) == pytest.approx(by_machine.seconds(replicated))
+    np.testing.assert_allclose(by_cluster.seconds_per_byte, by_machine.seconds_per_byte)
+
+
+def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    inside = Link(name="nvlink", devices=1, gbps=(1e6,), carries="inside")
+    own, shared = (Link(name="nic", devices=devices, gbps=(25,), carries="outside") for devices in (1, 2))
+    copies = np.zeros((4, 4), dtype=np.int64)
+    copies[0, 2] = copies[1, 3] = 1000
+    seconds = {}
+    for name, link in (("own", own), ("shared", shared)):
+        board = board_of(ReplicationCosts(cluster=cluster(2, 2, inside, link)), grid, copies)
+        seconds[name] = board.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - 1000 * board.seconds_per_copy
+    bytes_of_rank = 4 * 1000 * 4 * 2
+    assert seconds["own"] == pytest.approx(bytes_of_rank * 8 / 25e9)
+    assert seconds["shared"] == pytest.approx(2 * seconds["own"])
+
+
+def test_a_slow_pair_is_told_from_a_fast_one() -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=1)
+    uneven = cluster(4, 1, Link(name="nic", devices=1, gbps=(25, 25, 25, 1)))
+    pairs = board_of(ReplicationCosts(cluster=uneven), grid, np.ones((4, 4), dtype=np.int64)).seconds_per_byte
+    assert pairs[0, 1] == pytest.approx(8 / 25e9)
+    assert pairs[0, 3] == pairs[3, 1] == pytest.approx(8 / 1e9)
+    assert np.diag(pairs).tolist() == [0] * 4
+
+
+GRIDS = [
+    Grid(world=8, ep=8, ranks_per_node=4),
+    Grid(world=8, ep=8, ranks_per_node=2),
+    Grid(world=8, ep=4, etp=2, ranks_per_node=4),
+    Grid(world=8, ep=4, etp=2, innermost="ep", ranks_per_node=4),
+    Grid(world=8, ep=4, etp=2, innermost="ep", ranks_per_node=2),
+    Grid(world=4, ep=4),
+    Grid(world=8, tp=2, ep=4, ranks_per_node=2),
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None:
+    rng = np.random.default_rng(grid.world + grid.ep)
+    num_experts = 2 * grid.ep
+    copies = np.full((grid.world, num_experts), 9)
+    for _ in range(10):
+        load = Load(grid, copies, num_experts, 6, 4)
+        helped = rng.random((num_experts, grid.ep)) < rng.choice([0.1, 0.4])
+        helped[np.arange(num_experts), load.home] = False
+        replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+        board = boards(load, ReplicationCosts())[0]
+        replicated[board.origins[0, 0]] = helped
+        program = replicate(SCHEDULES["s1"](), 1, grid)
+        slots = {slot.name: slot for slot in program.slots}
+        sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated, units=6)
+        places = np.zeros((grid.ep, grid.ep), dtype=np.int64)
+        for task in program.tasks:
+            if task.name in ("w_near", "w_here"):
+                for source, target, rows in messages_of(task, slots, sizes):
+                    if grid.coordinate(source, "etp") == 0:
+                        places[grid.coordinate(source, "ep"), grid.coordinate(target, "ep")] += rows // 6
+        assert (board.sent(helped) == places).all()
+
+
+def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None:
+    """One hot expert in 4 nodes of 4: straight, its home's link to other nodes would carry its weights 12 times, not 3."""
+    grid = Grid(world=16, ep=16, ranks_per_node=4)
+    links = (
+        Link(name="nvlink", devices=1, gbps=(2000,), carries="inside"),
+        Link(name="nic", devices=4, gbps=(100,), carries="outside"),
+    )
+    copies = np.full((16, 16), 20)
+    copies[:, 0] = 400
+    seconds = {}
+    for relayed in (False, True):
+        costs = ReplicationCosts(cluster=cluster(4, 4, *links), relays=relayed)
+        board = board_of(costs, grid, copies, units=512, dim=256)
+        replicated = Shadow(costs).decide(board.load)
+        seconds[relayed] = board.seconds(replicated) / board.seconds(np.zeros_like(replicated))
+    assert relays(grid)
+    assert seconds[True] < 0.8 * seconds[False] <= 0.8
+
+
+def test_a_cluster_without_the_rate_of_the_dtype_is_refused() -> None:
+    with pytest.raises(InputError, match=r"tflops\.fp32 is not given: add it, or choose one of bf16"):
+        ReplicationCosts(cluster=cluster(1, 1), element_bytes=4)

@@ -1,0 +1,223 @@
+"""Cutting a call into slices: every row once, no slice above its budget at any rank, as few as can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moesaic.balance.replication.bounded import (
+    fitting_tables,
+    limits_of_ranks,
+    rows_for_weights,
+    seconds,
+    within_budget,
+)
+from moesaic.balance.replication.cost import ReplicationCosts, boards
+from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.spill import MOST_HELPED, overflow
+from moesaic.balance.slices import cut
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Op
+from moesaic.runtime.balance.budget import holders_of
+
+GRIDS = {
+    "ep 4": Grid(world=4, ep=4, ranks_per_node=2),
+    "tp, ep and etp": Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
+    "replicas": Grid(world=8, ep=2, etp=2, ranks_per_node=2),
+    "ep within etp": Grid(world=4, tp=2, ep=2, etp=2, innermost="ep", ranks_per_node=2),
+    "etp 4": Grid(world=4, tp=4, etp=4, ranks_per_node=2),
+}
+PLANS = {
+    "s1": Plan(),
+    "s2": Plan(schedule="s2", chunks=2),
+    "s3": Plan(schedule="s3"),
+    "baseline": Plan(schedule="baseline"),
+    "ted": Plan(schedule="ted"),
+    "r = 0": Plan(gather_weights=0),
+    "r = 1": Plan(gather_weights=1),
+    "r = 2": Plan(gather_weights=2),
+    "peers": Plan(peer_groups=2),
+    "lends": Plan(replication="spill", chunks=3),
+    "replicates by peers": Plan(schedule="s2", replication="spill", peer_groups=2),
+}
+EXPERTS = 4
+
+
+def compiled(grid: str, plan: str) -> Compiled:
+    try:
+        return compile_plan(PLANS[plan], GRIDS[grid])
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Copies, the first half of the experts much hotter, and what of them is replicated."""
+    rng = np.random.default_rng(seed)
+    copies = rng.integers(0, 9, size=(work.grid.world, EXPERTS)) * np.array([6, 4, 1, 0])
+    if not work.replicates:
+        return copies, None
+    replicated = rng.integers(0, 5, size=(*copies.shape, work.grid.ep)) * (
+        rng.random((*copies.shape, work.grid.ep)) < 0.5
+    )
+    replicated[:, np.arange(EXPERTS), np.arange(EXPERTS) // (EXPERTS // work.grid.ep)] = 0
+    before = np.cumsum(replicated, axis=2) - replicated
+    return copies, np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0))
+
+
+def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray | None) -> np.ndarray:
+    """(world,): what the program itself puts at each rank's experts, over its expert tasks."""
+    sizes = CallSizes(
+        work.grid, copies, copies.sum(1), work.plan.chunks, replicated=replicated, units=4, shapes=work.shapes(EXPERTS)
+    )
+    layouts = [work.logical.slot(task.reads[0]).layout for task in work.logical.tasks if task.op is Op.EXPERT]
+    return np.array([sum(sizes.num_rows(each, rank) for each in layouts) for rank in range(work.grid.world)])
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40, 10_000])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan: str, budget: int) -> None:
+    work = compiled(grid, plan)
+    copies, replicated = draw(work, seed=budget)
+    found = cut(holders_of(work, EXPERTS), copies, replicated, budget)
+    whole = rows_at_experts(work, copies, replicated)
+    by_slice = [rows_at_experts(work, found.copies(n), found.replicated(n)) for n in range(found.num_slices)]
+    assert np.max(by_slice) <= budget
+    assert (np.sum(by_slice, axis=0) == whole).all(), "a row is missing, or there twice"
+    assert found.num_slices == max(1, -(-int(whole.max()) // budget)), "more slices than need be"
+    alone = [int(found.loads[rank]) for rank in range(work.grid.world)]
+    assert max(alone) == whole.max()
+
+
+@pytest.mark.parametrize("plan", ["s2", "replicates by peers"])
+def test_the_slices_of_a_tensor_group_take_each_of_its_rows_once_and_in_order(plan: str) -> None:
+    work = compiled("tp, ep and etp", plan)
+    copies, replicated = draw(work, seed=3)
+    found = cut(holders_of(work, EXPERTS), copies, replicated, 5)
+    for group in ((0, 1), (6, 7), (2,)):
+        taken, origins = zip(*(found.rows(number, group) for number in range(found.num_slices)))
+        assert all((np.diff(rows) > 0).all() for rows in taken)
+        assert sorted(np.concatenate(taken).tolist()) == list(range(copies[list(group)].sum()))
+        for number, origin in enumerate(origins):
+            assert [int((origin == member).sum()) for member in group] == found.copies(number)[list(group)].sum(
+                1
+            ).tolist()
+
+
+def test_a_slice_by_hand() -> None:
+    """Rank 1 gets 2 + 3 + 4 rows for its expert; every 4 of them are a slice."""
+    work = compile_plan(Plan(), Grid(world=3, ep=3))
+    copies = np.array([[1, 2, 0], [0, 3, 1], [0, 4, 0]])
+    found = cut(holders_of(work, 3), copies, None, 4)
+    assert found.num_slices == 3
+    assert [found.copies(n).tolist() for n in range(3)] == [
+        [[1, 2, 0], [0, 2, 1], [0, 0, 0]],
+        [[0, 0, 0], [0, 1, 0], [0, 3, 0]],
+        [[0, 0, 0], [0, 0, 0], [0, 1, 0]],
+    ]
+    assert found.rows(1, (1,))[0].tolist() == [2]
+    assert found.rows(0, (1,))[0].tolist() == [0, 1, 3]
+    assert (found.rows_over, found.loads.tolist()) == (5, [1, 9, 1])
+
+
+def test_no_rows_are_one_slice() -> None:
+    work = compile_plan(Plan(), GRIDS["ep 4"])
+    nothing = np.zeros((4, EXPERTS), dtype=np.int64)
+    found = cut(holders_of(work, EXPERTS), nothing, None, 1)
+    assert (found.num_slices, found.rows_over, found.copies(0).sum()) == (1, 0, 0)
+
+
+def rows_of(load: Load, replicated: np.ndarray) -> np.ndarray:
+    """(ep,) rows that each place computes, one rank per place."""
+    staying = load.copies.sum(0) - replicated.sum((0, 2))
+    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
+
+
+def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
+    load = Load(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
+    given = np.zeros((4, 4, 4), dtype=np.int64)
+    given[3, 0, 3] = 10
+    replicated = within_budget(load, given, 60)
+    assert replicated is not None
+    assert (rows_of(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
+    assert replicated.sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
+    assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
+    twice = within_budget(load, given, 40, slices=2)
+    assert twice is not None
+    assert (rows_of(load, twice) <= 2 * limits_of_ranks(load, twice, 40)).all()
+    assert rows_of(load, twice).max() > 40
+
+
+def test_replicated_weights_take_room() -> None:
+    """While gradients are computed, weights and gradient at each helper; while weights travel, messages, and more at home."""
+    load = Load(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
+    assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
+    given = np.zeros((4, 4, 4), dtype=np.int64)
+    assert limits_of_ranks(load, given, 100).tolist() == [100] * 4
+    given[:, 0, 3] = given[1, 0, 2] = 1
+    assert limits_of_ranks(load, given, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
+    assert limits_of_ranks(load, given, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
+    relayed = replace(load, grid=GRIDS["ep 4"])
+    assert limits_of_ranks(relayed, given, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
+    given[0, 0, 1] = 1
+    assert limits_of_ranks(load, given, 20).tolist()[1:] == [10] * 3
+    assert limits_of_ranks(load, given, 20)[0] < 0, "no room for the messages"
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None:
+    """One hot expert among small ones on an overloaded rank: it alone moves."""
+    copies = np.zeros((4, 32), dtype=np.int64)
+    copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
+    load = Load(GRIDS["ep 4"], copies, 32, units=1, dim=8)
+    replicated = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
+    assert replicated is not None
+    assert np.flatnonzero(replicated.sum((0, 2))).tolist() == [3]
+
+
+def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
+    load = Load(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
+    none = np.zeros((4, 4, 4), dtype=np.int64)
+    costs = ReplicationCosts(machine=Machine(tflops=1e-3))
+    whole, in_slices = seconds(load, costs, none, 1), seconds(load, costs, none, 4)
+    assert 1.15 * whole < in_slices < 1.5 * whole
+    tables = fitting_tables(load, none, 6000, 3)
+    assert seconds(load, costs, tables[0], 1) < 0.5 * whole
+    assert len(tables) == 2
+    assert rows_of(load, tables[1]).max() < rows_of(load, tables[0]).max(), (
+        "where the budget allows more, a more even table"
+    )
+
+
+def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
+    """All experts of the hot rank are small: to spill evenly, one helper would need the weights of most of them."""
+    experts = 4 * 64
+    copies = np.zeros((4, experts), dtype=np.int64)
+    copies[:, :64] = 1
+    (board,) = boards(Load(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
+    replicated = overflow(board, 64)
+    assert (replicated.sum(0) > 0).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
+
+
+def test_budgets_below_one_token_are_refused() -> None:
+    for budget in (0, -4):
+        with pytest.raises(
+            InputError, match=rf"plan\.token_budget={budget}: choose at least 1 token copy per rank"
+        ) as found:
+            Plan(token_budget=budget)
+        assert "\n" not in str(found.value)
+    with pytest.raises(InputError, match=r"plan\.token_budget=8 clashes with plan\.all_to_all=deepep"):
+        compile_plan(Plan(token_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
+
+
+def test_plans_that_cut_or_replicate_differently_are_told_apart() -> None:
+    """Their programs are the same, but what each call runs where is not."""
+    plans = [Plan(), Plan(token_budget=8), Plan(replication="spill"), Plan(replication="shadow")]
+    digests = {compile_plan(replace(plan), GRIDS["ep 4"]).digest for plan in plans}
+    assert len(digests) == 4

@@ -1,0 +1,75 @@
+"""A layer that balances nothing runs no line of the code that balances; one that does, runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from meshes import make_layer, on_mesh, tokens_of
+
+import moesaic
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.transport import AbstractTransport
+from moesaic.plan import Plan
+from moesaic.program.grid import Grid
+from moesaic.runtime.balance.calls import BalancedCalls
+from moesaic.runtime.calls import PlainCalls
+
+SOURCE = Path(moesaic.__file__).parent
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+
+
+def entered(plan: Plan, *, placed: bool = False) -> set[str]:
+    """Return the files of the package whose functions a training step of a layer enters, on any rank, by path."""
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport) -> set[str]:
+        layer, found = on_mesh(whole, GRID, transport, plan), set()
+        assert layer.on_mesh is not None
+        if placed:
+            layer.on_mesh.order.watches = True
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and SOURCE in path.parents:
+                found.add(path.relative_to(SOURCE).as_posix())
+
+        x = tokens_of(transport.rank).requires_grad_()
+        sys.setprofile(note)
+        try:
+            layer(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        return found
+
+    files: set[str] = set().union(*run_ranks(GRID.world, rank))
+    assert {"layer.py", "runtime/expert_parallel.py"} <= files
+    return {path for path in files if "balance" in Path(path).parts}
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(all_to_all="multicast"), Plan(chunks=2, peer_groups=2)])
+def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> None:
+    assert entered(plan) == set()
+
+
+def test_what_balances_is_entered_where_it_is_on() -> None:
+    assert {"balance/selector/arbiter.py", "runtime/balance/selector.py"} <= entered(Plan(replication="arbiter"))
+    assert "runtime/balance/budget.py" in entered(Plan(token_budget=8))
+    assert entered(Plan(), placed=True) == {"runtime/balance/experts/order.py"}
+
+
+def test_a_switch_of_plans_switches_what_decides() -> None:
+    whole = make_layer()
+
+    def rank(transport: AbstractTransport) -> list[type]:
+        layer, found = on_mesh(whole, GRID, transport, Plan()), []
+        for plan in (Plan(), Plan(token_budget=8), Plan()):
+            layer.use_plan(plan)
+            assert layer.on_mesh is not None
+            found.append(type(layer.on_mesh.calls))
+        return found
+
+    for found in run_ranks(GRID.world, rank):
+        assert found == [PlainCalls, BalancedCalls, PlainCalls]
