@@ -76,7 +76,7 @@ class ExtendingOptions(BenchmarkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class RegistryLine:
     """An entry of a registry."""
 
     path: str
@@ -101,7 +101,7 @@ class Extension:
     path: str
     """Of its file, from the root of the repository."""
     code: str
-    lines: tuple[Line, ...]
+    lines: tuple[RegistryLine, ...]
 
 
 def extensions(page: str) -> list[Extension]:
@@ -119,11 +119,11 @@ def extensions(page: str) -> list[Extension]:
     return found
 
 
-def _line(block: str) -> Line:
+def _line(block: str) -> RegistryLine:
     head, body = block.split("\n", 1)
     path, registry = head.removeprefix("# ").split(", in ")
     imports = "".join(f"{line}\n" for line in body.splitlines() if re.match(r"(from|import) ", line))
-    return Line(path=path, registry=registry, imports=imports, entry=body.removeprefix(imports).strip())
+    return RegistryLine(path=path, registry=registry, imports=imports, entry=body.removeprefix(imports).strip())
 
 
 def install(extension: Extension, root: Path) -> None:
@@ -136,7 +136,7 @@ def install(extension: Extension, root: Path) -> None:
         file.write_text(_with(file.read_text(encoding="utf-8"), line), encoding="utf-8")
 
 
-def _with(text: str, line: Line) -> str:
+def _with(text: str, line: RegistryLine) -> str:
     """Return a module's text with an entry at the end of one of its dicts, and what the entry needs after its imports."""
     rows, module = text.splitlines(keepends=True), ast.parse(text)
     literals = [

@@ -229,7 +229,7 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
     nodes, node_tokens = p // local, TOKENS / m
     crossing = (0.0, node_tokens * (nodes - 1) / nodes)
     fan_out = (s * node_tokens - node_tokens / local, 0.0)
-    arrived = "node_tokens_here" if local > 1 else "stops_here"
+    arrived = "node_tokens_here" if local > 1 else "rank_tokens_here"
     found = {arrived: crossing, "stops_in": fan_out, "z_stops": fan_out, "z": crossing}
     if plan.schedule == "s1":
         return found | {"y": ((m - 1) * TOKENS / m, 0.0)}

@@ -10,7 +10,7 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic_lab.device.cases import DeviceShape
-from moesaic_lab.kernels.memory import CallSizes, measured_bytes
+from moesaic_lab.kernels.memory import LayerSizes, measured_bytes
 from moesaic_lab.kernels.memory import claims as memory_claims
 from moesaic_lab.kernels.ops import KernelOp, ops
 from moesaic_lab.kernels.run import Roof, claims, measure, panels
@@ -61,7 +61,7 @@ def test_rows_claims_and_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [6144, 12288])
 def test_the_memory_formula_is_what_the_profiler_counts(tokens: int) -> None:
-    sizes = CallSizes(dim=1024, hidden=256)
+    sizes = LayerSizes(dim=1024, hidden=256)
     assert measured_bytes(tokens, sizes) == pytest.approx(sizes.peak_bytes(tokens), rel=0.06)
 
 

@@ -57,7 +57,7 @@ def test_a_part_that_touches_more_is_counted(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_line_goes_to_the_end_of_its_registry(text: str, expected: str) -> None:
-    line = extending.Line(path="x.py", registry="X", imports="import new\n", entry='"c": new.c,')
+    line = extending.RegistryLine(path="x.py", registry="X", imports="import new\n", entry='"c": new.c,')
     assert extending._with(text, line) == expected
 
 

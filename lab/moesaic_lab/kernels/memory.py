@@ -24,7 +24,7 @@ TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallSizes:
+class LayerSizes:
     """A layer with GELU experts on a CPU."""
 
     dim: int = 4096
@@ -49,7 +49,7 @@ class CallSizes:
         return numbers * self.item
 
 
-def measured_bytes(tokens: int, sizes: CallSizes = CallSizes()) -> int:
+def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
     """Return the same by the profiler's count of every tensor."""
     torch.manual_seed(0)
     layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
@@ -67,7 +67,7 @@ def rows(measured_up_to: int) -> list[dict[str, Any]]:
     found = []
     for tokens, tutel in TUTEL_GIB.items():
         measured = measured_bytes(tokens) / 2**30 if tokens <= measured_up_to else None
-        formula = CallSizes().peak_bytes(tokens) / 2**30
+        formula = LayerSizes().peak_bytes(tokens) / 2**30
         found.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
     return found
 
