@@ -32,7 +32,7 @@ from moesaic.routing.losses import LoadBalance, RouterStatistics
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import compute, expert_parallel, function, gradients, interpret, packets, peers
+from moesaic.runtime import compute, executor, expert_parallel, function, gradients, packets, peers
 from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
@@ -541,7 +541,7 @@ def own_rows_coded() -> Iterator[None]:
             packed.own = codec.decode(codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype)
         return packed
 
-    with mock.patch.object(interpret, "pack", wrapped):
+    with mock.patch.object(executor, "pack", wrapped):
         yield
 
 
