@@ -230,7 +230,7 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
     crossing = (0.0, node_tokens * (nodes - 1) / nodes)
     fan_out = (s * node_tokens - node_tokens / local, 0.0)
     arrived = "node_tokens_here" if local > 1 else "rank_tokens_here"
-    found = {arrived: crossing, "stops_in": fan_out, "z_stops": fan_out, "z": crossing}
+    found = {arrived: crossing, "rank_tokens_in": fan_out, "z_rank_tokens": fan_out, "z": crossing}
     if plan.schedule == "s1":
         return found | {"y": ((m - 1) * TOKENS / m, 0.0)}
     return found | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}

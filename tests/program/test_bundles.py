@@ -108,10 +108,10 @@ def kind_of(program: Program, task: Task) -> Kind:
         (
             "multicast",
             [
-                ["stop_index_here", "copy_index_here", "gates_here", "node_tokens_here"],
-                ["copy_index_in", "g", "stops_in"],
+                ["rank_token_index_here", "copy_index_here", "gates_here", "node_tokens_here"],
+                ["copy_index_in", "g", "rank_tokens_in"],
             ],
-            [["gates_here'", "stops'"], ["gates'", "visits'"]],
+            [["gates_here'", "rank_tokens'"], ["gates'", "node_tokens'"]],
         ),
         ("linear", [["g", "h"]], [["gates'", "rows'"]]),
     ],

@@ -187,19 +187,26 @@ def test_multicast_crosses_nodes_once_per_token_and_sums_before_it_goes_back(sch
     program = multicast(SCHEDULES[schedule](), GRID)
     found = moved(program)
     crossing = {name for name, how in found.items() if how.endswith(" node")}
-    assert crossing == {"node_tokens_here", "stop_index_here", "copy_index_here", "gates_here", "z"}
+    assert crossing == {"node_tokens_here", "rank_token_index_here", "copy_index_here", "gates_here", "z"}
     assert program.slot("node_tokens_here").layout.flow == program.slot("z").layout.flow == "node_tokens"
-    assert (found["stops_in"], found["z_stops"]) == ("deliver local", "collect local")
-    assert program.slot("stops_in").layout.flow == program.slot("z_stops").layout.flow == "rank_tokens"
+    assert (found["rank_tokens_in"], found["z_rank_tokens"]) == ("deliver local", "collect local")
+    assert program.slot("rank_tokens_in").layout.flow == program.slot("z_rank_tokens").layout.flow == "rank_tokens"
     assert not {"h", "out"} & set(found), "copies are made, and summed, where they are computed"
     back = moved(transpose(program))
     assert back["z'"] == back["node_tokens_here'"] == "exchange node", "backward crosses once per token too"
-    assert (back["z_stops'"], back["stops_in'"]) == ("deliver local", "collect local"), "and goes to a rank once"
-    assert not {"copy_index_here'", "copy_index_in'", "stop_index_here'"} & set(back), "indices have no cotangent"
+    assert (back["z_rank_tokens'"], back["rank_tokens_in'"]) == ("deliver local", "collect local"), (
+        "and goes to a rank once"
+    )
+    assert not {"copy_index_here'", "copy_index_in'", "rank_token_index_here'"} & set(back), "indices have no cotangent"
 
 
-DIRECT = {"stops_in": "deliver ep+etp", "z": "collect ep+etp"}
-BY_MATE = {"stops_here": "exchange node", "stops_in": "deliver local", "z_stops": "collect local", "z": "exchange node"}
+DIRECT = {"rank_tokens_in": "deliver ep+etp", "z": "collect ep+etp"}
+BY_MATE = {
+    "rank_tokens_here": "exchange node",
+    "rank_tokens_in": "deliver local",
+    "z_rank_tokens": "collect local",
+    "z": "exchange node",
+}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +219,7 @@ BY_MATE = {"stops_here": "exchange node", "stops_in": "deliver local", "z_stops"
     ],
     ids=["one node", "a node for each copy of the experts", "a rank a node", "an expert's shards on every node"],
 )
-def test_multicast_has_one_level_where_node_tokens_and_stops_are_the_same(
+def test_multicast_has_one_level_where_node_tokens_and_rank_tokens_are_the_same(
     grid: Grid, movements: dict[str, str]
 ) -> None:
     program = multicast(SCHEDULES["s1"](), grid)

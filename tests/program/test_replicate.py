@@ -59,15 +59,15 @@ def test_every_schedule_replicates_both_ways_and_prints(name: str, bias: bool):
 def test_a_shadowed_expert_takes_no_copies_home_and_sends_its_weights_once_to_each_helper():
     sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((1, 0, 1, 6), (2, 0, 2, 7), (3, 0, 3, 5)), units=16)
     assert messages("h.0", sizes) == {(0, 1): 1, (1, 2): 1, (2, 3): 1}
-    assert messages("h.lent", sizes) == {}
+    assert messages("h.replicated", sizes) == {}
     assert messages("w_here", sizes) == {(0, 1): 16, (0, 2): 16, (0, 3): 16}
     assert messages("w_here'", sizes, backward=True) == {(1, 0): 16, (2, 0): 16, (3, 0): 16}
 
 
 def test_copies_spill_from_any_origin_and_weights_go_only_where_copies_went():
     sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (2, 0, 3, 7)), units=16)
-    assert messages("h.lent", sizes) == {(0, 3): 2, (2, 3): 7}
-    assert messages("z.lent", sizes) == {(3, 0): 2, (3, 2): 7}
+    assert messages("h.replicated", sizes) == {(0, 3): 2, (2, 3): 7}
+    assert messages("z.replicated", sizes) == {(3, 0): 2, (3, 2): 7}
     assert messages("w_here", sizes) == {(0, 3): 16}
     assert messages("h.0", sizes)[(1, 0)] == 6
 
@@ -75,13 +75,13 @@ def test_copies_spill_from_any_origin_and_weights_go_only_where_copies_went():
 def test_what_stays_is_cut_into_chunks_and_what_is_replicated_is_not():
     sizes = CallSizes(GRID, COPIES, TOKENS, 2, replicated=replicated((1, 0, 2, 2)), units=16)
     assert messages("h.0", sizes)[(1, 0)] == messages("h.1", sizes)[(1, 0)] == 2
-    assert messages("h.lent", sizes) == {(1, 2): 2}
+    assert messages("h.replicated", sizes) == {(1, 2): 2}
 
 
 def test_helpers_hold_the_experts_they_help_and_no_others():
     sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (0, 1, 3, 1), (1, 2, 0, 1)), units=16)
     here = replicate(SCHEDULES["s1"](), 1).slot("w_here").layout
-    rows = replicate(SCHEDULES["s1"](), 1).slot("h.lent").layout
+    rows = replicate(SCHEDULES["s1"](), 1).slot("h.replicated").layout
     assert [sizes.num_held(here, rank) for rank in range(4)] == [1, 0, 0, 2]
     assert [sizes.num_rows(here, rank) for rank in range(4)] == [16, 0, 0, 32]
     assert sizes.rows_per_expert(rows, 3).tolist() == [2, 1]
@@ -94,7 +94,7 @@ def test_shards_of_an_expert_help_at_their_own_place():
     told[2:, 0, 1] = 4
     sizes = CallSizes(grid, copies, copies.sum(1), replicated=told, units=8)
     assert messages("w_here", sizes) == {(0, 2): 8, (1, 3): 8}
-    assert messages("h.lent", sizes) == {(2, 3): 4, (3, 2): 4}
+    assert messages("h.replicated", sizes) == {(2, 3): 4, (3, 2): 4}
 
 
 def test_replicas_replicate_apart():
@@ -109,7 +109,7 @@ def test_replicas_replicate_apart():
 
 def test_nothing_replicated_moves_no_weights():
     sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated(), units=16)
-    assert messages("w_here", sizes) == messages("h.lent", sizes) == {}
+    assert messages("w_here", sizes) == messages("h.replicated", sizes) == {}
     assert sum(messages("h.0", sizes).values()) == COPIES.sum() - np.trace(COPIES)
 
 
@@ -202,9 +202,9 @@ def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(g
     plan = Plan(replication="spill", chunks=2, order=order)  # type: ignore[arg-type]
     names = [task.name for task in compile_plan(plan, grid).forward.tasks]
     first, last = ("w_near", "w_here") if grid is NODES else ("w_here", "w_here")
-    dispatches = ["h.0"] if order == "fifo" else ["h.0", "h.1", "h.lent"]
+    dispatches = ["h.0"] if order == "fifo" else ["h.0", "h.1", "h.replicated"]
     assert max(map(names.index, dispatches)) < names.index(first) < names.index("out.0")
-    assert names.index(last) < names.index("out.lent")
+    assert names.index(last) < names.index("out.replicated")
     if grid is NODES:
         assert max(names.index("out.1"), names.index("z.1")) < names.index("w_here")
 
@@ -230,7 +230,7 @@ def test_weights_travel_beside_the_experts_that_stay() -> None:
     replicates, plain = ends["lends"], ends["plain"]
     assert replicates["h.0"].end <= 1.001 * plain["h"].end
     assert replicates["w_near"].start < replicates["out.0"].end
-    assert replicates["w_here"].end <= replicates["out.lent"].start
+    assert replicates["w_here"].end <= replicates["out.replicated"].start
 
 
 def test_more_than_there_is_cannot_be_replicated():

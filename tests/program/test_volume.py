@@ -188,13 +188,13 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
     assert table.shape == (grid.world, p if nodes == p else nodes + p, 1)
     elsewhere = EXPERTS - EXPERTS // nodes
     assert node_tokens == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
-    arrived = "stops_here" if nodes == p else "node_tokens_here"
+    arrived = "rank_tokens_here" if nodes == p else "node_tokens_here"
     for backward, there, back in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
         found = crossing(compiled, sizes, backward)
         for name in (there, back):
             assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
         once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # but for the mate's own, of each rank on each node
-        inside = [t for name, t in found.items() if name.startswith(("stops_in", "z_stops"))]
+        inside = [t for name, t in found.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))]
         assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
 
 
@@ -204,7 +204,7 @@ def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(n
     compiled, sizes = bound_sizes(Plan(all_to_all="multicast"), grid)
     rank_tokens = int(even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
     assert rank_tokens < COPIES // 4
-    for backward, names in ((False, ("stops_in", "z")), (True, ("z'", "stops_in'"))):
+    for backward, names in ((False, ("rank_tokens_in", "z")), (True, ("z'", "rank_tokens_in'"))):
         found = crossing(compiled, sizes, backward)
         sent = [found[name].inside_rows + found[name].across_rows for name in names]
         assert sent == [4 * 3 * rank_tokens] * 2

@@ -22,7 +22,7 @@ from moesaic.routing.routers import (
     NoisyTopK,
     SigmoidTopK,
     SoftmaxTopK,
-    group_limited,
+    group_limited_sigmoid,
 )
 from moesaic.routing.routers.base import balanced_assignment
 from moesaic.routing.routing import Choice, Scores
@@ -143,7 +143,7 @@ def test_groups_rank_by_their_best_or_by_the_sum_of_their_two_best(rank_by: str,
 
 
 def test_group_limited_weighs_and_updates_as_the_router_inside() -> None:
-    router = group_limited(8, 8, bias_rate=0.25)
+    router = group_limited_sigmoid(8, 8, bias_rate=0.25)
     scores, choice = ask(router, torch.randn(5, 8), 2)
     assert torch.equal(router.weigh(scores, choice, 2), router.inner.weigh(scores, choice, 2))
     router.update(torch.tensor([8, 0, 0, 0, 0, 0, 0, 0]))
@@ -151,7 +151,7 @@ def test_group_limited_weighs_and_updates_as_the_router_inside() -> None:
 
 
 def test_more_experts_than_the_groups_hold_are_refused_in_every_call() -> None:
-    layer = MoE(8, 8, 8, 2, router=lambda d, n: group_limited(d, n, num_groups=4, top_groups=1))
+    layer = MoE(8, 8, 8, 2, router=lambda d, n: group_limited_sigmoid(d, n, num_groups=4, top_groups=1))
     with pytest.raises(InputError, match="top_k=3 exceeds the 2 experts in 1 of 4 groups: raise top_groups or lower"):
         layer(torch.randn(3, 8), top_k=3)
 
@@ -286,9 +286,9 @@ BAD = [
     (lambda: GShardTop2(8, 4, second="best"), "second='best' is unknown: write second=\"sampled\""),
     (lambda: GShardTop2(8, 1).check(2), "top_k=2 does not fit num_experts=1: choose 1 <= top_k <= 1"),
     (lambda: Hash(8, 4, buckets=0), "a hash router needs at least one bucket, got buckets=0"),
-    (lambda: group_limited(8, 6), "num_groups=4 does not divide num_experts=6: choose a divisor of it"),
-    (lambda: group_limited(8, 8, top_groups=5), "top_groups=5 does not fit num_groups=4: choose 1 to 4"),
-    (lambda: group_limited(8, 8, top_groups=1).check(3), "top_k=3 exceeds the 2 experts in 1 of 4 groups"),
+    (lambda: group_limited_sigmoid(8, 6), "num_groups=4 does not divide num_experts=6: choose a divisor of it"),
+    (lambda: group_limited_sigmoid(8, 8, top_groups=5), "top_groups=5 does not fit num_groups=4: choose 1 to 4"),
+    (lambda: group_limited_sigmoid(8, 8, top_groups=1).check(3), "top_k=3 exceeds the 2 experts in 1 of 4 groups"),
     (
         lambda: GroupLimited(SoftmaxTopK(8, 4), num_groups=2, top_groups=1, rank_groups_by="sum"),
         "rank_groups_by='sum' is unknown",

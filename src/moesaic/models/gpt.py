@@ -20,7 +20,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm, local_part
 from moesaic.models.unembed import unembed
-from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited_sigmoid
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
@@ -236,7 +236,10 @@ def make_moe(dim: int, config: MoEConfig) -> MoE:
         router = partial(SigmoidTopK, bias_rate=config.bias_rate)
     elif config.router == "group_limited":
         router = partial(
-            group_limited, num_groups=config.num_groups, top_groups=config.top_groups, bias_rate=config.bias_rate
+            group_limited_sigmoid,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            bias_rate=config.bias_rate,
         )
     return MoE(
         dim,

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 
 from moesaic.errors import InputError
-from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited
+from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
 
 DIM = 4
 """Width of a token."""
@@ -25,7 +25,7 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),
         "hash": partial(Hash, buckets=16),
-        "group_limited": partial(group_limited, **groups, bias_rate=0.1),
+        "group_limited": partial(group_limited_sigmoid, **groups, bias_rate=0.1),
         "sigmoid": partial(SigmoidTopK, bias_rate=0.1),
     }
     return options.get(name, ROUTERS[name])

@@ -178,13 +178,13 @@ def test_arbiters_of_two_layers_remember_apart() -> None:
     assert (one.last.name, other.last.name) == (one.last.name, "alone")
 
 
-def test_another_lender_under_the_arbiter_is_refused() -> None:
+def test_another_policy_under_the_arbiter_is_refused() -> None:
     def rank(transport: AbstractTransport) -> None:
         spread_over(make_layer(), GRIDS["ep"], transport, Plan(replication="arbiter"), Shadow())
 
     with pytest.raises(
         InputError,
-        match=r"plan\.replication=arbiter was given the replication policy Shadow: give an Arbiter, or choose",
+        match=r"plan\.replication=arbiter was given the policy Shadow: give an Arbiter, or choose",
     ):
         run_ranks(4, rank)
 

@@ -89,7 +89,7 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
             sent = {"rank_tokens": rows, **sent}
     group: tuple[Axis, ...] = ("local",) if _has_mates(grid) else ("ep", "etp")
     shards: States = {"etp": State.REPLICATED}
-    names = {"rank_tokens": "stops_in", "copy_index": "copy_index_in", "gates": "g"}
+    names = {"rank_tokens": "rank_tokens_in", "copy_index": "copy_index_in", "gates": "g"}
     arrived = [
         build.move(slot, names[name], _at_ranks(build.flow(slot)), group, shards, Stage.DISPATCH)
         for name, slot in sent.items()
@@ -102,7 +102,7 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE)
-    here = build.move(sums, "z_stops", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
+    here = build.move(sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
     if places:
         here = build.combine(here, places, "z_here", _at_mate("node_tokens"))
     return build.move(here, "z", Layout(flow=build.flow(here)), ("node",), {}, Stage.COMBINE)

@@ -21,7 +21,7 @@ from moesaic.program.passes.parts import Part, split_stretch
 from moesaic.program.passes.split_capacity import chunk_part, to_experts_and_back
 from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
-SUFFIX = ".lent"
+SUFFIX = ".replicated"
 """Of slots and tasks that work on replicated copies."""
 
 

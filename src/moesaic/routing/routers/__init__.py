@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moesaic.routing.routers.base import BalancedAssignment
     from moesaic.routing.routers.cosine import CosineTopK
     from moesaic.routing.routers.expert_choice import ExpertChoice
-    from moesaic.routing.routers.group_limited import GroupLimited, group_limited
+    from moesaic.routing.routers.group_limited import GroupLimited, group_limited_sigmoid
     from moesaic.routing.routers.gshard import GShardTop2
     from moesaic.routing.routers.hash import Hash
     from moesaic.routing.routers.noisy import NoisyTopK
@@ -43,7 +43,7 @@ ROUTERS: dict[str, RouterFactory] = {
     "sigmoid": partial(_build, "sigmoid.SigmoidTopK"),
     "noisy": partial(_build, "noisy.NoisyTopK"),
     "cosine": partial(_build, "cosine.CosineTopK"),
-    "group_limited": partial(_build, "group_limited.group_limited"),
+    "group_limited": partial(_build, "group_limited.group_limited_sigmoid"),
     "gshard": partial(_build, "gshard.GShardTop2"),
     "base": partial(_build, "base.BalancedAssignment"),
     "expert_choice": partial(_build, "expert_choice.ExpertChoice"),
@@ -65,7 +65,7 @@ _FILES = {
     "SigmoidTopK": "sigmoid",
     "SoftmaxTopK": "softmax",
     "TopologyRouter": "topology",
-    "group_limited": "group_limited",
+    "group_limited_sigmoid": "group_limited",
     "levels_of": "topology",
     "node_level": "topology",
     "topology_gate": "topology",
@@ -86,7 +86,7 @@ __all__ = [
     "SigmoidTopK",
     "SoftmaxTopK",
     "TopologyRouter",
-    "group_limited",
+    "group_limited_sigmoid",
     "levels_of",
     "node_level",
     "topology_gate",

@@ -109,7 +109,7 @@ class GroupLimited(AbstractRouter):
         self.inner.update(load_E)
 
 
-def group_limited(
+def group_limited_sigmoid(
     dim: int, num_experts: int, *, num_groups: int = 4, top_groups: int = 2, bias_rate: float = 1e-3
 ) -> GroupLimited:
     """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
