@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
+# A worker per core, a file on one worker; ranks and workers have one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: help setup demo test test-all lint bench bench-all docs site clean
 
@@ -26,10 +28,10 @@ demo: $(STAMP)  ## train a sparse and a dense GPT, compare them, sample, write t
 	$(BIN)/moesaic demo
 
 test: $(STAMP)  ## the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(STAMP)  ## the tests, the slow ones too
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
