@@ -32,6 +32,7 @@ from moesaic.train.checkpoint import (
     save_checkpoint,
 )
 from moesaic.train.config import OptimizerConfig
+from moesaic.train.run_folder import LOCK
 from moesaic.train.state import make_optimizer
 from runs import assert_same, run_quietly, seal, snapshot, tiny
 from train.test_checkpoint_versions import as_version_2
@@ -406,7 +407,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
     assert "step-00000002 could not be written, the disk is full" in str(caught.value)
     assert "earlier checkpoints are intact" in str(caught.value)
     after = snapshot(tmp_path / "run")
-    assert after == {name: data for name, data in before.items() if ".writing-" not in name}
+    assert after == {name: data for name, data in before.items() if ".writing-" not in name and name != LOCK}
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000001"]
     assert after["metrics.jsonl"].count(b"\n") == 2
     monkeypatch.setattr(checkpoint_module, "save_file", plain)

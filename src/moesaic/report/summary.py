@@ -187,9 +187,6 @@ def summarise(folder: Path, name: str) -> RunSummary:
         raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
     config = _read_config(folder / "config.json")
     lines = read_metrics(folder)
-    for number, line in enumerate(lines, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int) or "kind" not in line:
-            raise InputError(f"{folder / 'metrics.jsonl'}: line {number} is not one of a run's metrics: remove it")
     if not lines:
         raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
     train = [line for line in lines if line["kind"] == "train"]

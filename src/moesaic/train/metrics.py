@@ -101,13 +101,13 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
-            if not (isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)):
-                raise ValueError("no object with kind and step")
-            parsed.append(found)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise InputError(f"{path}: line {number} is damaged ({error}): remove it") from error
+        if not (isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)):
+            raise InputError(f"{path}: line {number} is not one of a run's metrics: remove it")
+        parsed.append(found)
     return parsed
 
 
