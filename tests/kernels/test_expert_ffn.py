@@ -69,7 +69,7 @@ def compare(work: ExpertWork) -> None:
     )
 
 
-@pytest.fixture(params=["cpu", "other"])
+@pytest.fixture(params=[kind for kind in pick.KERNELS if kind != "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a CPU and what runs on devices without kernels of their own; `triton/test_triton_pick.py` has the third."""
     monkeypatch.setitem(pick.KERNELS, "cpu", pick.KERNELS[request.param])

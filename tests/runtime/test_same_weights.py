@@ -96,16 +96,16 @@ def refusals() -> dict[str, str]:
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):
         for name, (make, _) in table.items():
-            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2), Plan())
+            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2, transport="sockets"), Plan())
     for name, (call, _) in CALLS.items():
         moe = layer()
-        moe.parallelize(Mesh.create(ep=2), Plan())
+        moe.parallelize(Mesh.create(ep=2, transport="sockets"), Plan())
         x = torch.randn(6, 4, dtype=torch.float64)
         moe(x)
         found[f"calls, {name}"] = refusal(call, moe, x, odd)
     sharded = layer()
     fully_shard(sharded)
-    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2), Plan())
+    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2, transport="sockets"), Plan())
     return found
 
 
@@ -147,8 +147,8 @@ def broadcast_weights() -> list[torch.Tensor]:
     moe, first = layer(seed=dist.get_rank(), shared_hidden=8), layer(seed=0, shared_hidden=8)
     with torch.no_grad():
         moe.router.bias += dist.get_rank()
-    moe.parallelize(Mesh.create(ep=2), Plan(), broadcast=True)
-    first.parallelize(Mesh.create(ep=2), Plan())
+    moe.parallelize(Mesh.create(ep=2, transport="sockets"), Plan(), broadcast=True)
+    first.parallelize(Mesh.create(ep=2, transport="sockets"), Plan())
     x = torch.randn(6, 4, dtype=torch.float64)
     return [moe(x).detach() - first(x).detach(), moe.router.bias - first.router.bias]
 
@@ -163,7 +163,7 @@ def on_meta() -> list[str]:
     for broadcast in (False, True):
         with torch.device("meta"):
             moe = MoE(4, 8, 4, 2)
-        found.append(refusal(moe.parallelize, Mesh.create(ep=2), Plan(), broadcast=broadcast))
+        found.append(refusal(moe.parallelize, Mesh.create(ep=2, transport="sockets"), Plan(), broadcast=broadcast))
     return found
 
 

@@ -59,7 +59,9 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     content = path.read_text().splitlines()
     path.write_text("\n".join([content[0], content[1][:-4], content[2]]))
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it"):
+    with pytest.raises(
+        InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it"
+    ):
         read_metrics(tmp_path)
 
 
@@ -147,6 +149,8 @@ def test_metrics_know_what_stands_there(tmp_path):
 def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
     good = b'{"kind": "train", "step": 1}\n'
     (tmp_path / "metrics.jsonl").write_bytes(good + line + b"\n" + good)
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it") as caught:
+    with pytest.raises(
+        InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it"
+    ) as caught:
         read_metrics(tmp_path)
     assert "\n" not in str(caught.value)

@@ -60,7 +60,7 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
 
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
     place_experts.EXPERT_PLACERS = {**place_experts.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
-    worlds._process(rank, world, runs, folder)
+    worlds._process(rank, world, runs, folder, lambda: None)
 
 
 def one_and_four(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:

@@ -11,26 +11,25 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
-Kind = Literal["cpu", "triton", "other"]
 AMPERE = (8, 0)
 """The compute capability from which the Triton kernels are compiled and checked."""
 
 
-def kind_of(device: torch.device) -> Kind:
-    """Return which kernels run on a device.
+def kind_of(device: torch.device) -> str:
+    """Return which entry of `KERNELS` a device runs.
 
-    triton: on CUDA from Ampere on, where the package is installed. other: torch's operations, none of which waits for the host.
+    triton: on CUDA from Ampere on, where the package is installed. Else the type of the device, where `KERNELS` has it; other:
+    torch's operations, none of which waits for the host.
     """
-    if device.type == "cpu":
-        return "cpu"
-    return "triton" if device.type == "cuda" and _runs_triton(device) else "other"
+    if device.type == "cuda" and _runs_triton(device):
+        return "triton"
+    return device.type if device.type in KERNELS else "other"
 
 
 def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
@@ -53,8 +52,8 @@ class ExpertKernel:
     """(work, pre-activations, gradient of the result in the dtype of `work.x`, what is wanted) -> gradients."""
 
 
-KERNELS: dict[Kind, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", "other": "whole_batch"}
-"""The modules of the expert stage's implementations; they compute the same."""
+KERNELS: dict[str, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", "other": "whole_batch"}
+"""The modules of the expert stage's implementations, by what `kind_of` says of a device; they compute the same."""
 
 
 def expert_kernel(device: torch.device) -> ExpertKernel:
