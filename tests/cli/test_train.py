@@ -144,8 +144,8 @@ def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
 
 
 def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until `reached`, as long as the process lives, at most two minutes."""
-    deadline = time.monotonic() + 120
+    """Wait until `reached`, as long as the process lives, at most five minutes."""
+    deadline = time.monotonic() + 300
     while not reached():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

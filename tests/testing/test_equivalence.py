@@ -123,6 +123,9 @@ def test_policies_replicate_where_they_decide(replication, drawn, monkeypatch):
         return compiled, table
 
     monkeypatch.setattr(ProgramSelector, "choose", choose)
-    for case in [case for case in drawn if replication in answers(case) and case.grid.ep > 1][:20]:
-        assert failures(case, run_case(case)) == {}
+    cases = [case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1][:20]
+    for case in cases:
+        plan = dataclasses.replace(case.plan, replication=replication)
+        decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")
+        assert failures(decided, run_case(decided)) == {}
     assert sum(copies > 0 for copies in replicated) >= (1 if replication == "published" else 3)
