@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.errors import InputError
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.routing import Choice
 
@@ -160,20 +159,6 @@ class Gathered:
         others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
         rows = [mine if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
-
-
-def check_sequences(peers: AbstractPeers, num_sequences: int, device: torch.device) -> None:
-    """Make sure that all ranks have equally many sequences, as sums per sequence need to be told each other.
-
-    Raises:
-        InputError: on every rank, if they do not.
-    """
-    told = peers.gather(torch.full((1,), num_sequences, dtype=torch.float64, device=device)).flatten().long()
-    if bool((told != told[0]).any()):
-        raise InputError(
-            f'LoadBalance(level="sequence") needs equally many sequences on all ranks, got {sorted(set(told.tolist()))}: pad '
-            "the batch with sequences whose mask is False, or choose another level"
-        )
 
 
 def places_before(counts_PKE: Tensor) -> Tensor:

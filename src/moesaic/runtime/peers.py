@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.agree import as_text, check_same
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.transport import AbstractTransport, MessageSizeError
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
@@ -25,8 +25,12 @@ from moesaic.runtime.node_tokens import NodeTokens
 
 CHUNKS = 4
 """For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
+ANNOUNCES = -1
+"""The first number of a message that says how long the next one is; elsewhere it is a number of tokens."""
 CALLS = "call the layer alike on every rank"
 """What to do where calls differ."""
+SEQUENCES = "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
+"""What to do where ranks have different numbers of sequences."""
 
 
 class Peers(AbstractPeers):
@@ -69,6 +73,10 @@ class Peers(AbstractPeers):
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.all_agree = True
         """Whether it is known that all ranks of the world run the same; not so after a switch."""
+        self.length = 2 + len(self.digest)
+        """Numbers in the last message, the same on all ranks; at first those of an announcement."""
+        self.skips_digests = False
+        """Whether ranks that call the layer as they did before read no digests in this call."""
 
     def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor | None:
         """Return the counts of visits, then what is told besides, so that neither needs an exchange; see `AbstractPeers.also`.
@@ -112,29 +120,39 @@ class Peers(AbstractPeers):
     def gather(self, message: Tensor) -> Tensor:
         """Gather messages over the transport.
 
+        A message is as long as there are choices, sums and experts to tell of, so ranks that call the layer differently have
+        messages of different lengths, which no transport takes. A rank whose message is longer or shorter than those of
+        the call before therefore sends one of that length first, which says how long its own is and has its digest in the
+        same place.
+
         After a switch, the ranks may have come to differ in who routes with whom. So that nobody waits for a rank that does
-        not send, the first message goes to all ranks, with the digest of what this one runs. (Without
-        tensor parallelism messages go to all ranks anyway, and the digest in the exchange of counts tells.)
+        not send, the first message goes to all ranks. (Without tensor parallelism messages go to all ranks anyway, and the
+        digest in the exchange of counts tells.)
 
         Raises:
             InputError: on every rank, if they do not run the same.
         """
-        if self.all_agree or self._hear_all:
-            return self._heard(self.ranks, message)
-        everyone = tuple(range(self._transport.world))
-        told = self._heard(everyone, torch.cat([message, self.digest.to(message)]))
-        self.check(told[:, -len(self.digest) :].cpu(), everyone)
+        is_told_all = self.all_agree or self._hear_all
+        ranks = self.ranks if is_told_all else tuple(range(self._transport.world))
+        if len(message) != self.length:
+            self._announce(ranks, message)
+        told = torch.stack(all_gather(self._transport, ranks, message))
+        if is_told_all:
+            return told
+        self.check(told[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
-        return told[list(self.ranks), : -len(self.digest)]
+        return told[list(self.ranks)]
 
-    def _heard(self, ranks: tuple[int, ...], message: Tensor) -> Tensor:
-        try:
-            return torch.stack(all_gather(self._transport, ranks, message))
-        except MessageSizeError as error:  # a message is as long as there are choices, sums and experts to tell of
+    def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
+        """Tell the ranks that messages have another length from now on, and hear that all of them say so."""
+        head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
+        head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
+        heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
+        self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
+        if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
             mine = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
-            raise InputError(
-                f"ranks call a layer differently ({error}); rank {self._transport.rank}: {mine}: {CALLS}"
-            ) from error
+            raise InputError(f"ranks call a layer differently; rank {self._transport.rank}: {mine}: {CALLS}")
+        self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
         """Note how the layer is called from now on; return whether it was called otherwise before.
@@ -163,7 +181,12 @@ class Peers(AbstractPeers):
         if not bool((digests != digests[0]).any()):
             return
         if together:
-            check_same(self._transport, self._settings, peers=ranks, advice=dict.fromkeys(self._settings, CALLS))
+            check_same(
+                self._transport,
+                self._settings,
+                peers=ranks,
+                advice=dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES},
+            )
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
