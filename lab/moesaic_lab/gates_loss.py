@@ -36,8 +36,8 @@ from moesaic.plan import Plan
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, TopologyRouter
-from moesaic.testbed import cluster
-from moesaic.testbed.steady import hold_still
+from moesaic_testbed import cluster
+from moesaic.profiling.steady import hold_still
 from moesaic.train.config import TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from moesaic.balance.samples import TwoStage
 from moesaic.configfile import override
 from moesaic.cost.emulated import CPU, UNSHAPED_GBPS
-from moesaic.testbed import cluster
+from moesaic_testbed import cluster
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus

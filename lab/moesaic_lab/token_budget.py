@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.plan.plan import Plan
-from moesaic.testbed.cluster import Launcher
+from moesaic_testbed.cluster import Launcher
 from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
 from moesaic_lab.balance.job import BalanceJob
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod

@@ -11,7 +11,7 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic.testbed import refusal
+from moesaic_testbed import refusal
 from moesaic_lab.bounds import Limit
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.claims import claims
@@ -236,7 +236,7 @@ def test_the_command_refuses_before_it_measures(tmp_path, capsys):
 
 def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):
     line = "no emulated cluster on this machine: tc is missing: install iproute2"
-    monkeypatch.setattr("moesaic.testbed.refusal", lambda: line)
+    monkeypatch.setattr("moesaic_testbed.refusal", lambda: line)
     assert main(["bench", "comm"]) == 2
     assert capsys.readouterr().err == f"moesaic bench: {line}\n"
 

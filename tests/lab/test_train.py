@@ -13,7 +13,7 @@ from moesaic.comm.recorder import Recorder
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
-from moesaic.testbed import Bed, refusal
+from moesaic_testbed import Bed, refusal
 from moesaic_lab.train.claims import claims
 from moesaic_lab.train.config import COMMITTED, Candidate, LayoutConfig, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered

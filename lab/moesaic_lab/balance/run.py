@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
-from moesaic.testbed.cluster import Cluster, Launcher
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster, Launcher
 from moesaic_lab.balance.config import BalanceBenchConfig
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.loads import max_vio

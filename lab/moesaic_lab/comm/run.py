@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic.testbed.cluster import Cluster, Launcher
+from moesaic_testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, Message, link_limit
 from moesaic_lab.comm.config import CommConfig, Sweep
 from moesaic_lab.measure import Timing, over_ranks

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.testbed.cluster import Cluster, Launcher
+from moesaic_testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, link_limit
 from moesaic_lab.layer.cells import jobs
 from moesaic_lab.layer.config import LayerBenchConfig

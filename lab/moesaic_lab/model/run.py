@@ -18,7 +18,7 @@ from moesaic.cost.profile_simulate import ProfiledSimulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
-from moesaic.testbed.cluster import Launcher
+from moesaic_testbed.cluster import Launcher
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
 
@@ -129,7 +129,7 @@ def described(plan: Plan) -> str:
 def _measure(
     keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile, ranks: object
 ) -> None:
-    from moesaic.testbed.cluster import Cluster
+    from moesaic_testbed.cluster import Cluster
     from moesaic_lab.model import ranks as model_ranks
 
     assert isinstance(ranks, Cluster)
@@ -149,7 +149,7 @@ def _measure(
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
     from moesaic.profiling import profile as measuring
-    from moesaic.testbed.cluster import Cluster
+    from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     path = _profile_path(keep, bed)

@@ -29,7 +29,7 @@ from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.testbed import cluster
+from moesaic_testbed import cluster
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired

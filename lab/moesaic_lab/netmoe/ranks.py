@@ -27,7 +27,7 @@ from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.testbed.steady import hold_still
+from moesaic.profiling.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
 from moesaic_lab.virtual import Accelerator, virtual_experts

@@ -22,7 +22,7 @@ from moesaic.models.gpt import GPT
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import verdicts_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
-from moesaic.testbed.steady import hold_still
+from moesaic.profiling.steady import hold_still
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples
 from moesaic.train.config import TrainConfig

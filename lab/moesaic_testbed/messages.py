@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesaic.testbed.bed import Bed
-from moesaic.testbed.wiring import addressing, cables, changing, namespaces, queueing, shaping
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.wiring import addressing, cables, changing, namespaces, queueing, shaping
 
 SIZE = 1_000_000
 OVERHEAD = 1.03

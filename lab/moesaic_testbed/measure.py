@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moesaic.testbed.bed import Bed
-from moesaic.testbed.cluster import Cluster
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster
 
 REPEATS = 8
 MEBIBYTE = 1 << 20

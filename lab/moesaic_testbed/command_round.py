@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from moesaic.testbed import rank as ranks
-from moesaic.testbed.messages import Answer, Command, Interrupt, Line
-from moesaic.testbed.round import AbstractRound, Process
-from moesaic.testbed.wiring import Wiring
+from moesaic_testbed import rank as ranks
+from moesaic_testbed.messages import Answer, Command, Interrupt, Line
+from moesaic_testbed.round import AbstractRound, Process
+from moesaic_testbed.wiring import Wiring
 
 GRACE_SECONDS = 5.0
 """How long the others have after a rank has failed, and again after they were told to end."""

@@ -22,7 +22,7 @@ TOKEN = "MOESAIC_TEST_TOKEN"
 KINDS = ("net", "pid", "mnt", "user")
 SCRIPT = """
     import os, subprocess, sys, time
-    from moesaic.testbed import cluster
+    from moesaic_testbed import cluster
 
     def stay():
         subprocess.Popen(["sleep", "1000"], start_new_session=True)  # somebody whom no process group reaches

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from moesaic.errors import InputError
-from moesaic.testbed.advice import explain
-from moesaic.testbed.bed import Bed, Change
-from moesaic.testbed.messages import Answer, Carried, Command, Count, Failure, Interrupt, Line, Open, Run, output_files
+from moesaic_testbed.bed import Bed, Change
+from moesaic_testbed.kernel import explain
+from moesaic_testbed.messages import Answer, Carried, Command, Count, Failure, Interrupt, Line, Open, Run, output_files
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Launcher:
 
     def __init__(self, with_torch: bool = True) -> None:
         ours, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "moesaic.testbed.launcher", str(theirs.fileno()), str(os.getpid())]
+        words = [sys.executable, "-m", "moesaic_testbed.launcher", str(theirs.fileno()), str(os.getpid())]
         words.append("torch" if with_torch else "plain")
         self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
@@ -255,6 +255,22 @@ def cluster(
     )
     with Launcher() as launcher, launcher.open(wanted) as made:
         yield made
+
+
+def refusal() -> str | None:
+    """Try it: make the network of a bed of two nodes, without torch.
+
+    Returns:
+        None if that works, else one line: what is missing and what would help.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"no emulated cluster on this machine: it needs Linux, this is {sys.platform}"
+    try:
+        with Launcher(with_torch=False) as launcher:
+            launcher.open(Bed(nodes=2, ranks_per_node=1)).close()
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _main_script() -> dict[str, Any]:

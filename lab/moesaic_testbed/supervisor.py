@@ -12,12 +12,12 @@ import sys
 from multiprocessing import process, spawn
 from typing import Any
 
-from moesaic.testbed.bed import Bed
-from moesaic.testbed.command_round import CommandRound
-from moesaic.testbed.function_round import FunctionRound
-from moesaic.testbed.messages import Answer, Command, Count, Failure, Line, Run
-from moesaic.testbed.rank import failure_of
-from moesaic.testbed.wiring import Wiring, WiringError
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.command_round import CommandRound
+from moesaic_testbed.function_round import FunctionRound
+from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, Run
+from moesaic_testbed.rank import failure_of
+from moesaic_testbed.wiring import Wiring, WiringError
 
 FIRST_PORT, NUM_PORTS = 29500, 1000
 

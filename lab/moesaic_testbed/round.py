@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from moesaic.testbed import rank as ranks
-from moesaic.testbed.messages import Answer, Line
-from moesaic.testbed.wiring import Wiring, WiringError
+from moesaic_testbed import rank as ranks
+from moesaic_testbed.messages import Answer, Line
+from moesaic_testbed.wiring import Wiring, WiringError
 
 
 @dataclass

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from moesaic.testbed.cluster import Cluster, Launcher
+    from moesaic_testbed.cluster import Cluster, Launcher
 
 
 @pytest.fixture(scope="session")
 def cluster_launcher() -> Iterator[Launcher]:
     """One process that imports torch for all beds of the session; skips where this machine can make none."""
-    from moesaic.testbed import Launcher, refusal
+    from moesaic_testbed import Launcher, refusal
 
     reason = refusal()
     if reason is not None:
@@ -31,7 +31,7 @@ def cluster_launcher() -> Iterator[Launcher]:
 @pytest.fixture
 def cluster(cluster_launcher: Launcher) -> Iterator[Callable[..., Cluster]]:
     """Make emulated clusters: `cluster(nodes, ranks_per_node, inter=..., ...)`, with the fields of `Bed`."""
-    from moesaic.testbed import Bed
+    from moesaic_testbed import Bed
 
     with ExitStack() as beds:
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.testbed.bed import Bed, bytes_per_second
-from moesaic.testbed.kernel import inside_net, new_net
-from moesaic.testbed.messages import Carried
+from moesaic_testbed.bed import Bed, bytes_per_second
+from moesaic_testbed.kernel import inside_net, new_net
+from moesaic_testbed.messages import Carried
 
 NODE_DEVICE = "eth0"
 ROOT = "root"

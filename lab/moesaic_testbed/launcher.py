@@ -1,6 +1,6 @@
 """The process that beds are forked from: it imports torch once, has one thread, and watches its parent.
 
-Started as `python -m moesaic.testbed.launcher`. It is not forked from the parent, whose threads (of OpenMP, of Gloo) a fork
+Started as `python -m moesaic_testbed.launcher`. It is not forked from the parent, whose threads (of OpenMP, of Gloo) a fork
 would not carry over.
 """
 
@@ -13,7 +13,7 @@ import sys
 import traceback
 from multiprocessing.connection import wait
 
-from moesaic.testbed.kernel import (
+from moesaic_testbed.kernel import (
     NEW_MOUNTS,
     NEW_NET,
     NEW_PROCESSES,
@@ -24,9 +24,9 @@ from moesaic.testbed.kernel import (
     own_mounts,
     unshare,
 )
-from moesaic.testbed.messages import Answer, Failure, Line, Open
-from moesaic.testbed.supervisor import Supervisor
-from moesaic.testbed.wiring import WiringError, node_address, node_name
+from moesaic_testbed.messages import Answer, Failure, Line, Open
+from moesaic_testbed.supervisor import Supervisor
+from moesaic_testbed.wiring import WiringError, node_address, node_name
 
 
 def main(line: int, parent: int, with_torch: bool) -> None:

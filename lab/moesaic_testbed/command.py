@@ -18,8 +18,8 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
-    from moesaic.testbed import Bed, Change
-    from moesaic.testbed.measure import Speed
+    from moesaic_testbed import Bed, Change
+    from moesaic_testbed.measure import Speed
 
 USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
        moesaic testbed info [--measure] [--json]
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from moesaic.testbed import Launcher
+    from moesaic_testbed import Launcher
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words = list(arguments[split + 1 :])
@@ -127,7 +127,7 @@ def exit_code(codes: Sequence[int]) -> int:
 
 
 def _bed(options: RunOptions) -> Bed:
-    from moesaic.testbed import Bed
+    from moesaic_testbed import Bed
 
     inter: str | tuple[str, ...] = options.inter
     return Bed(
@@ -143,7 +143,7 @@ def _bed(options: RunOptions) -> Bed:
 
 
 def _change(text: str) -> Change:
-    from moesaic.testbed import Change
+    from moesaic_testbed import Change
 
     try:
         seconds, node, rate = text.split(":")
@@ -155,8 +155,8 @@ def _change(text: str) -> Change:
 
 
 def _info(arguments: Sequence[str]) -> int:
-    from moesaic.testbed import refusal
-    from moesaic.testbed.kernel import may_configure_networks
+    from moesaic_testbed import refusal
+    from moesaic_testbed.kernel import may_configure_networks
 
     options = parse(
         InfoOptions, arguments, prog="moesaic testbed info", description="Say what this machine can emulate."
@@ -179,8 +179,8 @@ def _info(arguments: Sequence[str]) -> int:
 
 
 def _measure() -> list[Speed]:
-    from moesaic.testbed import Bed, Launcher
-    from moesaic.testbed.measure import measure_all_to_all, measure_inside, measure_stream
+    from moesaic_testbed import Bed, Launcher
+    from moesaic_testbed.measure import measure_all_to_all, measure_inside, measure_stream
 
     with Console(stderr=True).status("measuring"), Launcher() as launcher:
         with launcher.open(Bed()) as bed:

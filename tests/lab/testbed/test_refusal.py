@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.testbed import cluster as open_cluster
-from moesaic.testbed import probe, refusal
-from moesaic.testbed.advice import explain
+from moesaic_testbed import cluster as open_cluster
+from moesaic_testbed import refusal
+from moesaic_testbed.kernel import explain
 
-ASK = "from moesaic.testbed import refusal; print(refusal())"
+ASK = "from moesaic_testbed import refusal; print(refusal())"
 NOBODY = 65534
 
 
@@ -49,7 +49,7 @@ def test_a_kernel_without_htb(tmp_path, monkeypatch, cluster_launcher):
 
 
 def test_another_system(monkeypatch):
-    monkeypatch.setattr(probe.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     assert refusal() == "no emulated cluster on this machine: it needs Linux, this is darwin"
 
 
@@ -79,7 +79,7 @@ def test_an_ordinary_user(cluster_launcher, tmp_path):
     reach += f"mount --move {aside} {base}"
     become = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups"
     code = (
-        "import os\nfrom moesaic.testbed import Bed, Launcher, refusal\nprint(os.geteuid(), refusal())\n"
+        "import os\nfrom moesaic_testbed import Bed, Launcher, refusal\nprint(os.geteuid(), refusal())\n"
         "with Launcher(with_torch=False) as launcher, launcher.open(Bed(ranks_per_node=1, intra='1gbit')) as bed:\n"
         "    print(bed.command(['sh', '-c', 'test $(tc class show dev eth0 | wc -l) = 1']))"
     )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from typing import Any
 
-from moesaic.testbed import rank as ranks
-from moesaic.testbed.messages import Answer, Failure, Line, Run
-from moesaic.testbed.round import AbstractRound, Process
-from moesaic.testbed.wiring import Wiring
+from moesaic_testbed import rank as ranks
+from moesaic_testbed.messages import Answer, Failure, Line, Run
+from moesaic_testbed.round import AbstractRound, Process
+from moesaic_testbed.wiring import Wiring
 
 SETTLE_SECONDS = 0.2
 """How long a failure waits for others that may be its cause: a process that was killed makes its peers fail too."""

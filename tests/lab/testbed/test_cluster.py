@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from moesaic.errors import InputError
-from moesaic.testbed import Change, RankError
-from moesaic.testbed import cluster as open_cluster
+from moesaic_testbed import Change, RankError
+from moesaic_testbed import cluster as open_cluster
 
 
 def about(word):
@@ -198,7 +198,7 @@ def test_a_function_of_a_script(tmp_path):
         textwrap.dedent(
             """
             import torch.distributed as dist
-            from moesaic.testbed import cluster
+            from moesaic_testbed import cluster
 
             def double(x):
                 return 2 * x + dist.get_rank()

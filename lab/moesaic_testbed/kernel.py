@@ -1,4 +1,7 @@
-"""The few calls to Linux that Python 3.10 has no names for: namespaces, mounts, and dying with one's parent."""
+"""The few calls to Linux that Python 3.10 has no names for: namespaces, mounts, and dying with one's parent.
+
+Here also stands what would help where the kernel or a tool refuses.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,26 @@ _NO_SUID_DEV_EXEC = 2 | 4 | 8
 _BIND = 1 << 12
 _DIE_WITH_PARENT = 1
 _NET_ADMIN, _SYS_ADMIN = 12, 21
+
+ADVICE = (
+    (
+        "no namespaces for this user",
+        "run as root with CAP_SYS_ADMIN, or allow user namespaces (user.max_user_namespaces > 0)",
+    ),
+    ("`ip` is missing", "install iproute2"),
+    ("`tc` is missing", "install iproute2, on some systems iproute2-tc"),
+    ("qdisc kind is unknown", "the kernel needs htb: modprobe sch_htb"),
+    ("Unknown device type", "the kernel needs veth: modprobe veth"),
+    ("gso_max_size", "iproute2 5.19 or newer is needed"),
+    ("gro_max_size", "iproute2 5.19 or newer is needed"),
+    ("Read-only file system", "/proc/sys must be writable: a container needs --privileged"),
+    (
+        "Operation not permitted",
+        "run as root with CAP_NET_ADMIN, or allow user namespaces to configure networks (on Ubuntu "
+        "kernel.apparmor_restrict_unprivileged_userns=0)",
+    ),
+)
+"""Part of a text, and what helps; the first that fits is taken."""
 
 
 def unshare(kinds: int) -> None:
@@ -129,3 +152,14 @@ def _call(name: str, *arguments: object) -> None:
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def explain(text: str) -> str:
+    """Return one line: that there is no bed, why, and what would help.
+
+    Args:
+        text: what the kernel or a tool said.
+    """
+    first = text.strip().splitlines()[0]
+    help_ = next((help_ for part, help_ in ADVICE if part in text), None)
+    return f"no emulated cluster on this machine: {first}" + (f": {help_}" if help_ else "")

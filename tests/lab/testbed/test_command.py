@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moesaic import testbed
+import moesaic_testbed as testbed
 from moesaic.cli.main import main
-from moesaic.cli.testbed import exit_code, torchrun_line
+from moesaic_testbed.command import exit_code, torchrun_line
 
 
 def test_a_command_runs_once_per_rank(cluster_launcher, capfd):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.testbed.bed import Bed, Change, bytes_per_second
+from moesaic_testbed.bed import Bed, Change, bytes_per_second
 
 
 def test_what_a_bed_derives():
