@@ -26,7 +26,6 @@ from torch.multiprocessing.spawn import spawn
 from moesaic.balance.samples import TwoStage
 from moesaic.configfile import override
 from moesaic.cost.emulated import CPU, UNSHAPED_GBPS
-from moesaic_testbed import cluster
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
@@ -39,6 +38,7 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.train import StepJob, StepMethod, step_times
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
+from moesaic_testbed import cluster
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
 MACHINE = {"intra_gbps": UNSHAPED_GBPS, "inter_gbps": INTER_GBPS, "tflops": CPU.tflops.of("fp32") / 1e12}

@@ -18,7 +18,6 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan
-from moesaic_testbed import refusal
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, SimulatedLoads, Skewed, SkewedCase, read_config
@@ -27,6 +26,7 @@ from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
 from moesaic_lab.balance.simulated import machine_of, simulate
+from moesaic_testbed import refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
 

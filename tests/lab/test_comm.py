@@ -11,7 +11,6 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic_testbed import refusal
 from moesaic_lab.bounds import Limit
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.claims import claims
@@ -20,6 +19,7 @@ from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.programs import all_ep, dispatch
 from moesaic_lab.comm.run import CommCell, across, rows_of, tables
 from moesaic_lab.measure import Timing
+from moesaic_testbed import refusal
 
 
 def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> CommCell:

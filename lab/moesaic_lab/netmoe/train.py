@@ -19,10 +19,10 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import verdicts_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
-from moesaic.profiling.steady import hold_still
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples
 from moesaic.train.config import TrainConfig

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from moesaic.testing.equivalence import failures, run_case
-from moesaic.testing.mutants import CASES, MUTANTS, judge
+from moesaic.testing.processes import ProcessCase, run_on_gloo
+from moesaic_lab.planted.mutants import CASES, GLOO, MUTANTS, judge, judge_on_gloo
 
 IN_PROCESS = [mutant for mutant in MUTANTS if mutant.case != "gloo"]
-PAGE = Path(__file__).parent.parent.parent / "docs" / "testing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,3 +67,16 @@ def test_the_page_has_the_table_of_planted_bugs():
     lines = PAGE.read_text().splitlines()
     first = lines.index("| planted bug | seen in | caught by | factor named |") + 2
     assert lines[first : lines.index("", first)] == rows, "put these rows into docs/testing.md:\n" + "\n".join(rows)
+
+
+def test_the_bugs_that_need_processes_are_caught_by_the_gradient_norm():
+    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
+    planted = [ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO]
+    found = run_on_gloo([*map(ProcessCase, GLOO), *planted])
+    assert [failures(ran.case, ran.errors) for ran in found[: len(GLOO)]] == [{}] * len(GLOO)
+    for number, mutant in enumerate(mutants, 1):
+        verdict = judge_on_gloo(mutant, found[number * len(GLOO) :][: len(GLOO)])
+        assert verdict.caught_by == mutant.caught_by, mutant.name
+        assert verdict.how.startswith("gradient norm")
+        assert "," not in verdict.how  # nothing else is wrong
+        assert verdict.looks_like == mutant.looks_like, [str(finding) for finding in verdict.findings]

@@ -5,10 +5,14 @@ Where a bug was seen is written as repository#number of a public thread, or as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from moesaic.plan import Compiled, Plan
 from moesaic.program.grid import Grid
@@ -16,10 +20,11 @@ from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
 from moesaic.runtime import movements, sharing
-from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
 from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
+from moesaic.testing.processes import ProcessCase, run_on_gloo
+from moesaic_lab.planted import plants
 
 Catcher = Literal["validator", "crash", "numbers", "nobody"]
 """What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
@@ -460,18 +465,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
     Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),
     Mutant("messages of two peers swapped", "own", "nodes", "numbers", plants.messages_swapped),
-    Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants_balance.decides_again),
-    Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants_balance.labels_stay),
-    Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants_balance.slots_reversed),
-    Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants_balance.counts_by_number),
-    Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants_balance.gradients_stay),
+    Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants.decides_again),
+    Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants.labels_stay),
+    Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants.slots_reversed),
+    Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants.counts_by_number),
+    Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants.gradients_stay),
     Mutant("a dependency removed", "own", "step", "validator", change=plants.edge_removed),
     Mutant("partial sums not declared", "own", "step", "validator", change=plants.partial_forgotten),
 )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     """What became of a mutant."""
 
     mutant: Mutant
@@ -487,7 +492,7 @@ class Verdict:
         return next(((finding.what, finding.factor) for finding in self.findings if finding.factor), None)
 
 
-def judge(mutant: Mutant) -> Verdict:
+def judge(mutant: Mutant) -> MutantVerdict:
     """Run a mutant that needs no processes, and say who catches it and what it looks like."""
     assert mutant.case != "gloo", f"{mutant.name} needs processes"
     first = CASES[mutant.case]
@@ -498,12 +503,14 @@ def judge(mutant: Mutant) -> Verdict:
     try:
         return verdict_of(mutant, diagnose(first, run))
     except ProgramError as error:
-        return Verdict(mutant, "validator", str(error))
+        return MutantVerdict(mutant, "validator", str(error))
     except Exception as error:  # any error catches a bug
-        return Verdict(mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return MutantVerdict(
+            mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
 
 
-def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> Verdict:
+def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
     """Say who catches a mutant that needs processes.
 
     Args:
@@ -516,11 +523,11 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> Verdict:
     return verdict_of(mutant, diagnose(first, by_case.__getitem__, others))
 
 
-def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> Verdict:
+def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> MutantVerdict:
     """Return the verdict on a mutant that ran to its end."""
     wrong = diagnosis.wrong
     how = ", ".join(f"{q} {e:.1e}" for q, e in wrong.items())
-    return Verdict(mutant, "numbers" if wrong else "nobody", how, diagnosis.findings)
+    return MutantVerdict(mutant, "numbers" if wrong else "nobody", how, diagnosis.findings)
 
 
 def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
@@ -528,3 +535,45 @@ def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
     validate(changed.forward)
     validate(changed.backward)
     return changed
+
+
+def judge_all(workers: int, told: Callable[[str], None]) -> Iterator[MutantVerdict]:
+    """Yield the verdicts on the mutants that need no processes of their own, in their order.
+
+    Args:
+        workers: processes that they are spread over; 1 runs them in this one.
+        told: hears each name once it is judged.
+    """
+    names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
+    if workers == 1:
+        found = map(_judge_named, names)
+        for verdict in found:
+            told(verdict.mutant.name)
+            yield verdict
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for name, (caught_by, how, findings) in zip(names, pool.map(_told_of, names)):
+            told(name)
+            yield MutantVerdict(_named(name), caught_by, how, findings)
+
+
+def judge_all_on_gloo() -> Iterator[MutantVerdict]:
+    """Yield the verdicts on the mutants that need processes, after one run of all of them."""
+    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
+    found = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
+    for number, mutant in enumerate(mutants):
+        yield judge_on_gloo(mutant, found[number * len(GLOO) : (number + 1) * len(GLOO)])
+
+
+def _named(name: str) -> Mutant:
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def _judge_named(name: str) -> MutantVerdict:
+    return judge(_named(name))
+
+
+def _told_of(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
+    """Return a verdict without its mutant, whose functions do not travel between processes."""
+    verdict = _judge_named(name)
+    return verdict.caught_by, verdict.how, verdict.findings
