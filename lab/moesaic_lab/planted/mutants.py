@@ -537,7 +537,7 @@ def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
     return changed
 
 
-def judge_all(workers: int, told: Callable[[str], None]) -> Iterator[MutantVerdict]:
+def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVerdict]:
     """Yield the verdicts on the mutants that need no processes of their own, in their order.
 
     Args:

@@ -1,9 +1,9 @@
-"""`moe_mlp`: a layer's experts from tokens to tokens, routed by `route` and `sort`, as one differentiable operator.
+"""`moe_mlp`: a layer's experts from tokens to tokens, sorted by `sort`, as one differentiable operator.
 
-The steps are those of `expert_stage.py`, which has their bytes and FLOPs. Backward keeps x, the routing and the
+The steps are those of `kernels/triton/expert_stage.py`, which has their bytes and FLOPs. Backward keeps x, the routing and the
 pre-activations: T D + R C I elements and 12 R + 4 E bytes, C being 2 with a gate and else 1. The layer of the library comes
 through `kernels/expert_ffn.py` instead, with the same steps; this operator takes tiles from a search and copies that are
-not sent, and waits for no host from logits to result.
+not sent, and waits for no host.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def moe_mlp(
         ends: (E,) int32, from `sort`.
         top_k: K, copies of a token.
         activation: "silu", "gelu" or "relu".
-        tiles: by names in `expert_stage.TILES`, from `search.Tuned.tiles`; None for the defaults.
+        tiles: by names in `expert_stage.TILES`, from `Tuned.tiles`; None for the defaults.
 
     Returns:
         (T, D) in the dtype of `x`.
@@ -132,23 +132,6 @@ def moe_mlp(
         tiles = {name: default_tile(shape, device) for name, shape in of_layer.items()}
     y: Tensor = mlp_forward(x, w1, w3, w2, weight, copy, row, ends, top_k, activation, as_numbers(tiles))[0]
     return y
-
-
-def moe_mlp_reference(
-    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
-) -> Tensor:
-    """Run one copy after the other, in float64, differentiable; a negative expert is a copy that is not sent."""
-    x, w1, w2, weight_TK = (each.double() for each in (x, w1, w2, weight_TK))
-    results = []
-    for token, experts in enumerate(expert_TK.tolist()):
-        total = torch.zeros_like(x[token])
-        for slot, e in enumerate(experts):
-            if e >= 0:
-                hidden = ACTIVATIONS[activation](w1[e] @ x[token])
-                hidden = hidden if w3 is None else hidden * (w3[e].double() @ x[token])
-                total = total + weight_TK[token, slot] * (w2[e] @ hidden)
-        results.append(total)
-    return torch.stack(results) if results else x * 1.0
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:

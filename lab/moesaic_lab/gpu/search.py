@@ -10,20 +10,40 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 import triton
 
 from moesaic.errors import InputError
-from moesaic.kernels.triton.tiles import Device, Shape, Tile, candidates, default_tile
+from moesaic.kernels.triton.tiles import (
+    HOPPER,
+    RESERVED_BYTES,
+    Device,
+    Shape,
+    Tile,
+    deepest,
+    default_tile,
+    shared_bytes,
+)
 
 FORMAT = 1
 """Of the file; raise it when a tile's fields change their meaning."""
 WORSE = 1.02
 """A candidate must be faster than the default by this factor to replace it: less is noise."""
+CUTS = (
+    (128, 128, 4, 3, 2), (128, 256, 8, 3, 0), (128, 256, 8, 3, 1), (128, 256, 8, 4, 1), (256, 128, 8, 3, 0),
+    (256, 128, 8, 3, 1), (256, 128, 8, 4, 1), (64, 256, 4, 3, 0), (128, 128, 4, 4, 0), (128, 128, 8, 3, 0),
+    (128, 128, 8, 4, 1), (128, 64, 4, 4, 0), (64, 128, 4, 4, 0),
+)  # fmt: skip
+"""Rows, columns, warps, stages and programs that a search tries; the last narrow ones are for Ada's 99 KiB."""
+GATED_CUTS = (
+    (128, 64, 4, 3, 2), (128, 128, 8, 3, 0), (128, 128, 8, 3, 1), (128, 128, 8, 4, 0), (128, 128, 8, 4, 1),
+    (64, 128, 4, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0), (256, 64, 8, 3, 1), (64, 64, 4, 3, 0),
+)  # fmt: skip
+"""The same for a projection with a gate, whose tile holds its columns twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +141,36 @@ def search(
         if seconds * (WORSE if number else 1.0) < best_seconds:
             best, best_seconds = tile, seconds
     return best, True
+
+
+def fits(tile: Tile, shape: Shape, device: Device) -> bool:
+    """Say whether a tile runs at all and is no obvious waste."""
+    accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
+    if tile.descriptors and device.capability < HOPPER:
+        return False
+    if accumulators > 128 or accumulators < 16:  # registers of a thread: 255 in all
+        return False
+    if tile.programs and tile.programs * (shared_bytes(tile, shape) + RESERVED_BYTES) > device.shared_bytes + 2048:
+        return False
+    return shared_bytes(tile, shape) <= device.shared_bytes
+
+
+def candidates(shape: Shape, device: Device) -> Iterator[Tile]:
+    """Yield the tiles that a search tries, the default first, those that do not fit left out."""
+    first = default_tile(shape, device)
+    yield first
+    if first.descriptors:
+        yield replace(first, descriptors=0)
+    cuts = GATED_CUTS if shape.is_doubled else CUTS
+    for rows, columns, warps, stages, programs in cuts:
+        if programs and shape.product == "weight_grad":  # experts differ in rows: no fixed share of the tiles is fair
+            continue
+        tile = Tile(
+            rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
+            descriptors=first.descriptors, stages=stages + 2 if shape.product == "weight_grad" else stages,
+        )  # fmt: skip
+        if tile != first and fits(tile, shape, device) and columns < 2 * shape.columns:
+            yield tile
 
 
 def _words(tile: Tile) -> str:
