@@ -1,6 +1,6 @@
 """How a grouped product is cut into tiles, as data: chosen by shape and device.
 
-Knows no Triton and no device: sizes in, a `Tile` out. The laboratory times others beside the default (`moesaic_lab/gpu/search.py`).
+Knows no Triton and no device: sizes in, a `Tile` out. The laboratory times others beside the default (`gpu/search.py`).
 """
 
 from __future__ import annotations

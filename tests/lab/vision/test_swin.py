@@ -18,10 +18,10 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
-from moesaic.models.swin import PatchMerging, SwinBlock, SwinMoE
-from moesaic.models.swin_config import PRESETS, SwinConfig
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import CosineTopK, SoftmaxTopK
+from moesaic_lab.vision.config import PRESETS, SwinConfig
+from moesaic_lab.vision.swin import PatchMerging, SwinBlock, SwinMoE
 
 TINY = SwinConfig(
     ffn="moe", image_size=8, channels=2, num_classes=5, patch_size=1, window=2, dim=4, depths=(2, 2), heads=(2, 2),

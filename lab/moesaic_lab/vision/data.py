@@ -43,7 +43,7 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
     try:
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
-        raise InputError('the digits need scikit-learn: pip install "moesaic[vision]"') from error
+        raise InputError('the digits need scikit-learn: pip install "./lab[vision]"') from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     num_val = round(len(labels) * val_share)
     if not 0 < num_val < len(labels):

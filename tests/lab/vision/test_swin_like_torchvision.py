@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moesaic.models.swin import SwinBlock, SwinMoE
-from moesaic.models.swin_config import SwinConfig
+from moesaic_lab.vision.config import SwinConfig
+from moesaic_lab.vision.swin import SwinBlock, SwinMoE
 
 try:
     from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
-from moesaic.models.swin_attention import WindowAttention
-from moesaic.models.swin_config import SwinConfig
 from moesaic.routing.losses import LoadBalance
 from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic_lab.vision.attention import WindowAttention
+from moesaic_lab.vision.config import SwinConfig
 
 COSINE_TEMPERATURE = 0.5
 """Where Swin's cosine routers start; that of the layer, for language, starts at 0.07."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.errors import InputError
-from moesaic.train.vision_data import ImageBatches, Images, load_digits
+from moesaic_lab.vision.data import ImageBatches, Images, load_digits
 
 
 def numbered(count: int) -> Images:
@@ -19,7 +19,7 @@ def numbered(count: int) -> Images:
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(InputError, match=r'the digits need scikit-learn: pip install "moesaic\[vision\]"'):
+    with pytest.raises(InputError, match=r'the digits need scikit-learn: pip install "./lab\[vision\]"'):
         load_digits()
 
 

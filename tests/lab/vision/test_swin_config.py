@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.models.swin_config import PRESETS, SwinConfig
+from moesaic_lab.vision.config import PRESETS, SwinConfig
 
 SMALL, MOE = PRESETS["swinv2-s"], PRESETS["swinv2-moe-s"]
 

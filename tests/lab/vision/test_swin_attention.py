@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.models.swin_attention import WindowAttention, log_coordinates, pair_index, strangers
+from moesaic_lab.vision.attention import WindowAttention, log_coordinates, pair_index, strangers
 
 SHAPES = [(8, 4, 0), (8, 4, 2), (6, 3, 1), (12, 4, 3), (6, 2, 1), (4, 4, 0), (3, 1, 0)]
 """Resolution, window, shift."""
