@@ -90,7 +90,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
 
 
-_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report"}
+_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report", "jinja2": "report"}
 
 
 def _usage() -> str:
