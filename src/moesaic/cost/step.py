@@ -14,7 +14,8 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
-from moesaic.cost.simulate import Simulated, Simulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError

@@ -12,7 +12,7 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -82,7 +82,7 @@ class Predictor:
             source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
         else:
             measured = read_profile(Path(profile), any_machine=True)
-            source, simulator = f"planner.profile={profile}", ProfiledSimulator(measured, nodes=nodes)
+            source, simulator = f"planner.profile={profile}", profiled_simulator(measured, nodes=nodes)
         spec = simulator.cluster
         if spec.devices_per_node != per_node:
             raise InputError(

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.even import MAX_RANKS_APART
 from moesaic.cost.memory import GIB
-from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled, compile_plan

@@ -17,9 +17,9 @@ from moesaic.cost.call_sizes import node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.compute import Rates, rates_of
 from moesaic.cost.memory import Memory
-from moesaic.cost.profile_simulate import ProfiledSimulator
-from moesaic.cost.simulate import Simulated, Simulator
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import reduce_seconds, simulate_step, step_memory
+from moesaic.cost.timing import Simulated
 from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.layouts import replica_of
 from moesaic.plan.model import Job
@@ -78,8 +78,7 @@ class StepCostModel:
         self._passes = 4 if self.model.checkpoint_activations else 3
         self.attention, self.dense, self.unembed = (parts.get(name, 0.0) for name in ("attention", "dense", "unembed"))
         self.shared = self._shared()
-        self._is_measured = isinstance(simulator, ProfiledSimulator)
-        self.routing = simulator.around_seconds if isinstance(simulator, ProfiledSimulator) else 0.0
+        self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
         pass replays its routing and counts nothing."""
 
@@ -169,7 +168,7 @@ class StepCostModel:
             compression: bytes of a row over those that a codec sends.
         """
         compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
-        if self._is_measured:
+        if self.simulator.timing.starts_early:
             crossing = 0.0
         attention = self.attention / self._passes / self.model.num_layers
         gathering = [moves * (sum(self._unit_seconds) - attention) for moves in (1, 2)]
