@@ -12,6 +12,7 @@ from moesaic.cli.plan import run
 from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Products
 from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -21,7 +22,6 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.model import PRESETS, Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.search import search
-from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 JOB = replace(PRESETS["gpt-tiny"], batch_size=16, accumulation=2)
@@ -80,7 +80,7 @@ def test_the_described_cluster_would_choose_another_plan(by_profile: Result) -> 
 
 def test_nothing_is_busy_for_longer_than_a_step_and_no_floor_lies_above_one(by_profile: Result) -> None:
     simulator = profiled_simulator(PROFILE)
-    around = StepCostModel(JOB, simulator.cluster, GRID, simulator)
+    around = StepCostModel(JOB.step_model(simulator.cluster, GRID.dp), GRID, simulator)
     for found in by_profile.ranking:
         assert 0.1 < max(found.estimate.limits.values()) / found.seconds <= 1.0
         assert around.floor() <= found.seconds
@@ -94,7 +94,9 @@ def test_free_first_kilobytes_do_not_let_the_search_leave_the_best_layout_out() 
     for ep in (2, 4):
         best = search(job, simulator.cluster, replace(settings, pins=Pins(tp=1, ep=ep)), simulator=simulator).best
         assert free.best.seconds <= best.seconds
-        assert StepCostModel(job, simulator.cluster, best.grid, simulator).floor() <= best.seconds
+        assert (
+            StepCostModel(job.step_model(simulator.cluster, best.grid.dp), best.grid, simulator).floor() <= best.seconds
+        )
 
 
 def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +157,7 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     assert predictor.plans[0] == Plan(chunks=2)
     job = replace(PRESETS["gpt-tiny"], batch_size=8)
     simulator = profiled_simulator(PROFILE)
-    around = StepCostModel(job, simulator.cluster, GRID, simulator)
+    around = StepCostModel(job.step_model(simulator.cluster, GRID.dp), GRID, simulator)
     even = []
     for plan in predictor.plans:
         made = compile_plan(plan, GRID, host_runs_compute=True)
