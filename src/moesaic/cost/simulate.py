@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.counted import Counted
 from moesaic.cost.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
 from moesaic.cost.movement import AbstractVolumes, movements_of
@@ -71,6 +72,25 @@ class Simulator:
             grid: of the compiled plan.
         """
         return self.timing.around_seconds + sum(self.run(each, workload, grid).seconds for each in (forward, backward))
+
+    def durations(
+        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
+    ) -> dict[str, float]:
+        """Return the seconds of every task, by name, on the rank where it takes longest, if nothing else uses its links.
+
+        Args:
+            program: forward or backward, in any order.
+            workload: of the layer; even routing unless `sizes` says otherwise.
+            grid: the mesh, etp factored as the plan wants it.
+            sizes: of a call with counts.
+        """
+        volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
+        rates = rates_of(self.cluster, workload.dtype)
+        return {
+            task.name: float(compute_seconds(task, slots, volumes, rates).max())
+            + max((moved.load.alone for moved in moves), default=0.0)
+            for task, moves in zip(program.tasks, movements_of(program, volumes))
+        }
 
     def volumes(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None

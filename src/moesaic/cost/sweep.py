@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.call_sizes import chunks_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
 from moesaic.cost.movement import AbstractVolumes, Movement, ends_of
+from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Load, Topology
 from moesaic.cost.workload import Workload

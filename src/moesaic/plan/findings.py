@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from moesaic.codecs import CODECS
-from moesaic.cost.coded import DTYPES, coded_bytes
 from moesaic.cost.memory import Memory
+from moesaic.cost.row_bytes import DTYPES, coded_bytes
 from moesaic.cost.step import Estimate
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.layouts import Pins
