@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moesaic.codecs import ELEMENT_BYTES
-from moesaic.cost import coded
-from moesaic.cost.coded import coded_bytes
+from moesaic.cost import row_bytes
+from moesaic.cost.row_bytes import coded_bytes
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
 from moesaic.plan.findings import COMPRESSION
@@ -68,7 +68,7 @@ def test_an_expected_number_of_rows_has_expected_bytes(codec: str, element_bytes
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_floors_allow_codecs_at_least_what_they_save(codec: str) -> None:
-    for size in coded.DTYPES:
+    for size in row_bytes.DTYPES:
         assert 1000 * 4096 * size <= COMPRESSION * coded_bytes(codec, 1000, 4096, size)
 
 
