@@ -30,15 +30,15 @@ from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.by_deepep import run_by_deepep
-from moesaic.runtime.call import Call, Codecs, known_codec
 from moesaic.runtime.calls import AbstractCallPolicy
 from moesaic.runtime.counts import counts_of, even_counts, share_of_each
+from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.fitting import compiled_for, fitting
-from moesaic.runtime.function import Run, run_program
 from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.padding import pad_copies
 from moesaic.runtime.peers import Peers
 from moesaic.runtime.sharing import shared_parameters
+from moesaic.runtime.tasks import Call, Codecs, known_codec
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ExpertParallel:
         return other
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
-        """Run under another plan from the next call on; see `MoE.use_plan`.
+        """LayerRun under another plan from the next call on; see `MoE.use_plan`.
 
         Args:
             plan: the choices; what was made for them is kept, so that coming back costs a look-up.
@@ -258,7 +258,7 @@ class ExpertParallel:
             compiled, replicated, cut = chosen
             sizes = self._sizes(compiled, replicated, copies, tokens, None if cut else node_tokens, units)
             call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
-            work = Run(compiled, self.transport, call, 0, indices)
+            work = LayerRun(compiled, self.transport, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if cut is not None:
                 slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)

@@ -20,8 +20,8 @@ from moesaic.program.grid import Grid
 from moesaic.routing.peers import AbstractPeers
 from moesaic.routing.route import RoutingRecord
 from moesaic.routing.routing import Choice
-from moesaic.runtime.indexed import stable_order
 from moesaic.runtime.node_tokens import NodeTokens
+from moesaic.runtime.tasks import stable_order
 
 CHUNKS = 4
 """For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""

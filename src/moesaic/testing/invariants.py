@@ -24,9 +24,9 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
-from moesaic.runtime import function
-from moesaic.runtime.call import Call, Environment, Value
+from moesaic.runtime import executor
 from moesaic.runtime.executor import drive, interpret
+from moesaic.runtime.tasks import Call, Environment, Value
 
 _WIDTH = 3
 
@@ -52,7 +52,7 @@ def observed() -> Iterator[list[Observed]]:
         runs.append(Observed(program, call, environment))
         return environment
 
-    with mock.patch.object(function, "interpret", watching):
+    with mock.patch.object(executor, "interpret", watching):
         yield runs
 
 

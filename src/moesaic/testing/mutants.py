@@ -15,7 +15,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
-from moesaic.runtime import movements, sharing
+from moesaic.runtime import messages, sharing
 from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
@@ -419,7 +419,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "own",
         "step",
         "numbers",
-        plants.replaced(movements, "placed", plants.sorted_again),
+        plants.replaced(messages, "placed", plants.sorted_again),
     ),
     Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
     Mutant(
@@ -427,7 +427,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "own",
         "chunks",
         "numbers",
-        plants.replaced(movements, "placed", plants.last_shard_only),
+        plants.replaced(messages, "placed", plants.last_shard_only),
         looks_like=("gradients of experts.b2", "1/etp"),
     ),
     Mutant(

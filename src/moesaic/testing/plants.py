@@ -32,7 +32,7 @@ from moesaic.routing.losses import LoadBalance, RouterStatistics
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import compute, executor, expert_parallel, function, gradients, packets, peers
+from moesaic.runtime import executor, expert_parallel, gradients, messages, peers, tasks
 from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
@@ -495,15 +495,15 @@ def counted_over_tp() -> AbstractContextManager[object]:
 def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows that several shards sent overwrite each other."""
     if not sums:
-        return compute.placed(parts, places, num_rows, False)
+        return tasks.placed(parts, places, num_rows, False)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
-    return out.index_copy_(0, compute.index_like(places, out), torch.cat([*parts]))
+    return out.index_copy_(0, tasks.index_like(places, out), torch.cat([*parts]))
 
 
 def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows are put back by the order that sorted them, where its inverse is due."""
     is_order = not sums and len(places) == num_rows and len(set(places.tolist())) == num_rows
-    return compute.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
+    return tasks.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
 
 
 class StrideByColumns(Hier2D):
@@ -523,17 +523,17 @@ class StrideByColumns(Hier2D):
 def stride_by_columns() -> Iterator[None]:
     """Plant `StrideByColumns`; legs are remembered, so what was found before is forgotten on both sides."""
     with mock.patch.dict(ALL_TO_ALLS, {"hier2d": StrideByColumns()}):
-        packets._legs.cache_clear()
+        messages._legs.cache_clear()
         try:
             yield
         finally:
-            packets._legs.cache_clear()
+            messages._legs.cache_clear()
 
 
 @contextmanager
 def own_rows_coded() -> Iterator[None]:
     """Rows that stay on their rank go through the codec too."""
-    original = packets.pack
+    original = messages.pack
 
     def wrapped(task: Task, slots: Any, value: Tensor, call: Any) -> Any:
         packed, codec = original(task, slots, value, call), codec_named(task.codec or "none")
@@ -579,7 +579,7 @@ def read_before_waiting() -> AbstractContextManager[object]:
             if isinstance(request, Handle):
                 open_handles.append(request)
 
-    return mock.patch.object(function, "drive", deferred_wgrad)
+    return mock.patch.object(executor, "drive", deferred_wgrad)
 
 
 def messages_swapped() -> AbstractContextManager[object]:
@@ -601,7 +601,7 @@ def messages_swapped() -> AbstractContextManager[object]:
                     buffers[0].copy_(second)
                     buffers[1].copy_(first)
 
-    return mock.patch.object(function, "drive", swapped)
+    return mock.patch.object(executor, "drive", swapped)
 
 
 def padding_routed() -> AbstractContextManager[object]:
@@ -611,4 +611,4 @@ def padding_routed() -> AbstractContextManager[object]:
 
 def bias_of_every_shard() -> AbstractContextManager[object]:
     """Every shard of an expert adds the whole output bias."""
-    return mock.patch.object(compute, "_shards", return_value=1)
+    return mock.patch.object(tasks, "_shards", return_value=1)

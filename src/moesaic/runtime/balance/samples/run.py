@@ -14,9 +14,9 @@ from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.balance.calls import selector_of
 from moesaic.runtime.balance.samples.relocate import SampleMove
 from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along
-from moesaic.runtime.call import Call
+from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.tasks import Call
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _run(
     move: SampleMove,
     routed: Routed,
 ) -> Tensor:
-    """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
+    """LayerRun the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
     plain, relocator, dtype, transport = on_mesh.calls.bare, move.relocator, compute_dtype(x_TD), on_mesh.transport
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
     copies, selector = move.copies, selector_of(on_mesh.calls)
@@ -108,7 +108,7 @@ def _run(
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
         forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
         call.first_tag = transport.take_tags(forward + backward)
-        work = Run(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
+        work = LayerRun(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return run_program(work, x.to(dtype), gate, *cast)
 
