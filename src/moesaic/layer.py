@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
@@ -132,7 +132,7 @@ class MoE(InjectsLosses, RoutingCached):
 
     def parallelize(
         self,
-        mesh: AbstractMesh,
+        mesh: Mesh,
         plan: Plan | Compiled,
         policy: AbstractReplicationPolicy | None = None,
         *,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.errors import InputError
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 
 Group = dist.ProcessGroup | Literal["auto"] | None
 """The ranks that train a layer together; "auto" to find them, None for this process alone."""

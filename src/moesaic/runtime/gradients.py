@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.collectives import all_reduce_sum
+from moesaic.comm.mesh import Mesh
 from moesaic.experts import AbstractExperts
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
 
@@ -27,7 +27,7 @@ def expert_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 @torch.no_grad()
-def average_gradients(module: nn.Module, mesh: AbstractMesh) -> None:
+def average_gradients(module: nn.Module, mesh: Mesh) -> None:
     """Make the gradients of a module those of the mean over all ranks' tokens; call it once, before the optimizer step.
 
     All ranks call it. Parameters without a gradient on this rank count as zero, so ranks need not agree on them.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moesaic.comm.collectives import broadcast
 from moesaic.comm.transport import AbstractTransport, as_bytes
 from moesaic.errors import InputError
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 
 ADVICE = (
     "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -33,7 +32,7 @@ from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
 """Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
-Norm = Callable[[MoE, AbstractMesh], float]
+Norm = Callable[[MoE, Mesh], float]
 """The norm of the gradients of a layer that is spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
 """A bug to plant into what runs."""
@@ -120,9 +119,7 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(
-    case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh, norm: Norm | None = None
-) -> RankResult:
+def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
     """Run one rank's part of a case: a step of training. All ranks call it together.
 
     Args:

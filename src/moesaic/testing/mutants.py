@@ -15,7 +15,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
-from moesaic.runtime import messages, sharing
+from moesaic.runtime import expert_parallel, messages
 from moesaic.testing import plants, plants_balance
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
@@ -223,14 +223,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "Parm; torchtitan#2416",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", lambda transport, group, value: value.view_as(value)),
+        plants.replaced(expert_parallel, "share", lambda transport, group, value: value.view_as(value)),
     ),
     Mutant(
         "S1: the gate's gradient averaged over tp",
         "own",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", plants.averaged_over_peers),
+        plants.replaced(expert_parallel, "share", plants.averaged_over_peers),
         looks_like=("router gradients", "1/tp"),
     ),
     Mutant(

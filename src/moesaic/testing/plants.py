@@ -26,14 +26,15 @@ from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Op, Program, State, Task
+from moesaic.routing import peers
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance, RouterStatistics
+from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import executor, expert_parallel, gradients, messages, peers, tasks
-from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
+from moesaic.runtime import executor, expert_parallel, gradients, messages, tasks
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch

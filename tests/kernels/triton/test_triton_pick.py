@@ -15,8 +15,8 @@ from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
 from moesaic.kernels.triton import expert_stage, route
+from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS
-from moesaic.routing.selection import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 
 USERS = ("kernels.pick", "kernels.permute", "routing.selection")
 """The modules that ask which kernels a device runs."""

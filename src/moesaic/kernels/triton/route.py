@@ -2,7 +2,7 @@
 
 Eager: softmax or sigmoid over (T, E), a deterministic top-k (in float64, so that ties break), a gather, a normalisation;
 by autograd a scatter back. Here one kernel reads a token's logits once and picks K times the largest, of equal ones the
-lowest index; NaN ranks above every number, as in `routing/selection.py`, so that every token has K different experts.
+lowest index; NaN ranks above every number, as in `routing/router.py`, so that every token has K different experts.
 Saved: the logits, T E, and the experts, T K. Backward writes each logit's gradient once, as a sum over the token's K
 choices: no scatter, no atomics. Bytes: T E read, 8 T K written; in backward T E written too. FLOPs: K T E compares.
 """
