@@ -25,8 +25,8 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.runtime import executor as executor_module
 from moesaic.runtime.balance import slices as slices_module
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.executor import LayerRun, Script, drive, inputs_of, interpret, run_program, script_of
-from moesaic.runtime.gradients import average_gradients
 from moesaic.runtime.tasks import Call
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)

@@ -12,8 +12,7 @@ from torch import Tensor
 from moesaic.experts import GatedExperts, PlainExperts
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import transpose

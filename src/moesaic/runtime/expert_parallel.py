@@ -35,7 +35,7 @@ from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.calls import AbstractCallPolicy
 from moesaic.runtime.executor import LayerRun, run_program
-from moesaic.runtime.fitting import compiled_for, fitting
+from moesaic.runtime.spread import compiled_for, fitting
 from moesaic.runtime.tasks import Call, Codecs, known_codec
 
 

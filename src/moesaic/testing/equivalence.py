@@ -22,7 +22,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.injection import set_loss_scale
-from moesaic.runtime import gradients
+from moesaic.runtime import data_parallel
 from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
@@ -138,7 +138,7 @@ def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: Mesh, norm: N
         _forward_backward(case, layer, work.batches[micro][group], share, result, relocator)
         if case.evaluate and micro == 0:
             result.evaluated = _evaluate(case, layer, work.batches[micro][group])
-    gradients.average_gradients(layer, mesh)
+    data_parallel.average_gradients(layer, mesh)
     take_home()
     result.step_counts = layer.step_counts.tolist()
     layer.finish_step()

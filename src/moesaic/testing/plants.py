@@ -34,7 +34,7 @@ from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import executor, expert_parallel, gradients, messages, tasks
+from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
@@ -121,21 +121,21 @@ def _after_experts(program: Program) -> set[str]:
 
 def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) -> Patch:
     """Average gradients as it should be, then spoil them; `change` also gets what they were before."""
-    original = gradients.average_gradients
+    original = data_parallel.average_gradients
 
     def spoiled(module: nn.Module, mesh: Any) -> None:
         before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         original(module, mesh)
         change(module, mesh, before)
 
-    return replaced(gradients, "average_gradients", spoiled)
+    return replaced(data_parallel, "average_gradients", spoiled)
 
 
 def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
     """Expert gradients are off by a factor, which depends on the layer and the mesh."""
 
     def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-        for parameter in gradients.expert_parameters(module):
+        for parameter in data_parallel.expert_parameters(module):
             if parameter.grad is not None:
                 parameter.grad *= factor(module, mesh.grid)
 
@@ -158,7 +158,7 @@ def experts_summed_over(axis: Axis | None) -> Patch:
 
     def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
         group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
-        spread = {id(parameter) for parameter in gradients.expert_parameters(module)}
+        spread = {id(parameter) for parameter in data_parallel.expert_parameters(module)}
         for name, parameter in module.named_parameters():
             if id(parameter) in spread and parameter.grad is not None:
                 local = before.get(name, torch.zeros_like(parameter.grad))
@@ -237,7 +237,7 @@ def norm_with(
     """The norm's square is a sum in which the experts' part or that of all others has a factor."""
 
     def wrapped(layer: MoE, mesh: Any) -> float:
-        spread = list(gradients.expert_parameters(layer))
+        spread = list(data_parallel.expert_parameters(layer))
         known = {id(parameter) for parameter in spread}
         others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
         of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)

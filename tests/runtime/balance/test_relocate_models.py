@@ -25,7 +25,7 @@ from moesaic.routing.routers import SoftmaxTopK
 from moesaic.runtime.balance.samples.dropout import sample_dropout
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 
 DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4

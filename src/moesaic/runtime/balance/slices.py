@@ -23,9 +23,9 @@ from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
-from moesaic.program.needed import up_to_experts
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
+from moesaic.program.transpose import up_to_experts
 from moesaic.routing.node_tokens import NodeTokens
 from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
 from moesaic.runtime.tasks import Environment

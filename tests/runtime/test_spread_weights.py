@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moesaic import Capacity, Dropless, LoadBalance, Mesh, ModuleExperts, MoE, Plan, ZLoss
 from moesaic.routing.routers import SigmoidTopK
-from moesaic.runtime.same_weights import described, fingerprint
+from moesaic.runtime.spread import described, fingerprint
 from worlds import on_ranks, refusal
 
 
