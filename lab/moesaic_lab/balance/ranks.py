@@ -24,6 +24,7 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.samples.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
@@ -117,7 +118,7 @@ class Subject:
         if self.relocator is None:
             return self.layer(self.x), None
         trip = self.relocator.start([Following(router, self.layer.top_k)], self._samples, self._length)
-        return self.layer(self.x, move=trip.next()), trip
+        return MovingMoE(self.layer)(self.x, move=trip.next()), trip
 
     def step(self) -> None:
         """Run forward and backward of the next call of the case."""

@@ -23,7 +23,6 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.config import SimulatedLoads
@@ -102,7 +101,10 @@ class Larger:
             machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
             matrices=self.layer.matrices,
         )  # fmt: skip
-        self._plans = {name: compile_plan(method.plan, self.grid) for name, method in self.methods.items()}
+        self._plans = {
+            name: compile_plan(method.plan, self.grid, moves_samples=method.moves_samples)
+            for name, method in self.methods.items()
+        }
         self._slots: SampleShapes | None = None
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
@@ -152,16 +154,17 @@ class Larger:
         """Simulate one call, forward and backward."""
         tokens = np.full(self.grid.world, self.layer.tokens)
         units, experts = self.layer.hidden, self.layer.num_experts
-        programs = (compiled.forward, compiled.backward)
         if method.moves_samples:
-            programs = (relocate(compiled.forward), relocate(compiled.backward))
             sizes: CallSizes = self._placed(routes, call)
         else:
             shapes = compiled.shapes(experts)
             sizes = CallSizes(
                 compiled.grid, copies, tokens, compiled.plan.chunks, units=units, replicated=replicated, shapes=shapes
             )
-        there, back = (self._simulator.run(each, self.layer, compiled.grid, sizes=sizes) for each in programs)
+        there, back = (
+            self._simulator.run(each, self.layer, compiled.grid, sizes=sizes)
+            for each in (compiled.forward, compiled.backward)
+        )
         return there, back
 
     def _placed(self, routes: Routes, call: int) -> PlacedSizes:

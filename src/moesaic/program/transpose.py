@@ -7,7 +7,6 @@ gradient is identical on all ranks becomes a slice without bytes. Nothing else d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
@@ -128,22 +127,3 @@ def dual(slot: Slot) -> Slot:
 def _flows(program: Program, name: str) -> bool:
     """Whether gradients flow through a slot."""
     return program.slot(name).kind is not Kind.INDEX
-
-
-def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
-    """Return the tasks without which the experts cannot run or a slot is not written: dispatch, and no combine.
-
-    All ranks drop the same tasks, so what is left still matches.
-
-    Args:
-        program: a forward program, in the order in which it runs.
-        wanted: slots, those that the backward program reads.
-    """
-    slots, tasks = set(wanted), []
-    for task in reversed(program.tasks):
-        if task.op is Op.EXPERT or slots.intersection(task.writes):
-            tasks.append(task)
-            slots.update(task.reads)
-    return replace(
-        program, name=f"{program.name}, up to the experts", tasks=tuple(reversed(tasks)), outputs=tuple(wanted)
-    )

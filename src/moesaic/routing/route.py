@@ -50,6 +50,21 @@ class Routed(NamedTuple):
     """(): the sum of coefficient * loss, differentiable; None without auxiliary losses."""
 
 
+class RoutedCall(NamedTuple):
+    """A call of a layer once its tokens are routed: what the stages after it work with."""
+
+    x: Tensor
+    """(..., dim), as the layer was called."""
+    mask: Tensor | None
+    """x's shape without dim, bool, False for padding; None for none."""
+    token_ids: Tensor | None
+    """x's shape without dim, int64; None where nobody gave them."""
+    routed: Routed
+    """What the route stage returned for all tokens of x."""
+    padded_rows: int | None
+    """Rows that each expert is sent under a padded capacity; None under others."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What the route stage knows about its tokens besides their activations."""

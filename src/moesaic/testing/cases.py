@@ -17,11 +17,11 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.compile import moving
 from moesaic.plan.plan import Crossing, Order, Replication
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ROUTERS
@@ -292,7 +292,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     )
     try:
         compiled = compile_plan(plan, case.grid)
-        relocate((compiled.options or (compiled,))[0].logical)
+        moving((compiled.options or (compiled,))[0])
     except InputError:
         return case
     return placed

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.injection import set_loss_scale
 from moesaic.runtime import data_parallel
 from moesaic.runtime.balance.samples.relocate import Relocator
-from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
 from moesaic.testing.placed import call_placed, place_anew, relocator_of
@@ -185,9 +183,8 @@ def _forward_backward(
 ) -> None:
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
-    run = partial(checkpoint, layer) if case.recompute else layer
     with _precision(case):
-        y, routing = call_placed(relocator, layer, run, x, mask=batch.mask, token_ids=batch.ids)
+        y, routing = call_placed(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     result.outputs.append(y.detach())

@@ -20,11 +20,12 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
+from moesaic.models.moving import MovingGPT
 from moesaic.plan import Compiled
 from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import bare_of, verdicts_of
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
@@ -55,39 +56,33 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     return Arbiter(costs=costs, **how)
 
 
+def make_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """Return the model of a run, drawn anew: one whose samples can move, where `balance.placement` asks for it."""
+    kind = GPT if config.balance.placement == "none" else MovingGPT
+    return kind(config.model, vocab_size)
+
+
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
     """Let a model's samples move between its MoE layers in training, as `balance.placement` says.
 
-    In evaluation they stay: ranks may then have different numbers of them.
-
     Args:
-        model: on the mesh already.
+        model: what `make_model` returned, on the mesh already.
         mesh: of its layers.
         config: of the run.
 
     Raises:
         InputError: for a plan under which samples cannot move.
     """
-    if config.balance.placement == "none":
+    if not isinstance(model, MovingGPT):
         return
     if not config.plan.program.routes_slices:
         raise InputError(
             f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
         )
-    placer = _placer(config, mesh.grid)
-    relocator = WatchedRelocator(mesh, placer)
+    relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
     for layer in model.modules():
         if isinstance(layer, MoE) and layer.on_mesh is not None:
-            relocator.compiled(layer.on_mesh.calls.bare, bias=bool(layer.experts.names[1]))
-
-    def before(module: GPT, _: object) -> None:
-        module.relocator = relocator if module.training else None
-
-    def after(module: GPT, *_: object) -> None:
-        module.relocator = relocator
-
-    model.register_forward_pre_hook(before)
-    model.register_forward_hook(after, always_call=True)
+            relocator.compiled(bare_of(layer.on_mesh.calls), bias=bool(layer.experts.names[1]))
     model.relocator = relocator
 
 
@@ -133,7 +128,7 @@ class DecisionMeter:
         """Take down what was decided in the forward passes since the last call."""
         for number, layer in enumerate(self._layers):
             self._verdicts[number] += verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
-        relocator = self._model.relocator
+        relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
                 for number, move in enumerate(trip.moves):

@@ -22,6 +22,7 @@ from torch import Tensor
 from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
+from moesaic.models.moving import MovingGPT
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
 from moesaic.runtime.balance.samples.relocate import SampleTrip
@@ -98,8 +99,7 @@ class RoutingObserver:
 
     def _trip(self) -> SampleTrip | None:
         """Return the forward pass that runs or ran last, where samples move in it."""
-        relocator = self._model.relocator
-        return None if relocator is None else relocator.trip
+        return self._model.trip if isinstance(self._model, MovingGPT) else None
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:

@@ -37,11 +37,6 @@ class BalancedCalls(AbstractCallPolicy):
         self.budget = TokenBudget(compiled, num_experts, dim, None if policy is None else policy.costs)
 
     @property
-    def bare(self) -> Compiled:
-        """The arbiter's programs without replication, else those of the plan."""
-        return self.selector.bare
-
-    @property
     def digest(self) -> bytes:
         """See `ProgramSelector.digest`."""
         return self.selector.digest
@@ -82,3 +77,8 @@ def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
 def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
     """Return the selector of calls that balance; None for others."""
     return calls.selector if isinstance(calls, BalancedCalls) else None
+
+
+def bare_of(calls: AbstractCallPolicy) -> Compiled:
+    """Return the programs under which samples may move: the arbiter's without replication, else those of the plan."""
+    return calls.compiled.options[0] if calls.compiled.options else calls.compiled

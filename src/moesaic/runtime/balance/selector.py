@@ -148,11 +148,6 @@ class ProgramSelector:
         finally:
             decided.timed.ran_again()
 
-    @property
-    def bare(self) -> Compiled:
-        """The programs under which samples may move: the arbiter's without replication, else those of the plan."""
-        return self.compiled.options[0] if self.compiled.options else self.compiled
-
     def stays(self, move: SampleMove) -> bool:
         """Return whether samples stay in a call that might move them, so that the layer runs like any other.
 

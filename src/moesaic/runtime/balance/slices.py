@@ -25,7 +25,6 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
-from moesaic.program.transpose import up_to_experts
 from moesaic.routing.node_tokens import NodeTokens
 from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
 from moesaic.runtime.tasks import Environment
@@ -98,10 +97,11 @@ class SlicedRun:
         """What is kept of a slice for its backward pass."""
         return kept_names(self.whole.compiled)
 
-    @cached_property
+    @property
     def again(self) -> Program:
         """What brings that about once more."""
-        return up_to_experts(self.whole.compiled.forward, self.names)
+        assert self.whole.compiled.again is not None, "only plans with a budget are run in slices"
+        return self.whole.compiled.again
 
     def take_tags(self) -> list[int]:
         """Take tags for a forward and a backward program of each slice; returns the first of each."""
