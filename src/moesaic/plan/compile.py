@@ -32,8 +32,7 @@ from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.passes.up_to_experts import up_to_experts
 from moesaic.program.shapes import LayoutIndex
 from moesaic.program.task import Kind, Program, State

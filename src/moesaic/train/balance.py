@@ -15,7 +15,7 @@ from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.verdict import Verdict
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -61,7 +61,7 @@ def make_model(config: TrainConfig, vocab_size: int) -> GPT:
     return kind(config.model, vocab_size)
 
 
-def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
+def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
     """Let a model's samples move between its MoE layers in training, as `balance.samples` says.
 
     Args:
@@ -92,7 +92,7 @@ class WatchedRelocator(Relocator):
         mesh, placer: as for `Relocator`.
     """
 
-    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer) -> None:
+    def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
         self.trips: list[SampleTrip] = []
 

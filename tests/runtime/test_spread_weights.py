@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from moesaic import Capacity, Dropless, LoadBalance, Mesh, ModuleExperts, MoE, Plan, ZLoss
 from moesaic.comm import TransportName
 from moesaic.routing.routers import SigmoidTopK
-from moesaic.runtime.same_weights import described, fingerprint
+from moesaic.runtime.spread import described, fingerprint
 from worlds import on_ranks, refusal
 
 

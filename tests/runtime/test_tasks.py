@@ -1,4 +1,4 @@
-"""Tasks that need no other rank: values by hand, transposes by dot products, sums in float32."""
+"""Tasks that need no other rank; rows of tokens: places, sums in the order of rows, and the order of rows by expert."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor
 from moesaic.experts import GatedExperts, PlainExperts
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import transpose
-from moesaic.runtime.call import Call, Environment, kept
-from moesaic.runtime.compute import compute, placed, take, transport_lane
+from moesaic.runtime.tasks import Call, Environment, Indexed, compute, kept, placed, stable_order, take, transport_lane
 
 DIM = 4
 ONE = Grid(world=1)
@@ -189,3 +187,42 @@ def test_a_gradient_task_finds_what_its_expert_kept() -> None:
 @pytest.mark.parametrize(("lane", "expected"), [(Lane.INTRA, "intra"), (Lane.INTER, "inter"), (Lane.COMPUTE, "inter")])
 def test_transport_lanes(lane: Lane, expected: str) -> None:
     assert transport_lane(replace(S1.tasks[0], lane=lane)) == expected
+
+
+@pytest.mark.parametrize("most", [1, 5, 2**15 + 3, 2**16 - 1, 2**16, 2**20])
+def test_equal_numbers_keep_their_order(most: int) -> None:
+    values = torch.randint(0, most, (999,), generator=torch.Generator().manual_seed(most))
+    values[3], values[700] = most, most
+    assert torch.equal(stable_order(values), values.argsort(stable=True))
+    assert stable_order(values[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_tokens_rows_are_summed_and_tokens_without_rows_are_zero(dtype: torch.dtype) -> None:
+    index = torch.tensor([3, 0, 3, 1, 0, 3]).unsqueeze(1)
+    rows = torch.tensor([1.0, 2, 4, 8, 16, 32], dtype=dtype).unsqueeze(1).expand(6, 3).contiguous()
+    at = Indexed.of(index, np.zeros(6, dtype=np.int64), 5, has_empty=False)
+    assert at.sum(rows)[:, 1].tolist() == [18.0, 8.0, 0.0, 37.0, 0.0]
+    assert at.sum(rows).dtype == dtype
+
+
+def test_rows_are_added_in_their_order() -> None:
+    """In float32 the sum of 1, 1e8 and -1e8 depends on it."""
+    at = Indexed.of(torch.zeros(3, 1, dtype=torch.int64), np.zeros(3, dtype=np.int64), 1, has_empty=False)
+    assert float(at.sum(torch.tensor([[1.0], [1e8], [-1e8]]))) == 0.0
+    assert float(at.sum(torch.tensor([[1e8], [-1e8], [1.0]]))) == 1.0
+
+
+def test_an_index_counts_from_where_its_origins_tokens_start() -> None:
+    index = torch.tensor([1, 0, 1, -1]).unsqueeze(1)
+    at = Indexed.of(index, np.array([0, 2, 2, 0]), 4, has_empty=True)
+    assert at.places.tolist() == [1, 2, 3, 0]
+    assert at.is_full is not None
+    assert at.is_full.flatten().tolist() == [True, True, True, False]
+    assert Indexed.of(index[:3], np.zeros(3, dtype=np.int64), 2, has_empty=False).is_full is None
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 3), (0, 0)])
+def test_an_index_without_rows_or_tokens_sums_to_zeros(rows: int, tokens: int) -> None:
+    at = Indexed.of(torch.zeros(rows, 1, dtype=torch.int64), np.zeros(rows, dtype=np.int64), tokens, has_empty=False)
+    assert torch.equal(at.sum(torch.ones(rows, 4)), torch.zeros(tokens, 4))

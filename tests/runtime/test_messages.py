@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic.program.sizes import Splits
-from moesaic.runtime.bundled import Bundle
+from moesaic.runtime.messages import Bundle
 
 KINDS = {
     "rows and weights": [(1, torch.float32), (6, torch.float32)],

@@ -15,8 +15,8 @@ from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.gradients import average_gradients, expert_parameters
-from moesaic.runtime.shard import shard_experts
+from moesaic.runtime.data_parallel import average_gradients, expert_parameters
+from moesaic.runtime.spread import shard_experts
 
 
 class Holder(nn.Module):

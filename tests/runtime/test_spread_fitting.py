@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.runtime import fitting as fitting_module
+from moesaic.runtime import spread
 from moesaic.runtime.expert_parallel import ExpertParallel
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
@@ -74,7 +74,7 @@ def test_a_codec_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.Monke
         if name == "zfp" and threading.current_thread().name == "rank 1":
             raise InputError("codec zfp needs the package zfpy: pip install moesaic[zfp]")
 
-    monkeypatch.setattr(fitting_module, "codec_named", codec_named)
+    monkeypatch.setattr(spread, "codec_named", codec_named)
     lines = refusals(2, lambda transport: on_mesh(make_layer(), Grid(world=2, ep=2), transport, Plan(codec="zfp")))
     words = "whether codec zfp is installed differs: True on rank 0, False on rank 1: start every rank with the same settings"
     assert lines == [words] * 2

@@ -1,19 +1,90 @@
-"""The tasks that need no other rank."""
+"""The tasks of a program that need no other rank, and what one rank brings to a run of it.
+
+`Call` holds what a rank brings: sizes, experts and tags. `Environment` holds the values of the run. `compute` runs a task.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.comm.transport import Lane as TransportLane
-from moesaic.experts.experts import DeferredWgrad, Weights
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
+from moesaic.kernels.codecs import AbstractCodec, codec_named
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
-from moesaic.runtime.call import Call, Environment, Value, kept, rows
-from moesaic.runtime.indexed import Indexed
+from moesaic.routing.peers import stable_order
+
+Value = Tensor | Weights
+"""Of a slot: rows, or parameters of experts."""
+Environment = dict[str, Value]
+"""Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+Codecs = Callable[[str], AbstractCodec]
+"""From a codec's name to what encodes."""
+
+
+@lru_cache(maxsize=64)
+def known_codec(name: str) -> AbstractCodec:
+    """Return the codec of that name with its default options, made once."""
+    return codec_named(name)
+
+
+@dataclass
+class Call:
+    """What one rank brings to one run of a program."""
+
+    rank: int
+    sizes: CallSizes
+    experts: AbstractExperts
+    """Computes; the weights come through the program."""
+    first_tag: int = 0
+    """Tags of this run's movements start here; runs in flight at once need ranges apart."""
+    weight_first: bool = False
+    """Multiply by the routing weight before the expert rather than after it."""
+    has_empty_rows: bool = False
+    """Some rows have no token: their index is negative."""
+    may_defer_wgrad: bool = True
+    """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
+    codecs: Codecs = known_codec
+    """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
+    call that is made from another one by `replace` starts without."""
+    deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By slots of weights' gradients: what is left to do before they are read."""
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Do what is left for some slots, or for all."""
+        for name in list(self.deferred_wgrad) if names is None else names:
+            for work in self.deferred_wgrad.pop(name, ()):
+                work()
+
+
+def kept(task_name: str) -> str:
+    """Return where an expert task's activations stand in the environment; a gradient task has the same place."""
+    return f"{task_name.removesuffix(_COTANGENT)}*"
+
+
+def rows(value: Value) -> Tensor:
+    """Return a slot's value as rows.
+
+    Raises:
+        TypeError: if it holds parameters.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError("a task reads rows where the slot holds parameters")
+    return value
+
+
+_COTANGENT = "'"
+
 
 Slots = Mapping[str, Slot]
 
@@ -194,3 +265,54 @@ def _shards(slot: Slot, call: Call) -> int:
     """Return how many shards of an expert see a slot's rows."""
     assert slot.kind is Kind.ROWS
     return math.prod(call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED)
+
+
+class Indexed:
+    """Each row's token, and what follows from it; made once per call of a layer.
+
+    Args:
+        index: (rows, 1) int64 as the program has it; negative for a row without token. It is kept, so that whoever looks
+            this up by its address finds no other index there.
+        places: (rows,) int64 or (), each row's token among all tokens; of a row without token any.
+        is_full: (rows, 1) bool which rows have a token; None for all.
+        num_tokens: that rows may belong to.
+    """
+
+    def __init__(self, index: Tensor, places: Tensor, is_full: Tensor | None, num_tokens: int) -> None:
+        self.index, self.places, self.is_full, self.num_tokens = index, places, is_full, num_tokens
+
+    @classmethod
+    def of(cls, index: Tensor, bases: np.ndarray, num_tokens: int, *, has_empty: bool) -> Indexed:
+        """Make it of an index that counts tokens of each row's origin.
+
+        Args:
+            index: as above.
+            bases: (rows,) int64 where the tokens of each row's origin start.
+            num_tokens: of all origins.
+            has_empty: some rows may have no token.
+        """
+        places, is_full = index.squeeze(1), None
+        if has_empty:
+            places, is_full = places.clamp_min(0), index >= 0
+        if bases.any():
+            places = places + torch.as_tensor(bases, device=index.device)
+        return cls(index, places, is_full, num_tokens)
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
+
+        16-bit rows are summed in float32. Others are on a CPU bags of rows, for which torch needs a quarter of the time that
+        it takes to add row after row in its place.
+        """
+        accumulate = torch.promote_types(rows.dtype, torch.float32)
+        if rows.device.type == "cpu" and rows.dtype == accumulate and self.num_tokens and len(rows):
+            by_token, starts = self._bags
+            return torch.embedding_bag(rows, by_token, starts)[0]
+        out = torch.zeros(self.num_tokens, rows.shape[1], dtype=accumulate, device=rows.device)
+        return out.index_add_(0, self.places, rows.to(accumulate)).to(rows.dtype)
+
+    @cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """The rows of token 0, of token 1 and so on, (rows,) int64, and where each token's start, (num_tokens,) int64."""
+        counts = np.bincount(self.places.numpy(), minlength=self.num_tokens)
+        return stable_order(self.places), torch.from_numpy(counts.cumsum() - counts)

@@ -11,7 +11,7 @@ from torch import nn
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.program.grid import Grid
-from moesaic.runtime.shard import shard_experts
+from moesaic.runtime.spread import shard_experts
 
 DIM, HIDDEN, EXPERTS = 4, 8, 4
 MAKERS = {
