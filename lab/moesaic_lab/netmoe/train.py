@@ -20,7 +20,7 @@ from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.moving import MovingGPT
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.testbed.steady import hold_still
 from moesaic.traces.load import locality
@@ -132,7 +132,7 @@ class Training:
         """Return what the arbiters chose since the last call, by option."""
         found: dict[str, int] = {}
         for layer in self.layers:
-            for verdict in verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls):
+            for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
                 found[verdict.option] = found.get(verdict.option, 0) + 1
         return found
 
