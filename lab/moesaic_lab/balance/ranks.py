@@ -24,7 +24,7 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import verdicts_of
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered

@@ -61,7 +61,7 @@ class Compiled:
     again: Program | None = None
     """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
 
-    @property
+    @cached_property
     def is_multicast(self) -> bool:
         """Whether the program reads visits."""
         return self.plan.crossing is Crossing.MULTICAST

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.choices import PlanChoices
+from moesaic.balance.replication.choices import PlanChoices
 from moesaic.balance.replication.load import Load
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.balance.selector.verdict import Verdict

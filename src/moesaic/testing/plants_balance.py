@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.experts import move as place_experts_move
-from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
+from moesaic.runtime.expert_order import ExpertOrder
 
 
 class _Forgetful(dict[object, object]):

@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 
 import numpy as np
 
-from moesaic.balance.choices import AnyPlan
+from moesaic.balance.replication.choices import AnyPlan
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.load import Load
 from moesaic.program.grid import Grid

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moesaic.balance.choices import AnyPlan, Choices, PlanChoices
+from moesaic.balance.replication.choices import AnyPlan, Choices, PlanChoices
 from moesaic.balance.replication.cost import Board, ReplicationCosts
 from moesaic.balance.replication.load import Load
 from moesaic.balance.replication.policy import AbstractReplicationPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moesaic.balance.choices import AnyPlan, PlanChoices
+from moesaic.balance.replication.choices import AnyPlan, PlanChoices
 from moesaic.program.grid import Grid
 
 ALONE = "alone"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.balance.choices import PlanChoices
+from moesaic.balance.replication.choices import PlanChoices
 from moesaic.balance.replication.cost import Board, Ground, ReplicationCosts, grounds
 from moesaic.balance.replication.load import Load
 from moesaic.balance.replication.spill import LIMITS
