@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from moesaic import Capacity, Dropless, LoadBalance, Mesh, ModuleExperts, MoE, Plan, ZLoss
+from moesaic.comm import TransportName
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.runtime.spread import described, fingerprint
 from worlds import on_ranks, refusal
@@ -85,33 +86,36 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
     ),
     "top_k and capacity": (
         lambda moe, x, odd: moe(x, top_k=1 if odd else 2, capacity=Capacity.fixed(1.0)),
-        "ranks call a layer differently (rank ",
+        "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer alike",
     ),
 }  # fmt: skip
 
 
-def refusals() -> dict[str, str]:
+def refusals(transport: TransportName) -> dict[str, str]:
     """Return what each rank is told; all transports are anew, since some errors close them."""
     odd = last(dist.get_rank(), dist.get_world_size())
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):
         for name, (make, _) in table.items():
-            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2, transport="sockets"), Plan())
+            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2, transport=transport), Plan())
     for name, (call, _) in CALLS.items():
         moe = layer()
-        moe.parallelize(Mesh.create(ep=2, transport="sockets"), Plan())
+        moe.parallelize(Mesh.create(ep=2, transport=transport), Plan())
         x = torch.randn(6, 4, dtype=torch.float64)
         moe(x)
         found[f"calls, {name}"] = refusal(call, moe, x, odd)
     sharded = layer()
     fully_shard(sharded)
-    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2, transport="sockets"), Plan())
+    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2, transport=transport), Plan())
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(
+    scope="module", params=[(2, "gloo"), (4, "gloo"), (2, "sockets")], ids=lambda case: f"{case[1]} of {case[0]}"
+)
 def world(request) -> tuple[int, list[dict[str, str]]]:
-    return request.param, on_ranks(request.param, refusals)
+    ranks, transport = request.param
+    return ranks, on_ranks(ranks, refusals, transport)
 
 
 EXPECTED = {
@@ -134,8 +138,7 @@ def test_ranks_that_differ_are_told_in_what(world, name):
                 rf"differs: float(32|64) \(.* [0-9a-f]{{16}} on {most}, .* [0-9a-f]{{16}} on {odd}", of_rank[name]
             )
             assert "parallelize(..., broadcast=True)" in of_rank[name]
-    if name != "calls, top_k and capacity":
-        assert len({of_rank[name] for of_rank in results}) == 1
+    assert len({of_rank[name] for of_rank in results}) == 1
 
 
 def test_sharding_before_parallelizing_is_refused(world):
@@ -143,27 +146,27 @@ def test_sharding_before_parallelizing_is_refused(world):
         assert of_rank["order"].endswith("is sharded already: call parallelize first, then fully_shard")
 
 
-def broadcast_weights() -> list[torch.Tensor]:
+def broadcast_weights(transport: TransportName) -> list[torch.Tensor]:
     moe, first = layer(seed=dist.get_rank(), shared_hidden=8), layer(seed=0, shared_hidden=8)
     with torch.no_grad():
         moe.router.bias += dist.get_rank()
-    moe.parallelize(Mesh.create(ep=2, transport="sockets"), Plan(), broadcast=True)
-    first.parallelize(Mesh.create(ep=2, transport="sockets"), Plan())
+    moe.parallelize(Mesh.create(ep=2, transport=transport), Plan(), broadcast=True)
+    first.parallelize(Mesh.create(ep=2, transport=transport), Plan())
     x = torch.randn(6, 4, dtype=torch.float64)
     return [moe(x).detach() - first(x).detach(), moe.router.bias - first.router.bias]
 
 
 def test_the_first_ranks_weights_can_be_taken():
-    for of_rank in on_ranks(2, broadcast_weights):
+    for of_rank in on_ranks(2, broadcast_weights, "gloo"):
         assert not any(difference.any() for difference in of_rank)
 
 
-def on_meta() -> list[str]:
+def on_meta(transport: TransportName) -> list[str]:
     found = []
     for broadcast in (False, True):
         with torch.device("meta"):
             moe = MoE(4, 8, 4, 2)
-        found.append(refusal(moe.parallelize, Mesh.create(ep=2, transport="sockets"), Plan(), broadcast=broadcast))
+        found.append(refusal(moe.parallelize, Mesh.create(ep=2, transport=transport), Plan(), broadcast=broadcast))
     return found
 
 
@@ -171,7 +174,7 @@ def test_meta_weights_are_not_compared():
     with torch.device("meta"):
         moe = MoE(4, 8, 4, 2)
     assert described(moe, values=True)["experts.w1"] == "float32 (4, 8, 4) on meta"
-    assert on_ranks(2, on_meta) == [["", ""], ["", ""]]
+    assert on_ranks(2, on_meta, "gloo") == [["", ""], ["", ""]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])

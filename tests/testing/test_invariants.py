@@ -14,8 +14,10 @@ from moesaic.program.validate import validate
 from moesaic.runtime import messages, tasks
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import compile_case, run_case
-from moesaic.testing.invariants import disagreements, dot_errors, is_reversible, observed, one_task, restores
-from moesaic.testing.mutants import CASES
+from moesaic.testing.invariants import disagreements, observed
+from moesaic_lab.planted.mutants import CASES
+
+from .dot_products import dot_errors, is_reversible, one_task, restores
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 5))

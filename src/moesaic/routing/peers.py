@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.comm.agree import as_text, check_same
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.transport import AbstractTransport, MessageSizeError
+from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
@@ -30,8 +30,12 @@ _SIZES, _DIGEST = 3, 4
 """Numbers at the beginning of a message, and at its end."""
 CHUNKS = 4
 """For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
+ANNOUNCES = -1
+"""The first number of a message that says how long the next one is; elsewhere it is a number of tokens."""
 CALLS = "call the layer alike on every rank"
 """What to do where calls differ."""
+SEQUENCES = "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
+"""What to do where ranks have different numbers of sequences."""
 
 
 @dataclass(frozen=True)
@@ -142,20 +146,6 @@ class Gathered:
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 
 
-def check_sequences(peers: Peers, num_sequences: int, device: torch.device) -> None:
-    """Make sure that all ranks have equally many sequences, as sums per sequence need to be told each other.
-
-    Raises:
-        InputError: on every rank, if they do not.
-    """
-    told = peers.gather(torch.full((1,), num_sequences, dtype=torch.float64, device=device)).flatten().long()
-    if bool((told != told[0]).any()):
-        raise InputError(
-            f'LoadBalance(level="sequence") needs equally many sequences on all ranks, got {sorted(set(told.tolist()))}: pad '
-            "the batch with sequences whose mask is False, or choose another level"
-        )
-
-
 def places_before(counts_PKE: Tensor) -> Tensor:
     """Return how many copies stand before each rank's first in the queue of an expert, (P, K, E) int64.
 
@@ -210,6 +200,10 @@ class Peers:
     """(4,) float64: a digest of what the rank runs, the same on all ranks that run the same."""
     all_agree: bool
     """Whether it is known that all ranks of the world run the same; False after a switch."""
+    length: int
+    """How many numbers the last message had, the same on all ranks; at first those of an announcement."""
+    skips_digests: bool
+    """Whether ranks that call the layer as they did before read no digests in this call."""
 
     def __init__(
         self,
@@ -237,6 +231,8 @@ class Peers:
         self._found: tuple[Choice, NodeTokens] | None = None
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.all_agree = True
+        self.length = 2 + len(self.digest)
+        self.skips_digests = False
 
     def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
         """Return what else this rank tells in the exchange of counts: its counts of node tokens, then what `tell` returns.
@@ -292,29 +288,39 @@ class Peers:
     def gather(self, message: Tensor) -> Tensor:
         """Return every rank's message, (P, n) float64, from this rank's, (n,) float64; the same on all ranks.
 
+        A message is as long as there are choices, sums and experts to tell of, so ranks that call the layer differently have
+        messages of different lengths, which no transport takes. A rank whose message is longer or shorter than those of
+        the call before therefore sends one of that length first, which says how long its own is and has its digest in the
+        same place.
+
         After a switch, the ranks may have come to differ in who routes with whom. So that nobody waits for a rank that does
-        not send, the first message goes to all ranks, with the digest of what this one runs. (Without
-        tensor parallelism messages go to all ranks anyway, and the digest in the exchange of counts tells.)
+        not send, the first message goes to all ranks. (Without tensor parallelism messages go to all ranks anyway, and the
+        digest in the exchange of counts tells.)
 
         Raises:
             InputError: on every rank, if they do not run the same.
         """
-        if self.all_agree or self._hear_all:
-            return self._heard(self.ranks, message)
-        everyone = tuple(range(self._transport.world))
-        told = self._heard(everyone, torch.cat([message, self.digest.to(message)]))
-        self.check(told[:, -len(self.digest) :].cpu(), everyone)
+        is_told_all = self.all_agree or self._hear_all
+        ranks = self.ranks if is_told_all else tuple(range(self._transport.world))
+        if len(message) != self.length:
+            self._announce(ranks, message)
+        told = torch.stack(all_gather(self._transport, ranks, message))
+        if is_told_all:
+            return told
+        self.check(told[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
-        return told[list(self.ranks), : -len(self.digest)]
+        return told[list(self.ranks)]
 
-    def _heard(self, ranks: tuple[int, ...], message: Tensor) -> Tensor:
-        try:
-            return torch.stack(all_gather(self._transport, ranks, message))
-        except MessageSizeError as error:  # a message is as long as there are choices, sums and experts to tell of
+    def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
+        """Tell the ranks that messages have another length from now on, and hear that all of them say so."""
+        head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
+        head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
+        heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
+        self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
+        if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
             mine = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
-            raise InputError(
-                f"ranks call a layer differently ({error}); rank {self._transport.rank}: {mine}: {CALLS}"
-            ) from error
+            raise InputError(f"ranks call a layer differently; rank {self._transport.rank}: {mine}: {CALLS}")
+        self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
         """Note how the layer is called from now on; return whether it was called otherwise before.
@@ -343,7 +349,8 @@ class Peers:
         if not bool((digests != digests[0]).any()):
             return
         if together:
-            check_same(self._transport, self._settings, peers=ranks, advice=dict.fromkeys(self._settings, CALLS))
+            advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
+            check_same(self._transport, self._settings, peers=ranks, advice=advice)
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.routing.capacity import AbstractCapacity, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
-from moesaic.routing.peers import Gathered, Peers, check_sequences, kept_copies, places_before
+from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 
@@ -127,8 +127,6 @@ def route(
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
-            if peers is not None and any(loss.needs_sequences for loss in losses):
-                check_sequences(peers, batch.num_sequences, x.device)
             record = _decide(
                 choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
             )

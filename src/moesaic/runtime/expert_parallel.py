@@ -222,6 +222,7 @@ class ExpertParallel:
             way = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
             self._ways[_key(plan)] = way
         if way.compiled is not self.compiled:
+            way.peers.length = self.peers.length
             self._enter(way)
             self.peers.all_agree = False
 
@@ -273,12 +274,10 @@ class ExpertParallel:
         replay: RoutingRecord | None,
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
-        settings = {
-            "dtype": compute_dtype(x_TD.dtype, x_TD.device),
-            "top_k": top_k,
-            "capacity": capacity,
-            "losses": losses,
-        }
+        dtype = compute_dtype(x_TD.dtype, x_TD.device)
+        settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
+        if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
+            settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._agreed = False
         if replay is None:
@@ -341,6 +340,7 @@ class ExpertParallel:
         indices = {"index": token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
+        self.peers.skips_digests = padded_rows is not None
         if padded_rows is None:
             copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
         else:

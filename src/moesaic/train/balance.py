@@ -45,25 +45,24 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    how: dict[str, Any] = {name: getattr(config.balance, name) for name in ("margin", "memory", "learn")}
-    planner = config.planner
+    learn, planner = config.balance.learn, config.planner
     if planner.cluster or planner.profile:
         simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
         layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
-        return arbiter_for(simulator, compiled, layer, **how)
+        return arbiter_for(simulator, compiled, layer, learn=learn)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
     costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
-    return Arbiter(costs=costs, **how)
+    return Arbiter(costs=costs, learn=learn)
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Return the model of a run, drawn anew: one whose samples can move, where `balance.placement` asks for it."""
-    kind = GPT if config.balance.placement == "none" else MovingGPT
+    """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
+    kind = GPT if config.balance.samples == "none" else MovingGPT
     return kind(config.model, vocab_size)
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
-    """Let a model's samples move between its MoE layers in training, as `balance.placement` says.
+    """Let a model's samples move between its MoE layers in training, as `balance.samples` says.
 
     Args:
         model: what `make_model` returned, on the mesh already.
@@ -77,7 +76,7 @@ def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
         return
     if not config.plan.program.routes_slices:
         raise InputError(
-            f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
+            f"balance.samples={config.balance.samples} clashes with plan.schedule={config.plan.schedule}: choose s1"
         )
     relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
     for layer in model.modules():
@@ -202,9 +201,7 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    balance = config.balance
-    options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
-    return SAMPLE_PLACERS[balance.placement](options)
+    return SAMPLE_PLACERS[config.balance.samples](PlacerOptions(machine=_machine(config, grid)))
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:

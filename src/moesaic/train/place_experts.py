@@ -1,4 +1,4 @@
-"""Experts that move between the ranks of a run: `place_experts.every` steps apart. Off, it costs nothing.
+"""Experts that move between the ranks of a run: `balance.experts_every` steps apart. Off, it costs nothing.
 
 Checkpoints are written with every expert at home, so they are those of a run whose experts stay, for any mesh.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from moesaic.balance.experts import ExpertRates
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.balance.rates import machine_of, simulator_of
+from moesaic.cost.alpha_beta import Machine
 from moesaic.layer import MoE
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
@@ -34,13 +35,13 @@ class ExpertMover:
     def __init__(self, run: RunState) -> None:
         self.placement: ExpertPlacement | None = None
         self._moves: list[Moved] = []
-        config, mesh = run.config.place_experts, run.ranks.mesh
-        if not config.every:
+        config, mesh = run.config.balance, run.ranks.mesh
+        if config.experts == "none":
             return
         assert mesh is not None, "experts are split over ranks"
-        placer = EXPERT_PLACERS[config.policy](rates_of(run.config, mesh.grid, min(run.dtype.itemsize, 4)))
+        placer = EXPERT_PLACERS[config.experts](rates_of(run.config, mesh.grid, min(run.dtype.itemsize, 4)))
         layers = [module for module in run.model.modules() if isinstance(module, MoE)]
-        self.placement = ExpertPlacement(layers, mesh, run.optimizer, every=config.every, placer=placer)
+        self.placement = ExpertPlacement(layers, mesh, run.optimizer, every=config.experts_every, placer=placer)
 
     def after_step(self) -> None:
         """Count an optimizer step whose gradients are gone, and move experts where it is time to."""
@@ -75,7 +76,7 @@ class ExpertMover:
 
 
 def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by `place_experts.machine`.
+    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by the usual `Machine`.
 
     Args:
         config: of the run.
@@ -87,7 +88,7 @@ def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates
     """
     planner = config.planner
     if not planner.cluster and not planner.profile:
-        return ExpertRates(machine=config.place_experts.machine, element_bytes=element_bytes)
+        return ExpertRates(machine=Machine(), element_bytes=element_bytes)
     simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
     layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
     return ExpertRates(machine=machine_of(simulator.cluster, grid, layer), element_bytes=element_bytes)

@@ -141,8 +141,6 @@ def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
         tp=chosen.tp,
         ep=chosen.ep,
         etp=chosen.etp,
-        pp=chosen.pp,
-        cp=chosen.cp,
         innermost=chosen.innermost,
         ranks_per_node=chosen.ranks_per_node,
         device_type=device_type,
