@@ -18,7 +18,7 @@ import torch
 import triton
 
 from moesaic.errors import InputError
-from moesaic.kernels.triton.tiles import (
+from moesaic.kernels.triton.rows.tiles import (
     HOPPER,
     RESERVED_BYTES,
     Device,

@@ -189,7 +189,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
     if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
-        from moesaic.kernels.triton.top_k import top_k_columns
+        from moesaic.kernels.triton.rows.top_k import top_k_columns
 
         return top_k_columns(rank_by, top_k).long()
     bits = rank_by.masked_fill(rank_by == 0, 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0

@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moesaic.kernels.triton import expert_stage, launch
-from moesaic.kernels.triton.tiles import Device
+from moesaic.kernels.triton import expert_stage
+from moesaic.kernels.triton.rows import launch
+from moesaic.kernels.triton.rows.tiles import Device
 from moesaic_lab.gpu import mlp
 
 DEVICES = {

@@ -15,7 +15,7 @@ from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
 from moesaic.kernels.triton import expert_stage
-from moesaic.kernels.triton import top_k as triton_top_k
+from moesaic.kernels.triton.rows import top_k as triton_top_k
 from moesaic.routing import router
 from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS

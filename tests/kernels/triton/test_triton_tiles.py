@@ -11,7 +11,7 @@ from moesaic.errors import InputError
 pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
 
 from moesaic.kernels.triton.expert_stage import shapes
-from moesaic.kernels.triton.tiles import Device, Shape, Tile, default_tile, shared_bytes
+from moesaic.kernels.triton.rows.tiles import Device, Shape, Tile, default_tile, shared_bytes
 from moesaic_lab.gpu.search import Tuned, candidates, fits, load, save, search
 
 DEVICES = [

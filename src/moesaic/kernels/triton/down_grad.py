@@ -19,10 +19,10 @@ from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile, slope
+from moesaic.kernels.triton.rows.launch import Launch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile, num_bites
 
 
 def down_grad(

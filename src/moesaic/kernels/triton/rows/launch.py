@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.kernels.triton.tiles import HOPPER, Device, Tile
+from moesaic.kernels.triton.rows.tiles import HOPPER, Device, Tile
 
 ALIGNMENT = 16
 """Bytes that descriptors want of addresses and strides."""
