@@ -59,7 +59,8 @@ class MoE(InjectsLosses, RoutingCached):
         num_experts: how many experts there are.
         top_k: experts per token.
         router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
-        experts: "swiglu", "gelu" or "relu", or a function of (dim, hidden, num_experts) that returns experts; use
+        experts: a name in `EXPERTS` ("swiglu", "clamped_swiglu", "geglu", "gelu", "relu", "relu2"), or a function of
+            (dim, hidden, num_experts) that returns experts; use
             `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
         capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`; a number f stands for
             `Capacity.fixed(f)`.

@@ -1,4 +1,4 @@
-"""What a run does about skewed routing: the arbiter of its layers, samples that move, and what both decided, in numbers."""
+"""What a run does about skewed routing: the arbiter, samples that move, the token budget, and what all decided, in numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from moesaic.balance.policies import SAMPLE_PLACERS
 from moesaic.balance.rates import machine_of, simulator_of
@@ -16,16 +18,17 @@ from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.verdict import Verdict
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import NoTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
-from moesaic.plan import Compiled
+from moesaic.plan import Compiled, Plan
 from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import bare_of, verdicts_of
+from moesaic.runtime.balance.calls import BalancedCalls, bare_of, verdicts_of
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
@@ -212,3 +215,27 @@ def _machine(config: TrainConfig, grid: Grid) -> Machine:
     simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
     layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
     return machine_of(simulator.cluster, grid, layer)
+
+
+def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Let the MoE layers of a run on one process run in slices where the plan has a token budget.
+
+    Args:
+        model: on its device.
+        plan: of the run; without ranks to spread over, nothing else of it matters.
+        device: of the model.
+    """
+    if plan.token_budget is None:
+        return
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.parallelize(Mesh(Grid(world=1), NoTransport(device)), Plan(token_budget=plan.token_budget))
+
+
+def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
+    """Return what each MoE layer did about its budget since the last call, for a line of metrics; nothing without one."""
+    layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
+    balanced = [each.calls for each in layers if each is not None and isinstance(each.calls, BalancedCalls)]
+    if not any(each.compiled.plan.token_budget is not None for each in balanced):
+        return {}
+    return {"token_budget": [asdict(each.budget.take()) for each in balanced]}

@@ -18,7 +18,7 @@ from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import make_arbiter, make_model, place_samples
+from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -34,7 +34,6 @@ from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CONFIG, TOKENIZER, RunFolder
-from moesaic.train.token_budget import hold_to_budget
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
