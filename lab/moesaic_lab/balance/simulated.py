@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
@@ -116,7 +115,7 @@ class Larger:
             for call in range(len(routes.experts)):
                 started = time.perf_counter()
                 copies = self._copies(routes, call, method)
-                load = Load(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+                load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
                 compiled, table = deciding(load)
                 decided.append(time.perf_counter() - started)
                 replicated.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
@@ -196,7 +195,7 @@ class _Deciding:
         self.option = ""
         """What the arbiter chose first."""
 
-    def __call__(self, load: Load) -> tuple[Compiled, np.ndarray | None]:
+    def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies."""
         if self._arbitration is not None:
             verdict = self._arbitration.choose(load)

@@ -20,13 +20,12 @@ from moesaic.layer import MoE, finish_step
 from moesaic.models.moving import MovingGPT
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, make_model, place_samples
+from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
-from moesaic.train.place_experts import rates_of
 from moesaic.train.state import make_optimizer
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
@@ -134,7 +133,7 @@ class Training:
         """Return what the arbiters chose since the last call, by option."""
         found: dict[str, int] = {}
         for layer in self.layers:
-            for verdict in verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls):
+            for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
                 found[verdict.option] = found.get(verdict.option, 0) + 1
         return found
 

@@ -159,7 +159,8 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
         return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
 
     rows = permute(x.to(dtype), permutation)
-    pre = [product(rows, up, bias) for up, bias in zip(ups, biases or [None] * len(ups))]
+    of_ups: list[Tensor | None] = [*biases] or [None] * len(ups)
+    pre = [product(rows, up, bias) for up, bias in zip(ups, of_ups)]
     if module.has_gate:
         hidden = module._apply_gate(torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1))
     else:

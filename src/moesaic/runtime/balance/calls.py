@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.selector.arbiter import CallDecision
 from moesaic.plan import Compiled
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.budget import TokenBudget
@@ -71,7 +71,7 @@ def calls_under(
     return BalancedCalls(compiled, policy, num_experts, dim)
 
 
-def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
+def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
     """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
     selector = None if calls is None else selector_of(calls)
     return [] if selector is None else selector.take()

@@ -23,7 +23,7 @@ from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.experts.experts import is_dtensor
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
-from moesaic.runtime.balance.experts.move import Masters, Sent, Shelf, carry_slots, shelves_of
+from moesaic.runtime.balance.experts.move import Masters, SentBytes, Shelf, carry_slots, shelves_of
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
@@ -43,7 +43,7 @@ class Moved:
     experts: int
     """That went to another place; copies and shards of an expert count once."""
     num_bytes: int
-    """Sent between ranks."""
+    """SentBytes between ranks."""
     inter_node_bytes: int
     """Of them, between nodes."""
     busiest_before: tuple[float, ...] = ()
@@ -138,7 +138,7 @@ class ExpertPlacement:
         check_same(transport, {**fields, **of_layers, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
-        sent, moved = Sent(), 0
+        sent, moved = SentBytes(), 0
         for of_layer, order, wanted in zip(shelves, self._orders, orders):
             if np.array_equal(order.experts, wanted):
                 continue

@@ -1,18 +1,61 @@
-"""Where experts go: a greedy start, and ways of swaps that lower the busiest place, then the rows between nodes.
+"""Where experts go, as SmartMoE (Zhai et al., USENIX ATC 2023) publishes it and ours: a greedy start, and ways of swaps that
+lower the busiest place, then the rows between nodes. What is gained until the next decision must pay for the move.
 
 Partition into parts of equal size at the least largest sum is NP-hard. The greedy start is longest processing time first
-(Graham 1969) with room for equally many; swaps of two experts then end in a local optimum. `expert_placement_exact.py` has the
-optimum to measure them by. All loads come with a leading axis of copies of the experts, which all have one placement.
+(Graham 1969) with room for equally many; swaps of two experts then end in a local optimum, to be measured by the optimum in
+`moesaic_lab/exact_placements.py`. All loads come with a leading axis of copies of the experts, which all have one placement.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from moesaic.balance.experts.placer import AbstractExpertPlacer, ExpertLoad, ExpertRates, ExpertSeconds
+
 SLACK = 1e-9
 """Relative differences of load up to this are rounding, and no gain."""
 SWAPS_MOST = 64
 """Swaps that one way has at most to save rows between nodes; each looks at all pairs of experts."""
+
+
+class Balanced(AbstractExpertPlacer):
+    """Ours: the least busiest place, then the fewest rows between nodes, as far as the way there pays for itself.
+
+    Besides the best order it looks at each step of a way to it by swaps of two experts, which moves little at first.
+
+    Args:
+        rates: of rows; None for those of `cost.Machine`.
+    """
+
+    def __init__(self, rates: ExpertRates | None = None) -> None:
+        self.rates = rates or ExpertRates()
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        """Return the order of the least modelled time until the next decision, its move included."""
+        seconds = ExpertSeconds(load, self.rates)
+        way = least_busiest(load.weight, load.place, load.grid.ep)
+        way += fewest_between_nodes(load.weight, load.crossing, way[-1])
+        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first is to stay: it wins ties
+
+    def best(self, load: ExpertLoad) -> np.ndarray:
+        """Return the place of each expert, (num_experts,) int64, if moving cost nothing."""
+        ep = load.grid.ep
+        starts = (load.place, spread_by_load(load.weight, ep))
+        ends = [least_busiest(load.weight, start, ep)[-1] for start in starts]
+        found = [fewest_between_nodes(load.weight, load.crossing, end, stay=load.place)[-1] for end in ends]
+        return min(found, key=lambda place: (load.busiest(place), load.between_nodes(place)))
+
+
+class SmartMoE(AbstractExpertPlacer):
+    """As published: by descending load, each expert to the least loaded place with a free slot, its old one if equal.
+
+    Taken whenever the busiest place gets less, whatever the move costs, wherever rows have to go. Kept to be compared with.
+    """
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        """Return the greedy order if its busiest place has fewer rows."""
+        place = spread_by_load(load.weight, load.grid.ep, load.place)
+        return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
 
 
 def spread_by_load(weight: np.ndarray, ep: int, before: np.ndarray | None = None) -> np.ndarray:
