@@ -26,7 +26,7 @@ from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
-from moesaic.routing.route import Batch, Routed, RoutedCall, route
+from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
@@ -371,7 +371,7 @@ class MoE(InjectsLosses, RoutingCached):
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
-        batch = Batch(
+        batch = TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,

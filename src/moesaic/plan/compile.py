@@ -34,7 +34,7 @@ from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.passes.up_to_experts import up_to_experts
-from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose

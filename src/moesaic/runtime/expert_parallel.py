@@ -31,7 +31,7 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Peers
-from moesaic.routing.route import Batch, Routed, RoutingRecord, route
+from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
@@ -270,7 +270,7 @@ class ExpertParallel:
         top_k: int,
         capacity: AbstractCapacity,
         losses: Sequence[AbstractLoss],
-        batch: Batch,
+        batch: TokenInfo,
         replay: RoutingRecord | None,
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""

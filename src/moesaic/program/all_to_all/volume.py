@@ -12,8 +12,7 @@ from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex, Move
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
