@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from moesaic.program.shapes import LayoutIndex
 
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex
 from moesaic.program.sizes import CallSizes
 
 

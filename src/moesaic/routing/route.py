@@ -66,7 +66,7 @@ class RoutedCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenInfo:
     """What the route stage knows about its tokens besides their activations."""
 
     valid_T: Tensor | None = None
@@ -95,7 +95,7 @@ def route(
     top_k: int,
     capacity: AbstractCapacity,
     losses: Sequence[AbstractLoss] = (),
-    batch: Batch = Batch(),
+    batch: TokenInfo = TokenInfo(),
     replay: RoutingRecord | None = None,
     peers: Peers | None = None,
 ) -> Routed:
@@ -157,7 +157,7 @@ def _decide(
     capacity: AbstractCapacity,
     num_tokens: int,
     num_experts: int,
-    batch: Batch,
+    batch: TokenInfo,
     sums: RouterStatistics | None,
     peers: Peers | None,
 ) -> RoutingRecord:
@@ -262,7 +262,7 @@ def _sums(
     choice: Choice,
     weight_N: Tensor,
     alive_N: Tensor | None,
-    batch: Batch,
+    batch: TokenInfo,
     earlier_counts: Tensor | None,
 ) -> RouterStatistics | None:
     """Return what the losses read, of this rank's tokens; None without losses."""
