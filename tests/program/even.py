@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from moesaic.program.shapes import LayoutIndex
 
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 
 
 def even_sizes(
