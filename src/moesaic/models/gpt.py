@@ -66,7 +66,7 @@ class Dense(nn.Module):
         return y.view(x.shape)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A short convolution, attention, then a dense or sparse feed-forward layer, each with a residual.
 
     Args:
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config, layer) for layer in range(config.num_layers))
         self.norm = Norm(config.dim)
         self.relocator: Relocator | None = None
         """Moves samples between ranks in forward passes without caches; None: each rank keeps its own."""
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         into_residual = std / math.sqrt(2 * self.config.num_layers)
         self.embedding.weight.normal_(std=std)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             block.attention.qkv.weight.normal_(std=std)
             block.attention.out.weight.normal_(std=into_residual)
             block.ffn.init_normal(std, into_residual)

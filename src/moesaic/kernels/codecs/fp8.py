@@ -10,13 +10,8 @@ from torch import Tensor
 
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.int8 import scales
-from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
+from moesaic.kernels.codecs.rounding import LARGEST, WIDTH, compute_dtype, saturate, with_cast
 from moesaic.kernels.pick import codes_by_triton
-
-WIDTH = 128
-"""Values of a row under one scale; the last block of a row may be narrower."""
-LARGEST = 448.0
-"""The largest e4m3 number; the format has no infinity, and a cast of more gives NaN, hence the clamp."""
 
 
 @final

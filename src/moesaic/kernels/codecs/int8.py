@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
+from moesaic.kernels.codecs.rounding import LEVELS, compute_dtype, saturate, with_cast
 from moesaic.kernels.pick import codes_by_triton
-
-LEVELS = 127
-"""The largest integer sent; -128 is not used."""
 
 
 @final

@@ -1,9 +1,19 @@
-"""What the codecs share: the dtype they compute in, casts that never overflow, and how far a cast may be off."""
+"""What the codecs share: their constants, the dtype they compute in, casts that never overflow, and how far a cast may be off."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+LEVELS = 127
+"""The largest integer sent; -128 is not used."""
+WIDTH = 128
+"""Values of a row under one scale; the last block of a row may be narrower."""
+LARGEST = 448.0
+"""The largest e4m3 number; the format has no infinity, and a cast of more gives NaN, hence the clamp."""
+FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
+"""Smaller values, as parts of the message's largest, are sent as zero: zfp's own scale overflows for blocks below 2**-98
+(float32) or 2**-962 (float64), and such blocks would come back as noise."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.codecs import CodecSpec, blocks_of_bits
 from moesaic.errors import InputError
 from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.codecs.rounding import compute_dtype, multiply_by_power, saturate, with_cast
+from moesaic.kernels.codecs.rounding import FLUSH, compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.zfp_bound import BLOCK, block_errors
 from moesaic.kernels.pick import codes_by_triton
 
@@ -26,9 +26,6 @@ RATES = range(4, 33)
 """Bits per value that are accepted. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
 MOST_VALUES = 2**28
 """The Triton kernels count the bits of so many values with 32-bit integers; more go over the CPU."""
-FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
-"""Smaller values, as parts of the message's largest, are sent as zero: zfp's own scale overflows for blocks below 2**-98
-(float32) or 2**-962 (float64), and such blocks would come back as noise."""
 
 
 @final

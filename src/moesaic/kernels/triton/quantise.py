@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.codecs.fp8 import LARGEST, WIDTH
-from moesaic.kernels.codecs.int8 import LEVELS
+from moesaic.kernels.codecs.rounding import LARGEST, LEVELS, WIDTH
 
 CHUNK = 1024
 """Values of a row that one step takes."""

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.codecs.rounding import multiply_by_power
-from moesaic.kernels.codecs.zfp import FLUSH
+from moesaic.kernels.codecs.rounding import FLUSH, multiply_by_power
 from moesaic.kernels.codecs.zfp_bound import BLOCK, ORDER
 from moesaic.kernels.triton.zfp_code import decode_kernel, encode_kernel
 
