@@ -1,4 +1,4 @@
-"""What the codecs share: their constants, the dtype they compute in, casts that never overflow, and how far a cast may be off."""
+"""What the codecs share: constants, the dtype they compute in, casts that never overflow, and how far a cast may be off."""
 
 from __future__ import annotations
 
