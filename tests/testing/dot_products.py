@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from moesaic.runtime.call import Call, Value
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
@@ -21,7 +22,6 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
-from moesaic.runtime.call import Call, Value
 from moesaic.runtime.executor import drive, interpret
 from moesaic.testing.invariants import same_axes
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from moesaic.cost.profile import ClusterProfile, read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
@@ -113,7 +113,7 @@ def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
     """Return the predicted seconds of every plan."""
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
-    simulator = ProfiledSimulator(profile, virtual_flops=virtual)
+    simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {
         name: simulator.layer_seconds(each.forward, each.backward, case.layer(each.grid.tp), each.grid)
         for name, each in plans.items()

@@ -17,16 +17,15 @@ from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
-from moesaic.models.gpt import GPT
+from moesaic.models.moving import MovingGPT
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, place_samples
+from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
-from moesaic.train.place_experts import rates_of
 from moesaic.train.state import make_optimizer
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
@@ -96,13 +95,14 @@ class Training:
         method = job.methods[name]
         config, element_bytes = method.config, 4
         torch.manual_seed(config.seed)
-        self.mesh, self.model = mesh, GPT(config.model, job.vocab)
+        self.mesh, self.model = mesh, make_model(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
         parallelize(self.model, mesh, config.layer_plan, policy_of=partial(make_arbiter, config))
         place_samples(self.model, mesh, config)
-        if method.placer is not None and self.model.relocator is not None:
-            self.model.relocator.placer = method.placer
+        self.relocator = self.model.relocator if isinstance(self.model, MovingGPT) else None
+        if method.placer is not None and self.relocator is not None:
+            self.relocator.placer = method.placer
         tiny = 1e-30  # a rate of 0 is refused; this one changes no bit
         self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=tiny), torch.device("cpu"))
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
@@ -133,7 +133,7 @@ class Training:
         """Return what the arbiters chose since the last call, by option."""
         found: dict[str, int] = {}
         for layer in self.layers:
-            for verdict in verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls):
+            for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
                 found[verdict.option] = found.get(verdict.option, 0) + 1
         return found
 
@@ -171,8 +171,7 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
 
 def _of_trip(training: Training) -> dict[str, float]:
     """Return what the last forward pass decided about samples."""
-    relocator = training.model.relocator
-    trip = None if relocator is None else relocator.trip
+    trip = None if training.relocator is None else training.relocator.trip
     counted = [] if trip is None else [move.copies is not None for move in trip.moves]
     if trip is None or not all(counted):  # where a policy rests, or an arbiter left samples in place
         return dict.fromkeys(("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0)

@@ -19,7 +19,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
-from moesaic.runtime import movements, sharing
+from moesaic.runtime import expert_parallel, messages
 from moesaic.testing.cases import Case
 from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
 from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
@@ -228,14 +228,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "Parm; torchtitan#2416",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", lambda transport, group, value: value.view_as(value)),
+        plants.replaced(expert_parallel, "share", lambda transport, group, value: value.view_as(value)),
     ),
     Mutant(
         "S1: the gate's gradient averaged over tp",
         "own",
         "step",
         "numbers",
-        plants.replaced(sharing, "share", plants.averaged_over_peers),
+        plants.replaced(expert_parallel, "share", plants.averaged_over_peers),
         looks_like=("router gradients", "1/tp"),
     ),
     Mutant(
@@ -424,7 +424,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "own",
         "step",
         "numbers",
-        plants.replaced(movements, "placed", plants.sorted_again),
+        plants.replaced(messages, "placed", plants.sorted_again),
     ),
     Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
     Mutant(
@@ -432,7 +432,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "own",
         "chunks",
         "numbers",
-        plants.replaced(movements, "placed", plants.last_shard_only),
+        plants.replaced(messages, "placed", plants.last_shard_only),
         looks_like=("gradients of experts.b2", "1/etp"),
     ),
     Mutant(

@@ -26,18 +26,19 @@ from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Op, Program, State, Task
+from moesaic.routing import peers
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance, RouterStatistics
+from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime import compute, executor, expert_parallel, function, gradients, packets, peers
+from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
 from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.experts import move as place_experts_move
 from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
-from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
@@ -124,21 +125,21 @@ def _after_experts(program: Program) -> set[str]:
 
 def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) -> Patch:
     """Average gradients as it should be, then spoil them; `change` also gets what they were before."""
-    original = gradients.average_gradients
+    original = data_parallel.average_gradients
 
     def spoiled(module: nn.Module, mesh: Any) -> None:
         before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         original(module, mesh)
         change(module, mesh, before)
 
-    return replaced(gradients, "average_gradients", spoiled)
+    return replaced(data_parallel, "average_gradients", spoiled)
 
 
 def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
     """Expert gradients are off by a factor, which depends on the layer and the mesh."""
 
     def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-        for parameter in gradients.expert_parameters(module):
+        for parameter in data_parallel.expert_parameters(module):
             if parameter.grad is not None:
                 parameter.grad *= factor(module, mesh.grid)
 
@@ -161,7 +162,7 @@ def experts_summed_over(axis: Axis | None) -> Patch:
 
     def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
         group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
-        spread = {id(parameter) for parameter in gradients.expert_parameters(module)}
+        spread = {id(parameter) for parameter in data_parallel.expert_parameters(module)}
         for name, parameter in module.named_parameters():
             if id(parameter) in spread and parameter.grad is not None:
                 local = before.get(name, torch.zeros_like(parameter.grad))
@@ -240,7 +241,7 @@ def norm_with(
     """The norm's square is a sum in which the experts' part or that of all others has a factor."""
 
     def wrapped(layer: MoE, mesh: Any) -> float:
-        spread = list(gradients.expert_parameters(layer))
+        spread = list(data_parallel.expert_parameters(layer))
         known = {id(parameter) for parameter in spread}
         others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
         of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
@@ -499,15 +500,15 @@ def counted_over_tp() -> AbstractContextManager[object]:
 def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows that several shards sent overwrite each other."""
     if not sums:
-        return compute.placed(parts, places, num_rows, False)
+        return tasks.placed(parts, places, num_rows, False)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
-    return out.index_copy_(0, compute.index_like(places, out), torch.cat([*parts]))
+    return out.index_copy_(0, tasks.index_like(places, out), torch.cat([*parts]))
 
 
 def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
     """Rows are put back by the order that sorted them, where its inverse is due."""
     is_order = not sums and len(places) == num_rows and len(set(places.tolist())) == num_rows
-    return compute.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
+    return tasks.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
 
 
 class StrideByColumns(Hier2D):
@@ -527,17 +528,17 @@ class StrideByColumns(Hier2D):
 def stride_by_columns() -> Iterator[None]:
     """Plant `StrideByColumns`; legs are remembered, so what was found before is forgotten on both sides."""
     with mock.patch.dict(ALL_TO_ALLS, {"hier2d": StrideByColumns()}):
-        packets._legs.cache_clear()
+        messages._legs.cache_clear()
         try:
             yield
         finally:
-            packets._legs.cache_clear()
+            messages._legs.cache_clear()
 
 
 @contextmanager
 def own_rows_coded() -> Iterator[None]:
     """Rows that stay on their rank go through the codec too."""
-    original = packets.pack
+    original = messages.pack
 
     def wrapped(task: Task, slots: Any, value: Tensor, call: Any) -> Any:
         packed, codec = original(task, slots, value, call), codec_named(task.codec or "none")
@@ -583,7 +584,7 @@ def read_before_waiting() -> AbstractContextManager[object]:
             if isinstance(request, Handle):
                 open_handles.append(request)
 
-    return mock.patch.object(function, "drive", deferred_wgrad)
+    return mock.patch.object(executor, "drive", deferred_wgrad)
 
 
 def messages_swapped() -> AbstractContextManager[object]:
@@ -605,7 +606,7 @@ def messages_swapped() -> AbstractContextManager[object]:
                     buffers[0].copy_(second)
                     buffers[1].copy_(first)
 
-    return mock.patch.object(function, "drive", swapped)
+    return mock.patch.object(executor, "drive", swapped)
 
 
 def padding_routed() -> AbstractContextManager[object]:
@@ -615,7 +616,7 @@ def padding_routed() -> AbstractContextManager[object]:
 
 def bias_of_every_shard() -> AbstractContextManager[object]:
     """Every shard of an expert adds the whole output bias."""
-    return mock.patch.object(compute, "_shards", return_value=1)
+    return mock.patch.object(tasks, "_shards", return_value=1)
 
 
 # What balances skewed routing: the memory of the arbiter, where samples go and come back to, experts that move

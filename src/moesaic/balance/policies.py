@@ -7,8 +7,7 @@ from collections.abc import Callable
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertRates, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.published import Published
-from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.replication.shadow import Published, Shadow
 from moesaic.balance.replication.spill import LeastLoaded, Spill
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions, Stay, TwoStage, Weighed
 from moesaic.balance.selector.arbiter import Arbiter

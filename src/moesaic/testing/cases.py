@@ -11,23 +11,20 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import torch
 
-from moesaic.balance.choices import PlanChoices
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
-from moesaic.balance.replication.policy import AbstractReplicationPolicy, Replicated
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.compile import moving
 from moesaic.plan.plan import Crossing, Order, Replication
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
@@ -296,7 +293,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     )
     try:
         compiled = compile_plan(plan, case.grid)
-        relocate((compiled.options or (compiled,))[0].logical)
+        moving((compiled.options or (compiled,))[0])
     except InputError:
         return case
     return placed
@@ -340,7 +337,7 @@ def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
     return tuple(rng.sample(every, rng.choice([0, 1, 2, 3])))
 
 
-def random_replication(load: Load, rng: np.random.Generator) -> np.ndarray:
+def random_replication(load: CallLoad, rng: np.random.Generator) -> np.ndarray:
     """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
     replicated: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
     replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
@@ -348,7 +345,7 @@ def random_replication(load: Load, rng: np.random.Generator) -> np.ndarray:
     return replicated
 
 
-def as_far_as_there_are(load: Load, replicated: np.ndarray) -> np.ndarray:
+def as_far_as_there_are(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
     """Return a table cut to the copies that there are, helpers in their order."""
     before = np.cumsum(replicated, axis=2) - replicated
     cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
@@ -362,7 +359,7 @@ class AnyOption(Arbiter):
     seed: int
     """Of what is drawn."""
 
-    def start(self, plan: PlanChoices, plans: Sequence[PlanChoices]) -> Arbitration:
+    def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
         """Return what draws for one layer."""
         return _Drawing(self, plan, plans)
 
@@ -374,7 +371,7 @@ class _Drawing(Arbitration):
     goes_by_times = False
     _calls = 0
 
-    def choose(self, load: Load) -> Verdict:
+    def choose(self, load: CallLoad) -> CallDecision:
         """Return what is drawn for a call."""
         rng = np.random.default_rng((self.settings.seed, self._calls))
         self._calls += 1
@@ -382,7 +379,7 @@ class _Drawing(Arbitration):
         replicated = None
         if self.plans[program].replication != "none":
             replicated = as_far_as_there_are(load, random_replication(load, rng))
-        return Verdict(
+        return CallDecision(
             option=f"program {program}",
             program=program,
             replicated=replicated,

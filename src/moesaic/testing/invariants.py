@@ -13,9 +13,9 @@ from torch import Tensor
 from moesaic.comm.transport import Handle, Transfer
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Kind, Program, Slot, State
-from moesaic.runtime import function
-from moesaic.runtime.call import Call, Environment, Value
+from moesaic.runtime import executor
 from moesaic.runtime.executor import interpret
+from moesaic.runtime.tasks import Call, Environment, Value
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def observed() -> Iterator[list[Observed]]:
         runs.append(Observed(program, call, environment))
         return environment
 
-    with mock.patch.object(function, "interpret", watching):
+    with mock.patch.object(executor, "interpret", watching):
         yield runs
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
@@ -98,7 +97,7 @@ def _run(job: ProcessCase) -> RankResult:
         return run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm)
 
 
-def _norm(layer: MoE, mesh: AbstractMesh) -> float:
+def _norm(layer: MoE, mesh: Mesh) -> float:
     assert isinstance(mesh, Mesh)
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf

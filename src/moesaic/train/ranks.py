@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.mesh import DeviceType, Mesh, check_same, open_transport
+from moesaic.comm.agree import check_same
+from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
 

@@ -23,19 +23,24 @@ from torch import Tensor
 from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
+from moesaic.models.moving import MovingGPT
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
 from moesaic.runtime.balance.samples.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
-from moesaic.traces.file import Segment, TraceShape, read_header, read_table, write_segment
 from moesaic.traces.trace import (
     FOLDER,
     PATTERN,
     Trace,
+    TraceSegment,
+    TraceShape,
     differences,
+    read_header,
+    read_table,
     segment_name,
     segments_of,
     steps_in_words,
+    write_segment,
 )
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import checksum, flush
@@ -98,8 +103,7 @@ class RoutingObserver:
 
     def _trip(self) -> SampleTrip | None:
         """Return the forward pass that runs or ran last, where samples move in it."""
-        relocator = self._model.relocator
-        return None if relocator is None else relocator.trip
+        return self._model.trip if isinstance(self._model, MovingGPT) else None
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
@@ -182,7 +186,7 @@ class _Recorder:
             if parts is not None:
                 table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
                 table = table if places is None else taken_home(table, places)
-                segment = Segment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
+                segment = TraceSegment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
 
@@ -363,7 +367,9 @@ def prune(folder: Path, step: int) -> None:
             except OSError as error:
                 raise InputError(f"trace {path}: cannot be removed ({error.strerror}): check the folder") from error
         elif header.steps[-1] >= step:
-            whole = Segment(header.shape, header.holds, header.steps, read_table(header), header.groups, header.source)
+            whole = TraceSegment(
+                header.shape, header.holds, header.steps, read_table(header), header.groups, header.source
+            )
             write_segment(whole.before(step), path)
 
 

@@ -18,7 +18,7 @@ from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import hold_to_budget, make_arbiter, place_samples
+from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -165,7 +165,7 @@ def _build(
 ) -> tuple[GPT, torch.optim.AdamW]:
     """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
     seed_everything(config.seed)
-    model = GPT(config.model, vocab_size).to(device)
+    model = make_model(config, vocab_size).to(device)
     if dtype == torch.float64:
         model.double()
     if ranks.mesh is not None:

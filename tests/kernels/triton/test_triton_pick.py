@@ -16,10 +16,10 @@ from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton import top_k as triton_top_k
+from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS
-from moesaic.routing.selection import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 
-USERS = ("kernels.pick", "kernels.permute", "routing.selection")
+USERS = ("kernels.pick", "kernels.permute", "routing.router")
 """The modules that ask which kernels a device runs."""
 EXPERTS = {
     "swiglu": GatedExperts,

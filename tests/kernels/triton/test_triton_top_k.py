@@ -8,9 +8,9 @@ import torch
 from helpers import ODD_LOGITS, ranked
 from moesaic.kernels.triton.sort import Order, sort
 from moesaic.kernels.triton.top_k import top_k_columns
+from moesaic.routing.router import top_k_indices_reference
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic.routing.selection import top_k_indices_reference
 
 SIZES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (7, 5, 2), (40, 64, 8), (300, 16, 1)]
 

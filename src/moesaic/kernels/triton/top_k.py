@@ -1,7 +1,7 @@
 """The choice of the largest entries of each row: what a top-k router asks for.
 
 Eager: a deterministic top-k (in float64, so that ties break). Here one kernel reads a row once and picks K times the largest,
-of equal ones the lowest index; NaN ranks above every number, as in `routing/selection.py`, so that every row has K different
+of equal ones the lowest index; NaN ranks above every number, as in `routing/router.py`, so that every row has K different
 entries. Bytes: T E read, 4 T K written. Compares: K T E.
 """
 
