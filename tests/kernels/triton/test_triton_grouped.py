@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton_references import down_grad_reference, outer_products_reference, rows_times_reference, up_reference
 
 from moesaic.kernels.triton.down_grad import down_grad, down_grad_reference
 from moesaic.kernels.triton.grouped import rows_times, rows_times_reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_references import row_tiles_reference, sort_reference
 
 from moesaic.kernels.triton.rows.sort import Order, sort, sort_reference
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles, row_tiles_reference

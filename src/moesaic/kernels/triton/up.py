@@ -67,15 +67,6 @@ def up(
     return pre, hidden
 
 
-def up_reference(
-    x: Tensor, matrices: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return what `up` must, of rows that stand in expert order, in float64."""
-    pre = [rows_times_reference(x, each, ends) for each in matrices]
-    hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0)
-    return pre, hidden if weight is None else hidden * weight.double()[:, None]
-
-
 @triton.jit
 def _up_kernel(
     x: tl.tensor, w_one: tl.tensor, w_two: tl.tensor, pre_one: tl.tensor, pre_two: tl.tensor, hidden: tl.tensor,
