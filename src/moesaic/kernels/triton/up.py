@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
+from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
 from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
