@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+NO_REPLICATION = "none"
+"""In place of the name of a policy that replicates experts."""
+
 
 class PlanChoices(Protocol):
     """A plan, as policies see it: a dataclass with these fields, of which `plan.Plan` says what they mean."""
@@ -14,6 +17,10 @@ class PlanChoices(Protocol):
     @property
     def replication(self) -> str:
         """Name of the policy that replicates experts, or none."""
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there is such a policy."""
 
     @property
     def gather_weights(self) -> int | None:
@@ -35,7 +42,12 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanChoices)
 class Choices:
     """These choices alone, as a plan has them unless it is told otherwise."""
 
-    replication: str = "none"
+    replication: str = NO_REPLICATION
     gather_weights: int | None = None
     peer_groups: int = 1
     chunks: int = 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a policy replicates experts."""
+        return self.replication != NO_REPLICATION

@@ -8,8 +8,9 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moesaic.balance.choices import NO_REPLICATION
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.codecs import CODECS
+from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 else:
     AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
-    Replication = Literal[("none", *REPLICATION_POLICIES)]
+    Replication = Literal[(NO_REPLICATION, *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
 """Names of registries; a command line lists them as choices."""
@@ -64,11 +65,11 @@ class Plan:
     """How rows cross ep. linear; hier1d through one rank per node; hier2d inside nodes, then between; pipelined both at
     once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node and once per rank there;
     deepep, DeepEP's kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
-    codec: Codec = "none"
+    codec: Codec = NO_CODEC
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
-    backward_codec: Codec = "none"
+    backward_codec: Codec = NO_CODEC
     """Of gradients that cross ep."""
-    replication: Replication = "none"
+    replication: Replication = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
     (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
     FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
@@ -84,7 +85,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        links, replication = (*ALL_TO_ALLS, *_OTHERS), ("none", *REPLICATION_POLICIES)
+        links, replication = (*ALL_TO_ALLS, *_OTHERS), (NO_REPLICATION, *REPLICATION_POLICIES)
         names: dict[str, Collection[str]] = {
             "schedule": SCHEDULES,
             "all_to_all": links,
@@ -119,6 +120,11 @@ class Plan:
         """The algorithm in `ALL_TO_ALLS` that movements over ep are lowered to; linear, which leaves them as they are,
         for others."""
         return self.all_to_all if self.crossing is Crossing.LINK else "linear"
+
+    @property
+    def replicates(self) -> bool:
+        """Whether copies may be computed by other ranks than their experts' homes."""
+        return self.replication != NO_REPLICATION
 
     @property
     def is_lossless(self) -> bool:

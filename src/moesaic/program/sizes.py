@@ -13,7 +13,7 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex, Matched, Move, find
+from moesaic.program.shapes import AbstractLayoutIndex, LayoutIndex, Matched, Move, find
 from moesaic.program.task import ONCE, Flow, Layout
 
 
@@ -45,6 +45,7 @@ class CallSizes:
         replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that replicate. The first ones of a run stay with its home. None: all.
         shapes: of the same grid, experts and chunks, to share between calls; None to make them.
+        parts: (world, num_experts, num_chunks) int64: copies in each part of each run; None: equal parts.
 
     Raises:
         InputError: if the experts do not split over ep, or the counts do not fit the mesh.
@@ -60,7 +61,8 @@ class CallSizes:
         node_tokens: np.ndarray | None = None,
         units: int = 0,
         replicated: np.ndarray | None = None,
-        shapes: LayoutIndex | None = None,
+        shapes: AbstractLayoutIndex | None = None,
+        parts: np.ndarray | None = None,
     ) -> None:
         if copies.ndim != 2 or copies.shape[0] != grid.world or tokens.shape != (grid.world,):
             raise InputError(
@@ -68,14 +70,18 @@ class CallSizes:
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
         self.grid, self.num_chunks = grid, num_chunks
-        self.shapes = shapes or LayoutIndex(grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None)
+        self.shapes: AbstractLayoutIndex = shapes or LayoutIndex(
+            grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None
+        )
         self.num_experts = self.shapes.num_experts
         if replicated is None and self.shapes.replicates:
             replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
         staying = copies if replicated is None else copies - replicated.sum(2)
         assert (staying >= 0).all(), "more copies are replicated than there are"
         cuts = staying[:, :, None]
-        if num_chunks > 1:
+        if parts is not None:
+            cuts = parts
+        elif num_chunks > 1:
             cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
         self._replicated = replicated
         self._rows: dict[Flow, np.ndarray] = {
@@ -206,6 +212,9 @@ class CallSizes:
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
+        later = self.shapes.tokens_later(copies, rank)
+        if later is not None:
+            return np.repeat(later, np.diff(offsets))
         if copies.whole_tp or tokens.whole_tp:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
         held, of_copies = self.shapes.pieces(tokens, rank), self.shapes.pieces(copies, rank)

@@ -53,7 +53,7 @@ class _Drawing(Arbitration):
         self._calls += 1
         program = int(rng.integers(len(self.plans)))
         replicated = None
-        if self.plans[program].replication != "none":
+        if self.plans[program].replicates:
             replicated = as_far_as_there_are(load, random_replication(load, rng))
         return Verdict(
             option=f"program {program}",

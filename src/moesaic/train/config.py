@@ -322,7 +322,7 @@ class TrainConfig:
             ),
             (self.planner.auto, "planner.auto, whose plans are predicted for samples that stay"),
             (
-                self.plan.replication not in ("none", "arbiter"),
+                self.plan.replicates and self.plan.replication != "arbiter",
                 f"plan.replication={self.plan.replication}, which cuts copies by helper and not by sample: "
                 "choose none or arbiter",
             ),

@@ -48,6 +48,6 @@ def name_of(chosen: PlanChoices, plan: PlanChoices, policy: str = "") -> str:
         policy: whose table a program that replicates is given.
     """
     parts = ["steps"] if chosen.peer_groups != plan.peer_groups else []
-    parts += [policy or "lend"] if chosen.replication != "none" else []
+    parts += [policy or "lend"] if chosen.replicates else []
     parts += [f"r={chosen.gather_weights}"] if chosen.gather_weights != plan.gather_weights else []
     return "+".join(parts) or ALONE

@@ -171,7 +171,7 @@ class Weigher:
         lendings = None
         options = [alone]
         for number, plan in list(enumerate(self.plans))[1:]:
-            if plan.replication == "none":
+            if not plan.replicates:
                 nothing = Choice(name_of(plan, self.plan), number, Recipe())
                 options.append(self.priced(nothing, alone.replicated, found, alone))
                 continue

@@ -5,7 +5,7 @@ ScheMoE's order is optimal for equal chunks and equal passes only; elsewhere a b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from moesaic.program.order.early import early
@@ -36,7 +36,7 @@ class Found:
 
 def exact(
     program: Program,
-    seconds: Mapping[str, float] | None = None,
+    seconds: Callable[[], Mapping[str, float]] | None = None,
     *,
     host_runs_compute: bool = False,
     max_nodes: int | None = None,
@@ -45,8 +45,8 @@ def exact(
 
     Args:
         program: forward or backward.
-        seconds: duration of each task by name, the same on all ranks. None: there is nothing to search by, and the order
-            is OptSche's.
+        seconds: returns the duration of each task by name, the same on all ranks. None: there is nothing to search by, and
+            the order is OptSche's.
         host_runs_compute: as of `lay_out`.
         max_nodes: as of `search`.
 
@@ -55,7 +55,7 @@ def exact(
     """
     if seconds is None:
         return optsche(program)
-    return search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=max_nodes).program
+    return search(program, seconds(), host_runs_compute=host_runs_compute, max_nodes=max_nodes).program
 
 
 def search(
