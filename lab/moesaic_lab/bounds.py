@@ -16,7 +16,7 @@ from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 Message = tuple[int, int, float]
 """Source rank, target rank, bytes."""

@@ -145,9 +145,10 @@ def test_an_even_layer_has_the_durations_of_its_ranks_apart(schedule: str) -> No
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"inter_gbps": 0}, "machine.inter_gbps=0: must be above 0"),
-        ({"tflops": float("nan")}, "machine.tflops=nan: must be above 0"),
-        ({"intra_latency_us": -1}, "machine.intra_latency_us=-1: must be 0 or more"),
+        ({"inter_gbps": 0}, "machine.inter_gbps=0: must be a finite number above 0"),
+        ({"tflops": float("nan")}, "machine.tflops=nan: must be a finite number above 0"),
+        ({"intra_latency_us": -1}, "machine.intra_latency_us=-1: must be a finite number of at least 0"),
+        ({"inter_latency_us": float("nan")}, "machine.inter_latency_us=nan: must be a finite number of at least 0"),
     ],
 )
 def test_impossible_machines_are_refused(fields: dict, line: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +207,24 @@ def test_a_link_has_a_rate_a_shortest_time_and_a_credit() -> None:
 def test_links_that_cannot_be_are_refused(sizes: tuple[float, ...], times: list[list[float]], words: str) -> None:
     with pytest.raises(InputError, match=words):
         fit_link(sizes, times, "a link")
+
+
+NO_NUMBERS = [float("nan"), float("inf"), -1.0]
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+@pytest.mark.parametrize(
+    ("section", "name"), [("products", "fp32"), ("products", "rows"), ("errors", "host_worst"), ("codecs", "int8")]
+)
+def test_a_file_with_a_number_that_cannot_be_measured_is_refused(
+    tmp_path: Path, section: str, name: str, number: float
+) -> None:
+    table = json.loads(json.dumps(asdict(PROFILE)))
+    table[section][name] = [number, *table[section][name][1:]] if section == "products" else number
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=rf"p\.json.*profile\.{section}\.{name}={number}: must be a finite number"):
+        read_profile(path, any_machine=True)
 
 
 FREE = replace(PROFILE, host=HostCosts())

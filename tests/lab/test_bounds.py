@@ -13,9 +13,9 @@ from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES
-from moesaic.testbed.bed import Bed
 from moesaic_lab.bounds import Limit, link_limit, link_seconds, program_messages
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
+from moesaic_testbed.bed import Bed
 from program.even import even_sizes
 
 RATE = 25e6

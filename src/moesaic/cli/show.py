@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Dtype
@@ -24,6 +26,8 @@ from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
+from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.shapes import LayoutIndex
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
@@ -95,6 +99,9 @@ class ShowOptions:
     """The mesh that it runs on."""
     layer: LayerOptions = LayerOptions()
     """The layer that it runs."""
+    samples: int = 0
+    """Samples of each rank that may live elsewhere after the layer (NetMoE), as many tokens each; shown with all staying. 0:
+    results go back to where tokens came from."""
     cluster: str = "25gbe"
     """What the times are simulated on: a preset, or a file that ends in .toml; docs/planning.md describes both."""
     plan_file: str | None = None
@@ -121,12 +128,19 @@ def run(arguments: Sequence[str]) -> int:
         )
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
-    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute)
-    programs = {"forward": compiled.forward, "backward": compiled.backward}
+    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute, moves_samples=options.samples > 0)
     layer, simulator = options.layer.workload, Simulator(cluster)
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
+    if options.samples:
+        sizes = _by_sample(sizes, plan, options.layer, options.samples)
+    programs = {"forward": compiled.forward, "backward": compiled.backward}
+    if compiled.again is not None:
+        programs["again"] = compiled.again
     rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
-    timelines = {name: simulator.run(program, layer, compiled.grid).timeline for name, program in programs.items()}
+    timelines = {
+        name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
+        for name, program in programs.items()
+    }
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
@@ -147,6 +161,22 @@ def _cluster(options: ShowOptions) -> ClusterSpec:
     cluster = read_cluster(options.cluster)
     nodes = options.mesh.world // options.mesh.ranks_per_node
     return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
+
+
+def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
+    """Return the same sizes with every run of copies told apart by sample, all samples staying where they are."""
+    grid = sizes.grid
+    share, rest = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
+    if rest or layer.tokens % slots or grid.tp > 1:
+        raise InputError(
+            f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's {layer.tokens} tokens and each "
+            f"expert's {layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
+        )
+    copies = np.full((grid.world, slots, layer.num_experts), share)
+    homes = Homes.start(grid.world, slots)
+    index = LayoutIndex(grid, layer.num_experts, slots, parts=plan.chunks)
+    placed = PlacedIndex(index, lambda: homes.targets(homes), layer.tokens // slots)
+    return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
 
 
 def _moved(program: Program, sizes: CallSizes, shape: LayerShape) -> list[dict[str, Any]]:

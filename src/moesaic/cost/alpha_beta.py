@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.errors import InputError
+from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops, check_above_zero, check_not_negative
 from moesaic.program.grid import Grid
 
 
@@ -28,11 +27,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("intra_gbps", "inter_gbps", "tflops", "memory_gbps"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"machine.{name}={getattr(self, name)}: must be above 0")
+            check_above_zero(f"machine.{name}", getattr(self, name))
         for name in ("intra_latency_us", "inter_latency_us"):
-            if getattr(self, name) < 0:
-                raise InputError(f"machine.{name}={getattr(self, name)}: must be 0 or more")
+            check_not_negative(f"machine.{name}", getattr(self, name))
 
     def to_cluster(self, grid: Grid) -> ClusterSpec:
         """Return a cluster of such ranks: a port of its own inside its node and one between nodes for each, bf16 products.

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.choices import NO_REPLICATION
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.simulate import Simulator
@@ -29,14 +29,15 @@ from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
+from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.passes.up_to_experts import up_to_experts
 from moesaic.program.shapes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
-from moesaic.program.transpose import transpose
+from moesaic.program.transpose import saved, transpose
 from moesaic.program.validate import validate
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
@@ -58,6 +59,8 @@ class Compiled:
     """Of a plan that replicates copies: the same one without replication, for calls in which nothing is replicated."""
     options: tuple[Compiled, ...] = ()
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
+    again: Program | None = None
+    """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
 
     @property
     def is_multicast(self) -> bool:
@@ -116,6 +119,7 @@ def compile_plan(
     bias: bool = False,
     durations: Durations | None = None,
     host_runs_compute: bool = False,
+    moves_samples: bool = False,
 ) -> Compiled:
     """Compile a plan for a mesh.
 
@@ -125,10 +129,14 @@ def compile_plan(
         bias: the experts also have parameters that their shards hold in common.
         durations: for the exact order; None takes those of a middling layer by the default rates of `cost.Machine`.
         host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
+        moves_samples: results go to their samples' next homes; see `moving`.
 
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
+    if moves_samples:
+        stays = compile_plan(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+        return moving(stays)
     unreplicated = None
     if plan.replicates:
         options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
@@ -151,7 +159,35 @@ def compile_plan(
         program = side_by_side(program)
         validate(program)
         programs.append(program)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated)
+    again = None if plan.token_budget is None else up_to_experts(programs[0], saved(logical))
+    if again is not None:
+        validate(again)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+
+
+def moving(compiled: Compiled) -> Compiled:
+    """Return the same programs with every result delivered to the rank where its sample lives next (`passes/relocate`).
+
+    Args:
+        compiled: of a plan under which samples stay.
+
+    Raises:
+        InputError: for a plan under which samples cannot move.
+    """
+    plan = compiled.plan
+    if plan.crossing is Crossing.DEEPEP:
+        raise InputError(
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: choose linear"
+        )
+    if plan.token_budget is not None:
+        raise InputError(
+            f"sample placement clashes with plan.token_budget={plan.token_budget}, whose slices cut samples: leave "
+            "token_budget unset"
+        )
+    logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))
+    validate(forward)
+    validate(backward)
+    return replace(compiled, logical=logical, forward=forward, backward=backward)
 
 
 def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[str, Any]) -> Compiled:

@@ -22,8 +22,8 @@ from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib,
 from moesaic.profiling.host import CalibrationStep, host_steps, sharing
 from moesaic.profiling.links import TimedMovements, movements, partners
 from moesaic.profiling.shapes import Calibration, calibrations
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.testbed.steady import hold_still
 
 Progress = Callable[[str, float], None]
 """Told what is measured now, and the share of all that is done."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.routing.capacity import AbstractCapacity, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
-from moesaic.routing.peers import AbstractPeers, Gathered, check_sequences, kept_copies, places_before
+from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 
@@ -50,6 +50,21 @@ class Routed(NamedTuple):
     """(): the sum of coefficient * loss, differentiable; None without auxiliary losses."""
 
 
+class RoutedCall(NamedTuple):
+    """A call of a layer once its tokens are routed: what the stages after it work with."""
+
+    x: Tensor
+    """(..., dim), as the layer was called."""
+    mask: Tensor | None
+    """x's shape without dim, bool, False for padding; None for none."""
+    token_ids: Tensor | None
+    """x's shape without dim, int64; None where nobody gave them."""
+    routed: Routed
+    """What the route stage returned for all tokens of x."""
+    padded_rows: int | None
+    """Rows that each expert is sent under a padded capacity; None under others."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What the route stage knows about its tokens besides their activations."""
@@ -82,7 +97,7 @@ def route(
     losses: Sequence[AbstractLoss] = (),
     batch: Batch = Batch(),
     replay: RoutingRecord | None = None,
-    peers: AbstractPeers | None = None,
+    peers: Peers | None = None,
 ) -> Routed:
     """Score, choose, admit, weigh; in float32 (float64 for float64 inputs) whatever the autocast state.
 
@@ -112,8 +127,6 @@ def route(
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
-            if peers is not None and any(loss.needs_sequences for loss in losses):
-                check_sequences(peers, batch.num_sequences, x.device)
             record = _decide(
                 choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
             )
@@ -146,7 +159,7 @@ def _decide(
     num_experts: int,
     batch: Batch,
     sums: RouterStatistics | None,
-    peers: AbstractPeers | None,
+    peers: Peers | None,
 ) -> RoutingRecord:
     """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
     valid = batch.valid_T

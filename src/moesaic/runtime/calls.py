@@ -39,11 +39,6 @@ class AbstractCallPolicy(ABC):
         self.compiled = compiled
 
     @property
-    def bare(self) -> Compiled:
-        """The programs of calls in which nothing is replicated and nothing cut."""
-        return self.compiled
-
-    @property
     def digest(self) -> bytes:
         """16 bytes that two ranks share if they run the same programs and decide alike."""
         return self.compiled.digest

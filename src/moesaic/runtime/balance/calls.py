@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.selector.arbiter import CallDecision
 from moesaic.plan import Compiled
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.budget import TokenBudget
@@ -35,11 +35,6 @@ class BalancedCalls(AbstractCallPolicy):
         super().__init__(compiled)
         self.selector = ProgramSelector(compiled, policy, num_experts, dim)
         self.budget = TokenBudget(compiled, num_experts, dim, None if policy is None else policy.costs)
-
-    @property
-    def bare(self) -> Compiled:
-        """The arbiter's programs without replication, else those of the plan."""
-        return self.selector.bare
 
     @property
     def digest(self) -> bytes:
@@ -73,7 +68,7 @@ def calls_under(
     return BalancedCalls(compiled, policy, num_experts, dim)
 
 
-def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
+def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
     """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
     selector = None if calls is None else selector_of(calls)
     return [] if selector is None else selector.take()
@@ -82,3 +77,8 @@ def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
 def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
     """Return the selector of calls that balance; None for others."""
     return calls.selector if isinstance(calls, BalancedCalls) else None
+
+
+def bare_of(calls: AbstractCallPolicy) -> Compiled:
+    """Return the programs under which samples may move: the arbiter's without replication, else those of the plan."""
+    return calls.compiled.options[0] if calls.compiled.options else calls.compiled
