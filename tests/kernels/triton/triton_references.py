@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from moesaic.kernels.triton.sort import Order
 from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
+from moesaic.kernels.triton.rows.sort import Order
 
 
 def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:
