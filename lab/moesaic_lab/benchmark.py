@@ -177,7 +177,7 @@ def require_cluster() -> None:
         ModuleNotFoundError: without torch.
         InputError: if this machine cannot emulate clusters; one line says why and what would help.
     """
-    from moesaic.testbed import refusal
+    from moesaic_testbed import refusal
 
     import_module("torch")
     missing = refusal()

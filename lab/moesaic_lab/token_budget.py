@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.plan.plan import Plan
-from moesaic.testbed.cluster import Launcher
 from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
 from moesaic_lab.balance.job import BalanceJob
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod
@@ -24,6 +23,7 @@ from moesaic_lab.balance.run import BalanceCell, measure
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, no_claims, require_cluster, same
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, share
+from moesaic_testbed.cluster import Launcher
 
 NOTES = (
     "One layer, forward and backward, virtual compute, real bytes over emulated links; methods in turn, medians and the 95 % "

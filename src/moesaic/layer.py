@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
@@ -30,11 +30,10 @@ from moesaic.routing.route import Batch, Routed, RoutedCall, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime import same_weights
-from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
+from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
-from moesaic.runtime.shard import shard_experts
+from moesaic.runtime.spread import described, shard_experts, take_first
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
@@ -58,7 +57,8 @@ class MoE(InjectsLosses, RoutingCached):
         num_experts: how many experts there are.
         top_k: experts per token.
         router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
-        experts: "swiglu", "gelu" or "relu", or a function of (dim, hidden, num_experts) that returns experts; use
+        experts: a name in `EXPERTS` ("swiglu", "clamped_swiglu", "geglu", "gelu", "relu", "relu2"), or a function of
+            (dim, hidden, num_experts) that returns experts; use
             `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
         capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`; a number f stands for
             `Capacity.fixed(f)`.
@@ -129,7 +129,7 @@ class MoE(InjectsLosses, RoutingCached):
 
     def parallelize(
         self,
-        mesh: AbstractMesh,
+        mesh: Mesh,
         plan: Plan | Compiled,
         policy: AbstractReplicationPolicy | None = None,
         *,
@@ -157,14 +157,14 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        weights = same_weights.described(self, values=not broadcast)
+        weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
         on_mesh = ExpertParallel(
             mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
-            same_weights.take_first(self, mesh.transport)
+            take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)

@@ -137,5 +137,7 @@ def test_a_module_of_the_wrong_width_is_refused() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(InputError, match="activation='tanh' is unknown: choose one of gelu, relu, silu"):
+    with pytest.raises(
+        InputError, match="activation='tanh' is unknown: choose one of gelu, gelu_tanh, relu, relu2, silu"
+    ):
         PlainExperts(4, 4, 2, activation="tanh")

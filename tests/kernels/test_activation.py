@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from torch import Tensor
 
-from moesaic.kernels.activation import ACTIVATIONS, activate, swiglu, swiglu_reference
+from moesaic.kernels.activation import (
+    ACTIVATIONS,
+    Clamp,
+    activate,
+    clamped_swiglu,
+    gated,
+    hidden_gradient_into,
+    hidden_rows,
+    hidden_rows_into,
+    swiglu_reference,
+)
+from moesaic.testing.reference import reference_activation
 
-FORMULAS = {
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "relu": lambda x: torch.where(x > 0, x, 0),
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-}
 SHAPES = [(0, 4), (1, 1), (3, 5), (7, 8)]
 
 
@@ -23,7 +28,7 @@ SHAPES = [(0, 4), (1, 1), (3, 5), (7, 8)]
 def test_swiglu_equals_the_formula(dtype: torch.dtype, shape: tuple[int, int], weighted: bool) -> None:
     gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.rand(shape[0]) if weighted else None
-    y = swiglu(gate, up, weight)
+    y = gated(gate, up, weight)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
     weight = None if weight is None else weight.to(dtype)
     assert y.dtype == dtype
@@ -36,16 +41,45 @@ def test_swiglu_equals_the_formula(dtype: torch.dtype, shape: tuple[int, int], w
 def test_activations_equal_their_formulas(name: str, shape: tuple[int, int], weighted: bool) -> None:
     hidden = torch.randn(shape, dtype=torch.float64)
     weight = torch.rand(shape[0], dtype=torch.float64) if weighted else None
-    expected = FORMULAS[name](hidden)
+    expected = reference_activation(hidden, name)
     expected = expected if weight is None else weight[:, None] * expected
     torch.testing.assert_close(activate(hidden, name, weight), expected)
 
 
 def test_swiglu_gradients_are_exact() -> None:
     gate, up, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4), (3, 4), (3,)])
-    assert torch.autograd.gradcheck(swiglu, (gate, up, weight))
+    assert torch.autograd.gradcheck(gated, (gate, up, weight))
 
 
 def test_the_weight_scales_rows() -> None:
     ones = torch.ones(2, 3)
     assert activate(ones, "relu", torch.tensor([2.0, -1.0])).tolist() == [[2.0] * 3, [-1.0] * 3]
+
+
+def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
+    gate, up = 20 * torch.randn(50, 3, dtype=torch.float64), 20 * torch.randn(50, 3, dtype=torch.float64)
+    clamp = Clamp(limit=7.0, alpha=1.702, offset=1.0)
+    one, two = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
+    expected = one / (1 + torch.exp(-1.702 * one)) * (two + 1)
+    torch.testing.assert_close(clamped_swiglu(gate, up, None, clamp), expected)
+    assert (gate > 7).any()
+    assert (up < -7).any()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("clamp", [None, Clamp(0.5), Clamp(0.5, 1.702, 1.0)], ids=str)
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_what_writes_into_memory_equals_what_autograd_finds(name: str, clamp: Clamp | None, keeps: bool) -> None:
+    for number in (1, 2) if clamp is None else (2,):
+        pre = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(number)]
+        expected, hidden = hidden_rows(pre, name, None, clamp), torch.empty(7, 5, dtype=torch.float64)
+        gate: Tensor | None = torch.empty_like(hidden) if keeps and number == 2 else None
+        with torch.no_grad():
+            hidden_rows_into(pre, name, hidden, gate, clamp)
+        torch.testing.assert_close(hidden, expected)
+        if gate is not None or number == 1:
+            d_hidden = torch.randn_like(hidden)
+            wanted = torch.autograd.grad(expected, pre, d_hidden)
+            with torch.no_grad():
+                hidden_gradient_into(pre, name, d_hidden, gate, clamp)
+            torch.testing.assert_close([d_hidden] if gate is None else [d_hidden, gate], list(wanted))

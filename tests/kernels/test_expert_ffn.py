@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels import pick
+from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.by_expert import blocks, results
 from moesaic.kernels.expert_ffn import expert_ffn, expert_ffn_reference
 from moesaic.kernels.permute import sort_by_expert
@@ -30,6 +31,8 @@ def made(
     dropless: bool = True,
     rows: bool = False,
     dtype: torch.dtype = torch.float64,
+    activation: str = "gelu",
+    clamp: Clamp | None = None,
 ) -> ExpertWork:
     tokens, dim, hidden, experts, top_k = shape
     expert = torch.rand(tokens, max(experts - 1, top_k)).argsort(1)[:, :top_k].reshape(-1)
@@ -48,7 +51,7 @@ def made(
         gates=None if weigh is None else torch.rand(len(expert)).to(dtype).requires_grad_(),
         gates_first=weigh == "before", ends=order.ends, ups=[leaf(experts, hidden, dim) for _ in range(ups)],
         up_biases=[leaf(experts, hidden) for _ in range(ups)] if bias else [], down=leaf(experts, dim, hidden),
-        down_bias=leaf(experts, dim) if bias else None, activation="gelu",
+        down_bias=leaf(experts, dim) if bias else None, activation=activation, clamp=clamp,
     )  # fmt: skip
 
 
@@ -82,6 +85,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_values_and_gradients_equal_the_reference(shape, way, rows: bool) -> None:
     ups, bias, weigh, dropless = way
     compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless, rows=rows))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("clamp", [None, Clamp(0.5, 1.702, 1.0)], ids=str)
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | None) -> None:
+    for ups, bias in itertools.product((1, 2), (False, True)):
+        compare(made((7, 5, 6, 4, 2), ups=ups, bias=bias, activation=activation, clamp=clamp))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -16,7 +16,7 @@ from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.all_to_all.volume import Traffic, even_node_tokens, even_sizes, traffic
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose

@@ -14,10 +14,10 @@ from moesaic.cost.emulated import CPU, emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.loads import recorded as recorded_routes
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
 SIMULATED = "simulated"

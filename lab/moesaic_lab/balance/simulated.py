@@ -16,8 +16,8 @@ from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.simulate import Simulated as Span
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated as Span
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 Kind = Literal["exchange", "limit", "lanes", "dispatch"]
 KINDS: tuple[Kind, ...] = ("exchange", "limit", "lanes", "dispatch")

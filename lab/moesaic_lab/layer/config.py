@@ -9,7 +9,7 @@ from typing import Any
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
 PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")

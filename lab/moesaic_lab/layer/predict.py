@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
+from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, messages_of

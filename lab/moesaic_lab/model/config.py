@@ -10,7 +10,7 @@ from moesaic.configfile import override, read_table, suggestion
 from moesaic.cost.workload import Workload as Layer
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "model.toml"
 PARTS = ("profile", "plans", "real", "speed")

@@ -28,7 +28,6 @@ from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.testbed import cluster
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.exact_placements import sample_gap
@@ -38,6 +37,7 @@ from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
+from moesaic_testbed import cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 BEDS = {"2x2": (2, 2), "4x2": (4, 2)}

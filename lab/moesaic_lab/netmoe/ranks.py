@@ -21,6 +21,7 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
@@ -28,7 +29,6 @@ from moesaic.routing.routing import Scores
 from moesaic.runtime.balance.samples.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
 from moesaic_lab.virtual import Accelerator, virtual_experts

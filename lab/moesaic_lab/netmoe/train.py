@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.experts import ExpertRates
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.moving import MovingGPT
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
-from moesaic.testbed.steady import hold_still
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, make_model, place_samples
+from moesaic.train.balance import expert_rates, make_arbiter, make_model, place_samples
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer
@@ -99,7 +98,7 @@ class Training:
         self.mesh, self.model = mesh, make_model(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
-        parallelize(self.model, mesh, config.plan, policy_of=partial(make_arbiter, config))
+        parallelize(self.model, mesh, config.layer_plan, policy_of=partial(make_arbiter, config))
         place_samples(self.model, mesh, config)
         self.relocator = self.model.relocator if isinstance(self.model, MovingGPT) else None
         if method.placer is not None and self.relocator is not None:
@@ -109,10 +108,12 @@ class Training:
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.experts_moved = 0
         self._placement: ExpertPlacement | None = None
-        placing = config.place_experts
-        if placing.every:
-            placer = EXPERT_PLACERS[placing.policy](ExpertRates(machine=placing.machine, element_bytes=element_bytes))
-            self._placement = ExpertPlacement(self.layers, mesh, self._optimizer, every=placing.every, placer=placer)
+        placing = config.balance
+        if placing.experts != "none":
+            placer = EXPERT_PLACERS[placing.experts](expert_rates(config, mesh.grid, element_bytes))
+            self._placement = ExpertPlacement(
+                self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
+            )
 
     def step(self, batch: Batch) -> float:
         """Take a step; returns the loss of this rank's own samples."""

@@ -11,7 +11,7 @@ from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan
 
 if TYPE_CHECKING:
-    from moesaic.testbed import Bed
+    from moesaic_testbed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "train.toml"
 Pass = Literal["training", "inference"]
@@ -164,7 +164,7 @@ class TrainBenchConfig:
 
     def bed(self, case: TrainCase) -> Bed:
         """Return the emulated cluster of a case."""
-        from moesaic.testbed import Bed
+        from moesaic_testbed import Bed
 
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
 

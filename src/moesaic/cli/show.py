@@ -14,9 +14,9 @@ from rich.table import Table
 
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
-from moesaic.cost.alpha_beta import LayerShape
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
+from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.topology import Topology
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap

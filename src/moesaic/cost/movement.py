@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape
+from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.topology import Load, Topology
 from moesaic.program.shapes import Move
 from moesaic.program.task import Layout, Op, Program, Slot, Task

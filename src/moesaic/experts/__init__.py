@@ -8,14 +8,21 @@ from functools import partial
 from moesaic.experts.experts import AbstractExperts
 from moesaic.experts.modules import ModuleExperts
 from moesaic.experts.stacked import GatedExperts, PlainExperts
+from moesaic.kernels.activation import Clamp
 
 ExpertsFactory = Callable[[int, int, int], AbstractExperts]
 """Builds experts from (dim, hidden, num_experts)."""
 
+GPT_OSS = Clamp(limit=7.0, alpha=1.702, offset=1.0)
+"""The numbers of clamped SwiGLU in gpt-oss."""
+
 EXPERTS: dict[str, ExpertsFactory] = {
     "swiglu": GatedExperts,
+    "clamped_swiglu": partial(GatedExperts, clamp=GPT_OSS),
+    "geglu": partial(GatedExperts, activation="gelu"),
     "gelu": PlainExperts,
     "relu": partial(PlainExperts, activation="relu"),
+    "relu2": partial(PlainExperts, activation="relu2"),
 }
 
-__all__ = ["EXPERTS", "AbstractExperts", "ExpertsFactory", "GatedExperts", "ModuleExperts", "PlainExperts"]
+__all__ = ["EXPERTS", "AbstractExperts", "Clamp", "ExpertsFactory", "GatedExperts", "ModuleExperts", "PlainExperts"]

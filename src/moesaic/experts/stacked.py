@@ -18,7 +18,7 @@ from moesaic.experts.experts import (
     init_stacked_normal,
     stacked,
 )
-from moesaic.kernels.activation import ACTIVATIONS, GATE
+from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation
 from moesaic.kernels.work import ExpertWork
@@ -40,6 +40,8 @@ class StackedExperts(AbstractExperts):
     """Names of the matrices that read the token; the bias of w1 is b1."""
     activation: str
     """Between the products; of two matrices that read the token the first, activated, gates the second."""
+    clamp: Clamp | None = None
+    """Of clamped SwiGLU; None for others."""
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class StackedExperts(AbstractExperts):
             down=sharded[ups],
             down_bias=common[0] / shards if common else None,
             activation=self.activation,
+            clamp=self.clamp,
         )
 
     def num_units(self, sharded: Weights) -> int:
@@ -182,7 +185,7 @@ class PlainExperts(StackedExperts):
         dim: width of a token.
         hidden: inner width of one expert.
         num_experts: how many experts there are.
-        activation: "gelu", "relu" or "silu".
+        activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
         bias: add biases, (num_experts, hidden) and (num_experts, dim).
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
@@ -201,26 +204,28 @@ class PlainExperts(StackedExperts):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
-        self.activation = activation
+        self.activation = _known(activation)
 
 
 class GatedExperts(StackedExperts):
-    """Three matrices, SwiGLU: `(silu(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`; the names are Mixtral's.
+    """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`, with silu SwiGLU; the names are Mixtral's.
 
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
         num_experts: how many experts there are.
+        activation: a key of `ACTIVATIONS`.
+        clamp: makes it clamped SwiGLU, as in gpt-oss; see `Clamp`.
         bias: add biases.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
+
+    Raises:
+        InputError: for an activation that is unknown, or a clamp of another one than silu.
     """
 
     ups = ("w1", "w3")
-    activation = GATE
 
     def __init__(
         self,
@@ -228,11 +233,23 @@ class GatedExperts(StackedExperts):
         hidden: int,
         num_experts: int,
         *,
+        activation: str = "silu",
+        clamp: Clamp | None = None,
         bias: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
+        self.activation, self.clamp = _known(activation), clamp
+        if clamp is not None and activation != "silu":
+            raise InputError(f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out")
+
+
+def _known(activation: str) -> str:
+    """Return the name of an activation, if there is one of this name."""
+    if activation not in ACTIVATIONS:
+        raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+    return activation
 
 
 def _bias_of(name: str) -> str:

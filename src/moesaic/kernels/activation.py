@@ -10,14 +10,47 @@ processor's cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-GATE = "silu"
-"""The activation of the first of two matrices, of gated experts."""
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Return `relu(x) ** 2` (So et al., "Primer", 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu_squared,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """What clamped SwiGLU adds to SwiGLU: `g * sigmoid(alpha * g) * (u + offset)` of `g = min(gate, limit)` and of `u`, the
+    other pre-activation within +-limit.
+
+    gpt-oss takes limit 7, alpha 1.702 and offset 1; DeepSeek-V4 a limit alone.
+    """
+
+    limit: float
+    """Largest gate; largest size of what it gates."""
+    alpha: float = 1.0
+    """Factor within the sigmoid."""
+    offset: float = 0.0
+    """Added to what is gated."""
+
+    @property
+    def numbers(self) -> list[float]:
+        """The fields in order, as an operator of torch takes them."""
+        return [self.limit, self.alpha, self.offset]
 
 
 def activate(hidden: Tensor, activation: str, weight: Tensor | None) -> Tensor:
@@ -34,46 +67,67 @@ def activate(hidden: Tensor, activation: str, weight: Tensor | None) -> Tensor:
     return _weighted(ACTIVATIONS[activation](hidden), weight)
 
 
-def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `silu(gate) * up`, times the rows' weights (Shazeer, "GLU Variants Improve Transformer", 2020).
+def gated(gate: Tensor, up: Tensor, weight: Tensor | None, activation: str = "silu") -> Tensor:
+    """Return `activation(gate) * up`, times the rows' weights; with silu SwiGLU (Shazeer, "GLU Variants", 2020).
 
     Args:
         gate: (R, H).
         up: (R, H).
         weight: (R,) or None for weights of 1.
+        activation: a key of `ACTIVATIONS`.
     """
-    return _weighted(F.silu(gate) * up, weight)
+    return _weighted(ACTIVATIONS[activation](gate) * up, weight)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, clamp: Clamp) -> Tensor:
+    """Return what `Clamp` says, times the rows' weights; shapes as for `gated`."""
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return _weighted(gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset), weight)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `swiglu` written out, in float64."""
+    """Return `gated` with silu written out, in float64."""
     gate, up = gate.double(), up.double()
     hidden = gate / (1 + torch.exp(-gate)) * up
     return hidden if weight is None else hidden * weight.double()[:, None]
 
 
-def hidden_rows(pre: Sequence[Tensor], activation: str, weight: Tensor | None) -> Tensor:
+def hidden_rows(pre: Sequence[Tensor], activation: str, weight: Tensor | None, clamp: Clamp | None = None) -> Tensor:
     """Return the hidden rows of plain (one pre-activation) or gated (two) experts, differentiable; shapes as above."""
-    return swiglu(pre[0], pre[1], weight) if len(pre) > 1 else activate(pre[0], activation, weight)
+    if len(pre) == 1:
+        return activate(pre[0], activation, weight)
+    return gated(pre[0], pre[1], weight, activation) if clamp is None else clamped_swiglu(pre[0], pre[1], weight, clamp)
 
 
-def hidden_rows_into(pre: Sequence[Tensor], activation: str, hidden: Tensor, gate: Tensor | None = None) -> None:
+def hidden_rows_into(
+    pre: Sequence[Tensor], activation: str, hidden: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
+) -> None:
     """Write the hidden rows, without routing weights.
 
     Args:
         pre: one or two of (R, H): what the matrices that read the token give.
-        activation: a key of `ACTIVATIONS`, for one; two are gated by `GATE`.
+        activation: a key of `ACTIVATIONS`; of two, that of the first, which gates the second.
         hidden: (R, H), written.
         gate: (R, H), written: the activation of the first of two, which `hidden_gradient_into` reads; None: not kept.
+        clamp: of clamped SwiGLU; None for others.
     """
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
         return
-    _activation_into(pre[0], GATE, hidden if gate is None else gate)
-    torch.mul(hidden if gate is None else gate, pre[1], out=hidden)
+    active = hidden if gate is None else gate
+    if clamp is None:
+        _activation_into(pre[0], activation, active)
+        torch.mul(active, pre[1], out=hidden)
+        return
+    torch.clamp_max(pre[0], clamp.limit, out=active).mul_(clamp.alpha)
+    torch.ops.aten.silu.out(active, out=active)
+    active.div_(clamp.alpha)
+    torch.mul(active, pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset), out=hidden)
 
 
-def hidden_gradient_into(pre: Sequence[Tensor], activation: str, grad: Tensor, gate: Tensor | None = None) -> None:
+def hidden_gradient_into(
+    pre: Sequence[Tensor], activation: str, grad: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
+) -> None:
     """Turn the gradient of the hidden rows into those of `pre`, in place.
 
     Args:
@@ -81,29 +135,44 @@ def hidden_gradient_into(pre: Sequence[Tensor], activation: str, grad: Tensor, g
         activation: the same.
         grad: (R, H), the hidden rows' gradient; becomes that of `pre[0]`.
         gate: (R, H), what `hidden_rows_into` wrote; becomes the gradient of `pre[1]`. None for one.
+        clamp: as for `hidden_rows_into`.
     """
     if gate is None:
         _gradient_into(pre[0], activation, grad)
         return
     gate.mul_(grad)
-    grad.mul_(pre[1])
-    _gradient_into(pre[0], GATE, grad)
+    if clamp is None:
+        grad.mul_(pre[1])
+        _gradient_into(pre[0], activation, grad)
+        return
+    gate.mul_(pre[1].abs() <= clamp.limit)
+    grad.mul_(pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset))
+    _gradient_into(pre[0].clamp(max=clamp.limit).mul_(clamp.alpha), "silu", grad)
+    grad.mul_(pre[0] <= clamp.limit)
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
     if activation == "gelu":
         torch.ops.aten.gelu.out(x, out=out)
+    elif activation == "gelu_tanh":
+        torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
     elif activation == "silu":
         torch.ops.aten.silu.out(x, out=out)
     else:
         torch.clamp_min(x, 0, out=out)
+        if activation == "relu2":
+            out.mul_(out)
 
 
 def _gradient_into(x: Tensor, activation: str, grad: Tensor) -> None:
     if activation == "gelu":
         torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
+    elif activation == "gelu_tanh":
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
     elif activation == "silu":
         torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    elif activation == "relu2":
+        grad.mul_(x.clamp(min=0)).mul_(2)
     else:
         torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)
 

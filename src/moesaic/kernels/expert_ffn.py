@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moesaic.kernels.activation import hidden_rows
+from moesaic.kernels.activation import Clamp, hidden_rows
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -52,7 +52,7 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
         pre = [matrices[expert].double() @ read for matrices in work.ups]
         if work.up_biases:
             pre = [part + biases[expert].double() for part, biases in zip(pre, work.up_biases)]
-        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None)
+        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None, work.clamp)
         if work.down_bias is not None:
             result = result + work.down_bias[expert].double()
         out[at] = out[at] + result * (1 if work.gates_first else weight)
@@ -82,11 +82,24 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, def
 def expert_forward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, gates_first: bool, out_dtype: torch.dtype,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Return the result and the pre-activations; the arguments are an `ExpertWork`, flat."""
     work = _work(
-        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first
+        x,
+        gates,
+        token,
+        by_token,
+        starts,
+        per_token,
+        ends,
+        ups,
+        up_biases,
+        down,
+        down_bias,
+        activation,
+        clamp,
+        gates_first,
     )
     y, pre = expert_kernel(x.device).forward(work, out_dtype)
     return [y, *pre]
@@ -96,7 +109,7 @@ def expert_forward(
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, gates_first: bool, out_dtype: torch.dtype,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     num_rows = x.shape[0] if token is None else token.shape[0]
     return [x.new_empty(x.shape, dtype=out_dtype), *(x.new_empty(num_rows, matrices.shape[1]) for matrices in ups)]
@@ -112,12 +125,25 @@ def _(x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, 
 def expert_backward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, gates_first: bool, pre: Sequence[Tensor], dy: Tensor, wants_x: bool,
-    wants_gates: bool, wants_weights: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
+    wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of x, gates, ups, their biases, down and its bias; empty ones for what is not wanted."""
     work = _work(
-        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, gates_first
+        x,
+        gates,
+        token,
+        by_token,
+        starts,
+        per_token,
+        ends,
+        ups,
+        up_biases,
+        down,
+        down_bias,
+        activation,
+        clamp,
+        gates_first,
     )
     wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
     found = expert_kernel(x.device).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
@@ -129,8 +155,8 @@ def expert_backward(
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, gates_first: bool, pre: Sequence[Tensor], dy: Tensor, wants_x: bool,
-    wants_gates: bool, wants_weights: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
+    wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_x = x.new_empty(x.shape if wants_x else (0,))
     d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
@@ -141,8 +167,8 @@ def _(
 @register_flop_formula(torch.ops.moesaic.expert_backward)
 def _(
     x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, ends: Any, ups: Any, up_biases: Any, down: Any,
-    down_bias: Any, activation: Any, gates_first: Any, pre: Any, dy: Any, wants_x: Any, wants_gates: Any, wants_weights: Any,
-    **_: Any,
+    down_bias: Any, activation: Any, clamp: Any, gates_first: Any, pre: Any, dy: Any, wants_x: Any, wants_gates: Any,
+    wants_weights: Any, **_: Any,
 ) -> int:  # fmt: skip
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
@@ -159,7 +185,7 @@ def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence
 def _work(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, gates_first: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool,
 ) -> ExpertWork:  # fmt: skip
     dispatch = None
     if token is not None:
@@ -169,6 +195,7 @@ def _work(
     return ExpertWork(
         x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, ups=ups, up_biases=up_biases,
         down=down, down_bias=down_bias, activation=activation,
+        clamp=Clamp(*clamp) if clamp else None,
     )  # fmt: skip
 
 
@@ -188,13 +215,16 @@ class _Form:
     per_token: int
     """0 where it varies."""
     activation: str
+    clamp: Clamp | None
     gates_first: bool
     out_dtype: torch.dtype
 
     @classmethod
     def of(cls, work: ExpertWork, out_dtype: torch.dtype) -> _Form:
         per_token = 0 if work.dispatch is None else work.dispatch.per_token or 0
-        return cls(len(work.ups), len(work.up_biases), per_token, work.activation, work.gates_first, out_dtype)
+        return cls(
+            len(work.ups), len(work.up_biases), per_token, work.activation, work.clamp, work.gates_first, out_dtype
+        )
 
     def arguments(self, *tensors: Tensor | None) -> list[Any]:
         """Return the arguments of `expert_forward`."""
@@ -216,7 +246,8 @@ class _Form:
         x, gates, token, by_token, starts, ends, *weights = tensors
         ups, biases, (down, down_bias) = self.weights(weights)
         routing = [x, gates, token, by_token, starts, self.per_token, ends]
-        return [*routing, ups, biases, down, down_bias, self.activation, self.gates_first]
+        clamp = [] if self.clamp is None else self.clamp.numbers
+        return [*routing, ups, biases, down, down_bias, self.activation, clamp, self.gates_first]
 
 
 class _ExpertFfn(torch.autograd.Function):

@@ -23,7 +23,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tens
     pre = [rows_times(read, matrices.transpose(1, 2), work.ends) for matrices in work.ups]
     for part, biases in zip(pre, work.up_biases):
         part += _per_row(biases, work)
-    results = rows_times(hidden_rows(pre, work.activation, None), work.down.transpose(1, 2), work.ends)
+    results = rows_times(hidden_rows(pre, work.activation, None, work.clamp), work.down.transpose(1, 2), work.ends)
     if work.down_bias is not None:
         results = results + _per_row(work.down_bias, work)
     if work.dispatch is not None:
@@ -36,7 +36,8 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
     """Run the transpose; see `ExpertKernel.backward`."""
     dy_rows = _taken(dy, work).contiguous()
     hidden, *gate = [torch.empty_like(part) for part in pre]
-    hidden_rows_into(pre, work.activation, hidden, *gate)
+    kept = gate[0] if gate else None
+    hidden_rows_into(pre, work.activation, hidden, kept, work.clamp)
     grad = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
     if work.after is not None:
@@ -45,7 +46,7 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
             if work.down_bias is not None:
                 d_gates = d_gates + (dy_rows * _per_row(work.down_bias, work)).sum(1)
         grad, dy_rows = grad * work.after.unsqueeze(1), dy_rows * work.after.unsqueeze(1)
-    hidden_gradient_into(pre, work.activation, grad, *gate)
+    hidden_gradient_into(pre, work.activation, grad, kept, work.clamp)
     grads = [grad, *gate]
     read, d_rows = _taken(work.x, work), None
     if wanted.x or (wanted.gates and work.before is not None):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.kernels.activation import Clamp
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
@@ -46,7 +48,9 @@ class ExpertWork:
     down_bias: Tensor | None
     """(E, D) or None."""
     activation: str
-    """A key of `ACTIVATIONS`."""
+    """A key of `ACTIVATIONS`; of two matrices that read the token, that of the first."""
+    clamp: Clamp | None = None
+    """Of clamped SwiGLU, whose activation is silu; None for others."""
 
     @property
     def num_rows(self) -> int:

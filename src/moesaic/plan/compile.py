@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ import numpy as np
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import CODECS
-from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.plan import Crossing, Plan
-from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
@@ -31,8 +32,7 @@ from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.passes.up_to_experts import up_to_experts
 from moesaic.program.shapes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
@@ -155,9 +155,7 @@ def compile_plan(
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
-            program = exact(
-                program, (durations or partial(_nominal, plan))(program, grid), host_runs_compute=host_runs_compute
-            )
+            program = exact(program, (durations or _nominal)(program, grid), host_runs_compute=host_runs_compute)
         else:
             program = ORDERS[plan.order](program, None)
         program = side_by_side(program)
@@ -225,20 +223,15 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
     )
 
 
-def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
-    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing."""
+def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
+    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing.
+
+    They are rounded to nanoseconds: all ranks must search by equal ones, and the last bits differ on unlike processors.
+    """
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
-    layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
-    node_tokens = even_node_tokens(grid, **layer) if grid.nodes_per_replica else None
-    sizes = even_sizes(
-        grid,
-        redundant=program.is_redundant,
-        **layer,
-        node_tokens=node_tokens,
-        units=2816 // grid.etp,
-        replicates=plan.replication != "none",
-    )
-    return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
+    layer = Workload(tokens=4096, num_experts=num_experts, top_k=2, dim=1024, hidden=2816)
+    seconds = Simulator(Machine().to_cluster(grid)).durations(program, layer, grid)
+    return {name: round(each, 9) for name, each in seconds.items()}
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:

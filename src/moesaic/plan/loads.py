@@ -9,7 +9,9 @@ from moesaic.balance.rates import machine_of
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.cost.call_sizes import copies_by_rank, sizes_of
-from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.even import MAX_RANKS_APART
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, imbalance, uniform_counts
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, for_call

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.routing.capacity import AbstractCapacity, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
-from moesaic.routing.peers import AbstractPeers, Gathered, check_sequences, kept_copies, places_before
+from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 
@@ -97,7 +97,7 @@ def route(
     losses: Sequence[AbstractLoss] = (),
     batch: Batch = Batch(),
     replay: RoutingRecord | None = None,
-    peers: AbstractPeers | None = None,
+    peers: Peers | None = None,
 ) -> Routed:
     """Score, choose, admit, weigh; in float32 (float64 for float64 inputs) whatever the autocast state.
 
@@ -127,8 +127,6 @@ def route(
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
-            if peers is not None and any(loss.needs_sequences for loss in losses):
-                check_sequences(peers, batch.num_sequences, x.device)
             record = _decide(
                 choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
             )
@@ -161,7 +159,7 @@ def _decide(
     num_experts: int,
     batch: Batch,
     sums: RouterStatistics | None,
-    peers: AbstractPeers | None,
+    peers: Peers | None,
 ) -> RoutingRecord:
     """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
     valid = batch.valid_T

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.slices import Cut
-from moesaic.comm.collectives import all_gather, broadcast, share_of, slice_rows
+from moesaic.comm.collectives import all_gather, broadcast, share, share_of, slice_rows
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
@@ -24,21 +25,18 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
+from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
+from moesaic.routing.peers import Peers
 from moesaic.routing.route import Batch, Routed, RoutingRecord, route
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.by_deepep import run_by_deepep
-from moesaic.runtime.call import Call, Codecs, known_codec
 from moesaic.runtime.calls import AbstractCallPolicy
-from moesaic.runtime.counts import counts_of, even_counts, share_of_each
-from moesaic.runtime.fitting import compiled_for, fitting
-from moesaic.runtime.function import Run, run_program
-from moesaic.runtime.node_tokens import NodeTokens, find_node_tokens
-from moesaic.runtime.padding import pad_copies
-from moesaic.runtime.peers import Peers
-from moesaic.runtime.sharing import shared_parameters
+from moesaic.runtime.executor import LayerRun, run_program
+from moesaic.runtime.spread import compiled_for, fitting
+from moesaic.runtime.tasks import Call, Codecs, known_codec
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class ExpertParallel:
         return other
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
-        """Run under another plan from the next call on; see `MoE.use_plan`.
+        """LayerRun under another plan from the next call on; see `MoE.use_plan`.
 
         Args:
             plan: the choices; what was made for them is kept, so that coming back costs a look-up.
@@ -131,6 +129,7 @@ class ExpertParallel:
             way = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
             self._ways[_key(plan)] = way
         if way.compiled is not self.compiled:
+            way.peers.length = self.peers.length
             self._enter(way)
             self.peers.all_agree = False
 
@@ -183,6 +182,8 @@ class ExpertParallel:
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
         settings = {"dtype": compute_dtype(x_TD), "top_k": top_k, "capacity": capacity, "losses": losses}
+        if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
+            settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._agreed = False
         if replay is None:
@@ -240,10 +241,13 @@ class ExpertParallel:
         if padded_rows is not None:
             gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
         elif self.compiled.is_multicast:
-            node_tokens = self.peers.node_tokens(routed.record) or self._node_tokens(token, expert, routing.num_tokens)
+            node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered) or self._node_tokens(
+                token, expert, routing.num_tokens
+            )
         indices = {"index": token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
+        self.peers.skips_digests = padded_rows is not None
         if padded_rows is None:
             copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
         else:
@@ -258,7 +262,7 @@ class ExpertParallel:
             compiled, replicated, cut = chosen
             sizes = self._sizes(compiled, replicated, copies, tokens, None if cut else node_tokens, units)
             call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
-            work = Run(compiled, self.transport, call, 0, indices)
+            work = LayerRun(compiled, self.transport, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if cut is not None:
                 slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)
@@ -389,3 +393,87 @@ def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, n
 def _key(plan: Plan | Compiled) -> Plan | bytes:
     """Return what a plan is found by again."""
     return plan if isinstance(plan, Plan) else plan.digest
+
+
+def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return copies (world, experts) and tokens (world,) of every rank.
+
+    Args:
+        record: of the call's routing, exchanged.
+        compiled: what the layer runs.
+        slices: each rank of a tensor group routed a slice of the group's tokens.
+    """
+    grid = compiled.grid
+    assert record.by_rank is not None
+    assert record.gathered is not None
+    copies, tokens = record.by_rank.cpu().numpy(), record.gathered.on_host[:, 1].astype(np.int64)
+    if slices:
+        return copies, tokens
+    copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)
+    if compiled.is_redundant:
+        return copies, tokens
+    place = np.arange(grid.world) % grid.tp
+    return _cut(copies, place[:, None], grid.tp), _cut(tokens, place, grid.tp)
+
+
+def even_counts(
+    compiled: Compiled, num_experts: int, num_tokens: int, rows: int, *, slices: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same where every rank sends each expert the same rows; nothing comes from the device.
+
+    Args:
+        compiled, slices: as for `counts_of`.
+        num_experts: of the layer.
+        num_tokens: of every rank's routing.
+        rows: that it sends each expert.
+    """
+    grid = compiled.grid
+    shared = not compiled.is_redundant and not slices
+    tokens = num_tokens // grid.tp if shared else num_tokens
+    copies = rows // grid.tp if shared else rows
+    return np.full((grid.world, num_experts), copies), np.full(grid.world, tokens)
+
+
+def share_of_each(counts: Tensor, index: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return where the `index`-th of `count` contiguous shares starts and ends, for each of several lengths."""
+    return counts * index // count, counts * (index + 1) // count
+
+
+def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+    """Return the share that each rank of a tensor group has of its group's runs."""
+    return counts * (place + 1) // size - counts * place // size
+
+
+def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Give every expert the same number of rows; the empty ones have no token and weight 0.
+
+    Args:
+        gates: (copies,) differentiable, expert after expert.
+        token: (copies,) int64.
+        expert: (copies,) int64, at most `rows` copies each.
+        num_experts: of the layer.
+        rows: per expert.
+
+    Returns:
+        gates and tokens, (num_experts * rows,); the token of an empty row is -1.
+    """
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
+    counts_E = counts_E.scatter_add(0, expert, torch.ones_like(expert))
+    start_E = counts_E.cumsum(0) - counts_E
+    row = expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]
+    padded = gates.new_zeros(num_experts * rows).scatter(0, row, gates)
+    return padded, torch.full_like(padded, -1, dtype=torch.int64).scatter(0, row, token)
+
+
+@contextmanager
+def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tuple[int, ...]) -> Iterator[None]:
+    """Let a module's parameters be used on different tokens by the ranks of a group: their gradients are summed."""
+    held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
+    try:
+        for part, name, value in held:
+            if value is not None and value.requires_grad and torch.is_grad_enabled():
+                part._parameters[name] = share(transport, group, value)  # type: ignore[assignment]
+        yield
+    finally:
+        for part, name, value in held:
+            part._parameters[name] = value

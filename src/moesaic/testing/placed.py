@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Weighed
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Routing
@@ -21,7 +21,7 @@ from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 
 
-def relocator_of(case: Case, mesh: AbstractMesh) -> Relocator | None:
+def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
     """Return what moves a case's samples; None where they stay."""
     if case.placement == "none":
         return None
@@ -50,7 +50,7 @@ def call_placed(
     return trip.take_home(y), routing
 
 
-def expert_placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
+def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
     """Return what moves a layer's experts between steps; their weights and gradients are all that there is to move.
 
     Args:
@@ -60,7 +60,7 @@ def expert_placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
     return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
 
 
-def place_anew(case: Case, layer: MoE, mesh: AbstractMesh) -> Callable[[], None]:
+def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     """Put a case's experts into a random order, if they move in it; returns what takes them home, gradients with them.
 
     Args:

@@ -157,16 +157,24 @@ def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tens
         bias = experts.get_parameter(f"b{number}")[expert] if experts.bias else torch.zeros((), dtype=inputs.dtype)
         return inputs @ experts.get_parameter(f"w{number}")[expert].T + bias
 
-    hidden = linear(1, row)
-    if isinstance(experts, GatedExperts):
-        hidden = hidden / (1 + (-hidden).exp()) * linear(3, row)
-    elif experts.activation == "gelu":
-        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
-    elif experts.activation == "relu":
-        hidden = torch.where(hidden > 0, hidden, 0)
-    else:
-        hidden = hidden / (1 + (-hidden).exp())
-    return linear(2, hidden)
+    hidden, clamp = linear(1, row), experts.clamp
+    if clamp is not None:
+        gate, up = torch.minimum(hidden, torch.tensor(clamp.limit)), linear(3, row)
+        up = torch.where(up.abs() > clamp.limit, clamp.limit * up.sign(), up)
+        return linear(2, gate / (1 + (-clamp.alpha * gate).exp()) * (up + clamp.offset))
+    hidden = reference_activation(hidden, experts.activation)
+    return linear(2, hidden * linear(3, row) if isinstance(experts, GatedExperts) else hidden)
+
+
+def reference_activation(x: Tensor, name: str) -> Tensor:
+    """Return an activation of `ACTIVATIONS`, written out."""
+    if name == "gelu":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    if name == "gelu_tanh":
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    if name == "silu":
+        return x / (1 + (-x).exp())
+    return torch.where(x > 0, x if name == "relu" else x * x, 0)
 
 
 def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int) -> int | None:

@@ -1,6 +1,6 @@
 """What a run does about skewed routing: the arbiter of its layers, budgets of rows, samples and experts that move; in numbers.
 
-Experts move `place_experts.every` steps apart; checkpoints are written with every expert at home, so they are those of a run
+Experts move `balance.experts_every` steps apart; checkpoints are written with every expert at home, so they are those of a run
 whose experts stay, for any mesh.
 """
 
@@ -22,7 +22,6 @@ from moesaic.balance.rates import machine_of, simulator_of
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.balance.selector.arbiter import Arbiter, CallDecision
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
 from moesaic.cost.alpha_beta import Machine
@@ -55,15 +54,14 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    how: dict[str, Any] = {name: getattr(config.balance, name) for name in ("margin", "memory", "learn")}
-    planner = config.planner
+    learn, planner = config.balance.learn, config.planner
     if planner.cluster or planner.profile:
         simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
         layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
-        return arbiter_for(simulator, compiled, layer, **how)
+        return arbiter_for(simulator, compiled, layer, learn=learn)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
     costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
-    return Arbiter(costs=costs, **how)
+    return Arbiter(costs=costs, learn=learn)
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -91,13 +89,13 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Return the model of a run, drawn anew: one whose samples can move, where `balance.placement` asks for it."""
-    kind = GPT if config.balance.placement == "none" else MovingGPT
+    """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
+    kind = GPT if config.balance.samples == "none" else MovingGPT
     return kind(config.model, vocab_size)
 
 
-def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
-    """Let a model's samples move between its MoE layers in training, as `balance.placement` says.
+def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
+    """Let a model's samples move between its MoE layers in training, as `balance.samples` says.
 
     Args:
         model: what `make_model` returned, on the mesh already.
@@ -111,7 +109,7 @@ def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
         return
     if not config.plan.program.routes_slices:
         raise InputError(
-            f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
+            f"balance.samples={config.balance.samples} clashes with plan.schedule={config.plan.schedule}: choose s1"
         )
     relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
     for layer in model.modules():
@@ -127,7 +125,7 @@ class WatchedRelocator(Relocator):
         mesh, placer: as for `Relocator`.
     """
 
-    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer) -> None:
+    def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
         self.trips: list[SampleTrip] = []
 
@@ -156,19 +154,18 @@ class ExpertMover:
         self,
         config: TrainConfig,
         model: GPT,
-        mesh: AbstractMesh | None,
+        mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         element_bytes: int,
     ) -> None:
         self.placement: ExpertPlacement | None = None
         self._moves: list[Moved] = []
-        every = config.place_experts.every
-        if not every:
+        if config.balance.experts == "none":
             return
         assert mesh is not None, "experts are split over ranks"
-        placer = EXPERT_PLACERS[config.place_experts.policy](_rates(config, mesh.grid, element_bytes))
+        placer = EXPERT_PLACERS[config.balance.experts](expert_rates(config, mesh.grid, element_bytes))
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self.placement = ExpertPlacement(layers, mesh, optimizer, every=every, placer=placer)
+        self.placement = ExpertPlacement(layers, mesh, optimizer, every=config.balance.experts_every, placer=placer)
 
     def after_step(self) -> None:
         """Count an optimizer step whose gradients are gone, and move experts where it is time to."""
@@ -300,27 +297,32 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    balance = config.balance
-    options = PlacerOptions(
-        machine=_machine(config, grid) or Machine(), least_gain=balance.least_gain, rest=balance.rest
-    )
-    return SAMPLE_PLACERS[balance.placement](options)
+    return SAMPLE_PLACERS[config.balance.samples](PlacerOptions(machine=_machine(config, grid)))
 
 
-def _rates(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return what rows cost in a run, by the cluster or profile that `planner` names, else by `place_experts.machine`."""
-    return ExpertRates(machine=_machine(config, grid) or config.place_experts.machine, element_bytes=element_bytes)
+def expert_rates(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
+    """Return what rows cost in a run, by the cluster or profile that it names.
+
+    Args:
+        config: of the run.
+        grid: its mesh.
+        element_bytes: of activations.
+
+    Raises:
+        InputError: if the cluster does not fit the run.
+    """
+    return ExpertRates(machine=_machine(config, grid), element_bytes=element_bytes)
 
 
-def _machine(config: TrainConfig, grid: Grid) -> Machine | None:
-    """Return the rates of the cluster or profile that the run names; None where it names none.
+def _machine(config: TrainConfig, grid: Grid) -> Machine:
+    """Return the rates of the cluster or profile that `planner` names; those of `cost.Machine` for none.
 
     Raises:
         InputError: if the cluster does not fit the run.
     """
     planner = config.planner
     if not planner.cluster and not planner.profile:
-        return None
+        return Machine()
     simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
     layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
     return machine_of(simulator.cluster, grid, layer)

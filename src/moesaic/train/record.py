@@ -27,13 +27,15 @@ from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord, count
 from moesaic.runtime.balance.samples.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
-from moesaic.traces.file import Segment, read_header, write_segment
 from moesaic.traces.trace import (
     FOLDER,
     PATTERN,
     Trace,
+    TraceSegment,
     differences,
+    read_header,
     segment_name,
+    write_segment,
 )
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import flush
@@ -180,7 +182,7 @@ class _Recorder:
             if parts is not None:
                 table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
                 table = table if places is None else taken_home(table, places)
-                segment = Segment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
+                segment = TraceSegment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
 

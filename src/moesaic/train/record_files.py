@@ -6,8 +6,18 @@ import hashlib
 from pathlib import Path
 
 from moesaic.errors import InputError
-from moesaic.traces.file import Segment, TraceShape, read_header, read_table, write_segment
-from moesaic.traces.trace import PATTERN, Trace, differences, segments_of, steps_in_words
+from moesaic.traces.trace import (
+    PATTERN,
+    Trace,
+    TraceSegment,
+    TraceShape,
+    differences,
+    read_header,
+    read_table,
+    segments_of,
+    steps_in_words,
+    write_segment,
+)
 from moesaic.train.config import TrainConfig
 from moesaic.train.durable import checksum
 
@@ -83,7 +93,9 @@ def prune(folder: Path, step: int) -> None:
             except OSError as error:
                 raise InputError(f"trace {path}: cannot be removed ({error.strerror}): check the folder") from error
         elif header.steps[-1] >= step:
-            whole = Segment(header.shape, header.holds, header.steps, read_table(header), header.groups, header.source)
+            whole = TraceSegment(
+                header.shape, header.holds, header.steps, read_table(header), header.groups, header.source
+            )
             write_segment(whole.before(step), path)
 
 

@@ -172,18 +172,18 @@ def _build(
         parallelize(
             model,
             ranks.mesh,
-            config.plan,
+            config.layer_plan,
             sequence_parallel=config.mesh.sequence_parallel,
             policy_of=partial(make_arbiter, config),
         )
         place_samples(model, ranks.mesh, config)
-    elif config.balance.placement != "none":
+    elif config.balance.samples != "none":
         raise InputError(
-            f"balance.placement={config.balance.placement}: one process has nowhere to move samples: start several ranks with "
+            f"balance.samples={config.balance.samples}: one process has nowhere to move samples: start several ranks with "
             "torchrun, or leave it none"
         )
     if ranks.mesh is None:
-        hold_to_budget(model, config.plan, device)
+        hold_to_budget(model, config.layer_plan, device)
     return model, make_optimizer(model, config.optimizer, device)
 
 

@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moesaic.kernels.triton import expert_stage, launch, mlp
+from moesaic.kernels.triton import expert_stage, launch
 from moesaic.kernels.triton.tiles import Device
+from moesaic_lab.gpu import mlp
 
 DEVICES = {
     80: Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),

@@ -11,8 +11,8 @@ from moesaic.errors import InputError
 pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
 
 from moesaic.kernels.triton.expert_stage import shapes
-from moesaic.kernels.triton.search import Tuned, load, save, search
-from moesaic.kernels.triton.tiles import Device, Shape, Tile, candidates, default_tile, fits, shared_bytes
+from moesaic.kernels.triton.tiles import Device, Shape, Tile, default_tile, shared_bytes
+from moesaic_lab.gpu.search import Tuned, candidates, fits, load, save, search
 
 DEVICES = [
     Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),

@@ -26,7 +26,7 @@ from moesaic.runtime.balance.samples.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove
 from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.balance.samples.rows import sample_dropout
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 
 DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4

@@ -28,7 +28,7 @@ from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.balance.samples.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.runtime.balance.samples.rows import carry
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.data_parallel import average_gradients
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 BEFORE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))

@@ -68,10 +68,10 @@ class _Backward:
         """Work on one block."""
         parts = [part[block.index] for part in self.pre]
         hidden, grad, *gate = (scratch.of(block) for scratch in self.wide)
-        gates = [part.rows for part in gate]
-        hidden_rows_into(parts, self.work.activation, hidden.rows, *gates)
+        kept = gate[0].rows if gate else None
+        hidden_rows_into(parts, self.work.activation, hidden.rows, kept, self.work.clamp)
         self._through_down(block, hidden, grad)
-        hidden_gradient_into(parts, self.work.activation, grad.rows, *gates)
+        hidden_gradient_into(parts, self.work.activation, grad.rows, kept, self.work.clamp)
         self._through_ups(block, [grad, *gate])
 
     def found(self) -> Gradients:

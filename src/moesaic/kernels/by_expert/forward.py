@@ -31,7 +31,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tens
                 torch.mm(rows, matrices[segment.expert], out=part[segment.index])
                 if work.up_biases:
                     part[segment.index].add_(work.up_biases[up][segment.expert])
-        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows)
+        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows, clamp=work.clamp)
         for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
             torch.mm(rows, down[segment.expert], out=out)
             if work.down_bias is not None:

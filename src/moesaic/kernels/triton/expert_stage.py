@@ -9,8 +9,8 @@
 
 Backward keeps x, the routing and the pre-activations: the tokens are gathered again, the hidden rows are made again, and
 the experts' output is never needed (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward
-with a gate, 4 and 8 without. What these kernels have no form for, biases, weights before the expert and float64, runs as
-`whole_batch` does.
+with a gate, 4 and 8 without. What these kernels have no form for, biases, weights before the expert, float64 and the rarer
+activations, runs as `whole_batch` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels import whole_batch
-from moesaic.kernels.activation import GATE
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.launch import device_of
@@ -34,6 +33,8 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILES = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
 """The grouped products of a layer."""
+FORMS = ("silu", "gelu", "relu")
+"""The activations that `parts.py` has."""
 
 
 def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool) -> dict[str, Shape]:
@@ -72,7 +73,7 @@ def default_tiles(work: ExpertWork) -> dict[str, Tile]:
 def has_form_for(work: ExpertWork) -> bool:
     """Say whether these kernels compute this call."""
     is_plain = not work.up_biases and work.down_bias is None and not work.gates_first
-    return is_plain and work.x.dtype in DTYPES
+    return is_plain and work.x.dtype in DTYPES and work.activation in FORMS and work.clamp is None
 
 
 @torch.no_grad()
@@ -91,7 +92,7 @@ def forward(
     tile = default_tiles(work) if tiles is None else tiles
     token = _token(work)
     pre, hidden = up(
-        work.x, work.ups, work.ends, tile["up"], activation=_activation(work), weight=work.gates, token=token
+        work.x, work.ups, work.ends, tile["up"], activation=work.activation, weight=work.gates, token=token
     )
     rows = rows_times([hidden], [work.down], work.ends, tile["down"], transposed=True)
     return _summed(rows, work, out_dtype), pre
@@ -115,7 +116,7 @@ def backward(
     tile = default_tiles(work) if tiles is None else tiles
     token, ends, d_gates, d_x = _token(work), work.ends, None, None
     d_pre, hidden, parts = down_grad(
-        dy, work.down, pre, ends, tile["down_grad"], activation=_activation(work), weight=work.gates, token=token
+        dy, work.down, pre, ends, tile["down_grad"], activation=work.activation, weight=work.gates, token=token
     )
     if wanted.gates and work.gates is not None:
         d_gates = parts.sum(1).to(work.gates.dtype)
@@ -130,10 +131,6 @@ def backward(
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
     return Gradients(x=d_x, gates=d_gates, ups=d_ups, up_biases=[], down=d_down, down_bias=None)
-
-
-def _activation(work: ExpertWork) -> str:
-    return GATE if len(work.ups) == 2 else work.activation
 
 
 def _token(work: ExpertWork) -> Tensor | None:

@@ -1,31 +1,20 @@
-"""How a grouped product is cut into tiles, as data: chosen by shape and device, replaced by a search where there is one.
+"""How a grouped product is cut into tiles, as data: chosen by shape and device.
 
-Knows no Triton and no device: sizes in, a `Tile` out. `search.py` times candidates and keeps the winners in a file.
+Knows no Triton and no device: sizes in, a `Tile` out. The laboratory times others beside the default (`gpu/search.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad")
-"""The five kinds of grouped products of a layer; `mlp.py` says which is which."""
+"""The five kinds of grouped products of a layer; `expert_stage.py` says which is which."""
 RESERVED_BYTES = 1024
 """Shared memory that CUDA keeps of each program."""
 HOPPER = (9, 0)
 """The compute capability from which tiles may be fetched by the tensor memory accelerator."""
-CUTS = (
-    (128, 128, 4, 3, 2), (128, 256, 8, 3, 0), (128, 256, 8, 3, 1), (128, 256, 8, 4, 1), (256, 128, 8, 3, 0),
-    (256, 128, 8, 3, 1), (256, 128, 8, 4, 1), (64, 256, 4, 3, 0), (128, 128, 4, 4, 0), (128, 128, 8, 3, 0),
-    (128, 128, 8, 4, 1), (128, 64, 4, 4, 0), (64, 128, 4, 4, 0),
-)  # fmt: skip
-"""Rows, columns, warps, stages and programs that a search tries; the last narrow ones are for Ada's 99 KiB."""
-GATED_CUTS = (
-    (128, 64, 4, 3, 2), (128, 128, 8, 3, 0), (128, 128, 8, 3, 1), (128, 128, 8, 4, 0), (128, 128, 8, 4, 1),
-    (64, 128, 4, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0), (256, 64, 8, 3, 1), (64, 64, 4, 3, 0),
-)  # fmt: skip
-"""The same for a projection with a gate, whose tile holds its columns twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +133,6 @@ def num_bites(tile: Tile, *, is_long: bool = False) -> int:
     return max(1, min(per_thread // (16 if is_long or tile.programs else 32), tile.columns // 16))
 
 
-def fits(tile: Tile, shape: Shape, device: Device) -> bool:
-    """Say whether a tile runs at all and is no obvious waste."""
-    accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
-    if tile.descriptors and device.capability < HOPPER:
-        return False
-    if accumulators > 128 or accumulators < 16:  # registers of a thread: 255 in all
-        return False
-    if tile.programs and tile.programs * (shared_bytes(tile, shape) + RESERVED_BYTES) > device.shared_bytes + 2048:
-        return False
-    return shared_bytes(tile, shape) <= device.shared_bytes
-
-
 def default_tile(shape: Shape, device: Device) -> Tile:
     """Return a tile without a search.
 
@@ -167,7 +144,7 @@ def default_tile(shape: Shape, device: Device) -> Tile:
     most = 64 if is_wide else 128
     rows = most if shape.product == "weight_grad" else min(most, max(16, _power_of_two(shape.rows_per_expert)))
     columns = min(most // 2 if shape.is_doubled else most, max(16, _power_of_two(shape.columns)))
-    depth = min(_deepest(shape), max(16, _power_of_two(shape.depth)))
+    depth = min(deepest(shape), max(16, _power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
         rows=rows, columns=columns, depth=depth, stages=5 if shape.product == "weight_grad" else 3,
@@ -179,25 +156,7 @@ def default_tile(shape: Shape, device: Device) -> Tile:
     return tile
 
 
-def candidates(shape: Shape, device: Device) -> Iterator[Tile]:
-    """Yield the tiles that a search tries, the default first, those that do not fit left out."""
-    first = default_tile(shape, device)
-    yield first
-    if first.descriptors:
-        yield replace(first, descriptors=0)
-    cuts = GATED_CUTS if shape.is_doubled else CUTS
-    for rows, columns, warps, stages, programs in cuts:
-        if programs and shape.product == "weight_grad":  # experts differ in rows: no fixed share of the tiles is fair
-            continue
-        tile = Tile(
-            rows=rows, columns=columns, depth=_deepest(shape), warps=warps, programs=programs,
-            descriptors=first.descriptors, stages=stages + 2 if shape.product == "weight_grad" else stages,
-        )  # fmt: skip
-        if tile != first and fits(tile, shape, device) and columns < 2 * shape.columns:
-            yield tile
-
-
-def _deepest(shape: Shape) -> int:
+def deepest(shape: Shape) -> int:
     """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared memory."""
     return 128 // shape.itemsize
 

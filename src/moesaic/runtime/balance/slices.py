@@ -25,9 +25,9 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
-from moesaic.runtime.call import Environment
-from moesaic.runtime.function import Run, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
-from moesaic.runtime.node_tokens import NodeTokens
+from moesaic.routing.node_tokens import NodeTokens
+from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
+from moesaic.runtime.tasks import Environment
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def slices_of(
 class SlicedRun:
     """One call of a layer on one rank, in slices."""
 
-    whole: Run
+    whole: LayerRun
     """The call; its sizes, indices and tags are those of no slice."""
     slices: Sequence[Slice]
 
@@ -110,7 +110,7 @@ class SlicedRun:
         first = self.whole.transport.take_tags(each * len(self.slices))
         return [first + each * number for number in range(len(self.slices))]
 
-    def run(self, number: int, first_tag: int) -> Run:
+    def run(self, number: int, first_tag: int) -> LayerRun:
         """Return the run of a slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
         call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False)
@@ -118,7 +118,7 @@ class SlicedRun:
 
 
 def run_slices(work: SlicedRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
-    """Run dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
+    """LayerRun dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
     y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
@@ -130,7 +130,7 @@ class RunSlices(torch.autograd.Function):
     def forward(
         ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """Run the slices and sum their results; keep what goes in, and what the first slice keeps."""
+        """LayerRun the slices and sum their results; keep what goes in, and what the first slice keeps."""
         tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
         total = torch.zeros_like(x, dtype=_wide(x))
         step_costs = [_Surroundings.now(x)] * len(work.slices)
@@ -154,7 +154,7 @@ class RunSlices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the first slice's backward program, then each other slice's experts again and its backward program."""
+        """LayerRun the first slice's backward program, then each other slice's experts again and its backward program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         work: SlicedRun = ctx.work
         tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs others
@@ -178,9 +178,15 @@ class RunSlices(torch.autograd.Function):
 
 
 def _forward(
-    run: Run, part: Slice, x: Tensor, gates: Tensor, weights: Sequence[Tensor], num_sharded: int, keeps: Sequence[str]
+    run: LayerRun,
+    part: Slice,
+    x: Tensor,
+    gates: Tensor,
+    weights: Sequence[Tensor],
+    num_sharded: int,
+    keeps: Sequence[str],
 ) -> Environment:
-    """Run a slice; returns its result, and what is to be kept of it."""
+    """LayerRun a slice; returns its result, and what is to be kept of it."""
     inputs = inputs_of(run, x, gates[part.rows], *_split(weights, num_sharded))
     return run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
 

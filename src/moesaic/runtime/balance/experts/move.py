@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Grid
 
 Masters = Mapping[nn.Parameter, Tensor]

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.agree import check_same
 from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
 from moesaic.runtime.balance.experts.move import Masters, SentBytes, Shelf, carry_slots, shelves_of
@@ -72,7 +72,7 @@ class ExpertPlacement:
     def __init__(
         self,
         layers: Sequence[PlacedLayer],
-        mesh: AbstractMesh,
+        mesh: Mesh,
         optimizer: torch.optim.Optimizer,
         *,
         every: int,

@@ -17,9 +17,9 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.calls import bare_of, selector_of
 from moesaic.runtime.balance.samples.relocate import SampleMove
 from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along
-from moesaic.runtime.call import Call
+from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.runtime.function import Run, run_program
+from moesaic.runtime.tasks import Call
 
 
 class WrappedLayer(Protocol):
@@ -167,7 +167,7 @@ def _run(
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
         forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
         call.first_tag = transport.take_tags(forward + backward)
-        work = Run(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
+        work = LayerRun(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return run_program(work, x.to(dtype), gate, *cast)
 

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.collectives import all_gather
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import moving
 from moesaic.program.placed import SampleShapes
@@ -71,7 +71,7 @@ class Relocator:
         InputError: for a mesh on which samples are not whole.
     """
 
-    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
+    def __init__(self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
         if mesh.grid.tp > 1:
             raise InputError(
                 f"sample placement needs mesh.tp=1, got {mesh.grid.tp}: tensor parallelism splits a sample over ranks"

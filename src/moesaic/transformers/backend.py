@@ -1,0 +1,46 @@
+"""`experts_implementation="moesaic"`: what a model of transformers calls in place of its experts' loop."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.routing.route import count
+from moesaic.transformers.experts import refusal, run_tokens
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run a module's experts on Moesaic's kernels; where those cannot, say so once and run the module's own loop.
+
+    Args:
+        self: the experts module.
+        hidden_states: (tokens, dim).
+        top_k_index: (tokens, K) experts. Where transformers spread the experts, `num_experts` stands for one elsewhere.
+        top_k_weights: (tokens, K) routing weights.
+
+    Returns:
+        (tokens, dim) in the dtype of `hidden_states`.
+    """
+    reason = refusal(self)
+    if reason is not None:
+        say(f"{type(self).__name__} {reason}: it runs transformers' own loop over experts")
+        own: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        return own
+    num_tokens, top_k = top_k_index.shape
+    expert, weight = top_k_index.reshape(-1).long(), top_k_weights.reshape(-1)
+    token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
+    if self._is_expert_parallel:
+        here = (expert < self.num_experts).nonzero().squeeze(1)
+        token, expert, weight = (each.index_select(0, here) for each in (token, expert, weight))
+    counts = count(expert, None, self.num_experts)
+    permutation = sort_by_expert(token, expert, counts, num_tokens, None if self._is_expert_parallel else top_k)
+    return run_tokens(self, hidden_states, weight, permutation)
+
+
+def say(line: str) -> None:
+    """Tell the user one line; Python shows the same line once."""
+    warnings.warn(f"moesaic: {line}", stacklevel=3)

@@ -1,0 +1,194 @@
+"""The experts of a transformers model as Moesaic's kernels take them: which matrices, in which layout, under which gate.
+
+`@use_experts_implementation` tells a module's layout in flags; its gate is a method that every family writes for itself. So
+the gate is recognised by what it computes: it is called once, on fixed numbers, and compared with the gates that Moesaic has.
+One that is none of them stays the family's own and runs between Moesaic's products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.experts.stacked import StackedExperts
+from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_rows
+from moesaic.kernels.expert_ffn import expert_ffn
+from moesaic.kernels.grouped_matmul import grouped_matmul
+from moesaic.kernels.permute import Permutation, permute, unpermute
+from moesaic.kernels.work import ExpertWork
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+"""What `@use_experts_implementation` says of a module."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What stands between an expert's products, as the kernels take it."""
+
+    activation: str
+    """A key of `ACTIVATIONS`."""
+    clamp: Clamp | None = None
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """An experts module's parameters as the kernels take them: views, differentiable. E experts, D dim, H hidden."""
+
+    ups: tuple[Tensor, ...]
+    """(E, H, D) each."""
+    up_biases: tuple[Tensor, ...]
+    """(E, H) each, or none."""
+    down: Tensor
+    """(E, D, H)."""
+    down_bias: Tensor | None
+    """(E, D)."""
+
+    @classmethod
+    def of(cls, module: Any) -> Matrices:
+        """Return those of a module of transformers."""
+        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        up, down = (getattr(module, name) for name in names)
+        if module.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
+        cut = _halves(module) if module.has_gate else lambda whole: (whole,)
+        return cls(cut(up), () if biases[0] is None else cut(biases[0]), down, biases[1])
+
+
+def _halves(module: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return what cuts (E, 2H, ...) into the gate's rows and the others; backward writes one tensor."""
+    if module.is_concatenated:
+        return lambda whole: whole.chunk(2, 1)
+    return lambda whole: whole.unflatten(1, (-1, 2)).unbind(2)
+
+
+def refusal(module: Any) -> str | None:
+    """Return why Moesaic cannot compute a module's experts; None if it can."""
+    missing = [flag for flag in FLAGS if not hasattr(module, flag)]
+    if missing:
+        return f"has no {missing[0]}, which this version of transformers should set"
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names] if module.has_bias else []
+    for name in names:
+        weight = getattr(module, name, None)
+        if not isinstance(weight, Tensor):
+            return f"has no tensor {name}"
+        if weight.dtype not in FLOATS:
+            return f"has a {name} of {weight.dtype}, which Moesaic's kernels do not multiply"
+    return None
+
+
+def gate_of(module: Any) -> Gate | None:
+    """Return a module's gate, or activation where nothing is gated; None for one that Moesaic does not have.
+
+    The first call asks the module, on numbers of its own; the answer stays with the module.
+    """
+    if not hasattr(module, "_moesaic_gate"):
+        module._moesaic_gate = _recognised(module)
+    found: Gate | None = module._moesaic_gate
+    return found
+
+
+@torch.no_grad()
+def _recognised(module: Any) -> Gate | None:
+    own = {id(parameter) for parameter in module._parameters.values()}
+    if module.has_post_expert_norm or any(id(each) not in own for each in module.parameters()):
+        return None  # a norm after the expert, or a gate that learns
+    points = torch.tensor([0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu")
+    points = torch.cat([points, -points[1:]])
+    gate, up = (each.reshape(1, -1) for each in torch.meshgrid(points, points, indexing="ij"))
+    if module.has_gate:
+        pre = [gate, up]
+        together = torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1)
+        found = module._apply_gate(together)
+    else:
+        pre = [points.reshape(1, -1)]
+        found = module.act_fn(pre[0])
+    for candidate in _candidates(module):
+        expected = hidden_rows(pre, candidate.activation, None, candidate.clamp)
+        if found.shape == expected.shape and torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-6):
+            return candidate
+    return None
+
+
+def _candidates(module: Any) -> Iterator[Gate]:
+    """Yield the gates that a module may have; limits and slopes are what the module keeps under the usual names."""
+    yield from map(Gate, ACTIVATIONS)
+    kept = {name: getattr(module, name, None) for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")}
+    numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and value > 0}
+    limits = [value for name, value in numbers.items() if name.endswith("limit")] if module.has_gate else []
+    for limit in limits:
+        for alpha in (1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))):
+            for offset in (0.0, 1.0):
+                yield Gate("silu", Clamp(limit, alpha, offset))
+
+
+def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
+    """Dispatch tokens to a module's experts, run them and sum by routing weight; differentiable.
+
+    Args:
+        module: of transformers, which `refusal` does not refuse.
+        x: (tokens, dim).
+        weight: (R,) routing weights in the order of the routing.
+        permutation: the routing, sorted by expert.
+
+    Returns:
+        (tokens, dim) in the dtype of `x`.
+    """
+    dtype, gate, matrices = compute_dtype(x), gate_of(module), Matrices.of(module)
+    ups, biases = ([each.to(dtype) for each in found] for found in (matrices.ups, matrices.up_biases))
+    down, down_bias = (None if each is None else each.to(dtype) for each in (matrices.down, matrices.down_bias))
+    assert down is not None
+    gates, ends = weight.index_select(0, permutation.order), permutation.ends
+    if gate is not None:
+        work = ExpertWork(
+            x=x.to(dtype), dispatch=permutation.dispatch, gates=gates, gates_first=False, ends=ends, ups=ups,
+            up_biases=biases, down=down, down_bias=down_bias, activation=gate.activation, clamp=gate.clamp,
+        )  # fmt: skip
+        return expert_ffn(work, x.dtype)
+    counts = permutation.counts
+
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        out = grouped_matmul(rows, matrix, ends)
+        return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+
+    rows = permute(x.to(dtype), permutation)
+    pre = [product(rows, up, bias) for up, bias in zip(ups, biases or [None] * len(ups))]
+    if module.has_gate:
+        hidden = module._apply_gate(torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1))
+    else:
+        hidden = module.act_fn(pre[0])
+    out = product(hidden, down, down_bias)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    return unpermute(out * gates.to(out.dtype).unsqueeze(1), permutation, dtype=x.dtype)
+
+
+class FamilyExperts(StackedExperts):
+    """A module of transformers as the experts of a layer on a mesh; its parameters stay where they are.
+
+    Args:
+        module: whose gate Moesaic has; this rank's part of the experts.
+        num_experts: of all ranks.
+    """
+
+    def __init__(self, module: nn.Module, num_experts: int) -> None:
+        gate, dim = gate_of(module), Matrices.of(module).down.shape[1]
+        assert gate is not None
+        AbstractExperts.__init__(self, dim, num_experts)  # the parameters are the module's
+        self.ups = ("w1", "w3") if module.has_gate else ("w1",)
+        self.bias = bool(module.has_bias)
+        self.activation, self.clamp = gate.activation, gate.clamp
+        self._module = (module,)  # no submodule of this one
+        self.is_spread = True
+
+    def weights(self) -> tuple[Weights, Weights]:
+        found = Matrices.of(self._module[0])
+        common = () if found.down_bias is None else (found.down_bias,)
+        return (*found.ups, found.down, *found.up_biases), common

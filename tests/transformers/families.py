@@ -1,0 +1,146 @@
+"""Every family of transformers whose experts have its interface, found in the package itself, as a tiny random model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_group": 1,
+    "topk_group": 1, "num_hidden_layers": 4, "max_position_embeddings": 64, "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "first_k_dense_replace": 1, "router_aux_loss_coef": 0.0, "output_router_logits": False, "global_head_dim": 8,
+    "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "shared_intermediate_size": 24, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "moe_latent_size": None,
+    "moe_shared_intermediate_size": 24, "top_k_experts": 2, "expert_intermediate_size": 24,
+    "moe_top_k": 2, "enable_moe_block": True, "chunk_size": 8, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 8,
+    "index_topk": 4,
+}  # fmt: skip
+"""What a configuration is shrunk to, field by field where it has the field."""
+OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_experts": 16},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "dots1": {"n_shared_experts": 1},
+    "glm4v_moe_text": {"head_dim": 128},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4},
+    "mistral4": {"head_dim": 16, "qk_rope_head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single kinds of configuration need besides, by `model_type`."""
+MOST_USED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
+"""The families that the quick tests run."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A modeling file with the decorator."""
+
+    name: str
+    experts: tuple[str, ...]
+    """Classes that carry it."""
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"transformers.models.{self.name}.modeling_{self.name}")
+
+
+def families() -> list[Family]:
+    """Return all families, by name; nothing of them is imported."""
+    found = []
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        classes = re.findall(r"^@use_experts_implementation[^\n]*\n(?:@[^\n]*\n)*class (\w+)", text, re.MULTILINE)
+        if classes:
+            found.append(Family(path.stem.removeprefix("modeling_"), tuple(classes)))
+    return found
+
+
+def shrunk(kind: type) -> Any:
+    """Return a configuration of a class, and those in it, with tiny sizes; what it derives from them it derives anew."""
+    default = kind()
+    table, inner = default.to_dict(), getattr(kind, "sub_configs", {})
+    given: dict[str, Any] = {key: value for key, value in SIZES.items() if key in table and key not in inner}
+    if "kv_lora_rank" in table:  # latent attention has no groups of heads
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    given |= {key: shrunk(type(getattr(default, key))) for key in inner if getattr(default, key, None) is not None}
+    given |= OWN.get(getattr(kind, "model_type", ""), {})
+    layers = table.get("num_hidden_layers")
+    per_layer = {k: v[:4] for k, v in table.items() if isinstance(v, list) and len(v) == layers and k not in inner}
+    try:
+        config = kind(**given)
+    except Exception:
+        config = kind(**{**per_layer, **given})
+    for key, value in per_layer.items():
+        if len(getattr(config, key) or ()) == layers:
+            setattr(config, key, value)
+    return config
+
+
+def models_of(family: Family) -> list[type[nn.Module]]:
+    """Return the classes of a family that may be a language model, the likeliest first."""
+    classes = dict(inspect.getmembers(family.module, inspect.isclass))
+    own = [
+        cls
+        for cls in classes.values()
+        if cls.__module__ == family.module.__name__ and getattr(cls, "config_class", None) is not None
+    ]
+    own = [cls for cls in own if not cls.__name__.endswith("PreTrainedModel")]
+    ranked = []
+    for place, ending in enumerate(("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration")):
+        ranked += [(place, len(cls.__name__), cls.__name__, cls) for cls in own if cls.__name__.endswith(ending)]
+    return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:3])]
+
+
+def build(family: Family) -> nn.Module:
+    """Return a tiny random model of a family whose experts run on text.
+
+    Raises:
+        LookupError: if none of its classes can be built so; the reasons.
+    """
+    reasons = []
+    for cls in models_of(family):
+        for dtype in (torch.float64, torch.float32):  # some families compute in float32, whatever they are given
+            try:
+                torch.manual_seed(0)
+                model = cls(shrunk(cls.config_class)).to(dtype).train()
+                model.set_experts_implementation("eager")
+                ran = _experts_that_ran(model, family)
+            except Exception as error:
+                reasons.append(f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                continue
+            if ran:
+                return model
+            reasons.append(f"{cls.__name__}: no experts ran")
+    raise LookupError("; ".join(dict.fromkeys(reasons)))
+
+
+def text(model: nn.Module) -> Tensor:
+    """Return token ids, (2, 7)."""
+    return torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def _experts_that_ran(model: nn.Module, family: Family) -> bool:
+    seen: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+        for module in model.modules()
+        if type(module).__name__ in family.experts
+    ]
+    model(input_ids=text(model), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return bool(seen)

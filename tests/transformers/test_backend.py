@@ -1,0 +1,177 @@
+"""The experts backend: every family of transformers that has its interface, as a tiny model, against the family's own loop."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+
+from families import MOST_USED, Family, build, families, text
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import moesaic.transformers
+from moesaic.transformers import experts as experts_module
+from moesaic.transformers.experts import Gate, gate_of, refusal
+
+EVERY = [pytest.param(f, id=f.name, marks=() if f.name in MOST_USED else pytest.mark.slow) for f in families()]
+
+
+def outcome(model: nn.Module, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits (or the hidden states of a model without a head) and every gradient."""
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    torch.manual_seed(0)
+    out = model(input_ids=text(model), use_cache=False)
+    found = out.logits if hasattr(out, "logits") else out[0]
+    slopes = torch.linspace(0, 1, found.numel(), dtype=torch.float64).view(found.shape)
+    (found.double() * slopes).sum().backward()
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model: nn.Module) -> None:
+    """Compare the model's two outcomes, relative to the largest logit and the largest gradient."""
+    tolerance = 1e-12 if next(model.parameters()).dtype == torch.float64 else 1e-5
+    if any(_computes_in_float32(module) for module in model.modules()):
+        tolerance = 1e-5
+    (y, gradients), (expected, wanted) = outcome(model, "moesaic"), outcome(model, "eager")
+    assert gradients.keys() == wanted.keys()
+    assert float((y - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    largest = max(float(each.abs().max()) for each in wanted.values())
+    for name, gradient in gradients.items():
+        scale = max(float(wanted[name].abs().max()), 1e-6 * largest)
+        assert float((gradient - wanted[name]).abs().max()) <= tolerance * 10 * scale, name
+
+
+def _computes_in_float32(module: nn.Module) -> bool:
+    return type(module).__name__ in (
+        "BeamExperts",
+        "NemotronHExperts",
+        "OpenAIPrivacyFilterExperts",
+        "MuseSparkExperts",
+    )
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_logits_and_all_gradients_equal_the_familys_own_loop(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        model = build(family)
+    except LookupError as reason:
+        pytest.skip(f"no tiny model: {reason}")
+    seen: list[Any] = []
+    run = moesaic.transformers.backend.run_tokens
+    monkeypatch.setattr(moesaic.transformers.backend, "run_tokens", lambda *given: seen.append(given[0]) or run(*given))
+    compare(model)
+    assert {type(module).__name__ for module in seen} <= set(family.experts)
+    assert seen
+
+
+def test_the_list_of_families_is_the_packages() -> None:
+    names = {family.name for family in families()}
+    assert len(names) > 50
+    assert set(MOST_USED) <= names
+
+
+def tiny(**fields: Any) -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **heads, **fields})).double()
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if type(module).__name__ == "MixtralExperts")
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "activation"),
+    [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("relu2", "relu2")],
+)
+def test_activations_are_recognised_by_what_they_compute(hidden_act: str, activation: str) -> None:
+    model = tiny(hidden_act=hidden_act)
+    assert gate_of(experts_of(model)) == Gate(activation)
+    compare(model)
+
+
+@pytest.mark.parametrize("hidden_act", ["tanh", "sigmoid", "mish"])
+def test_a_gate_that_moesaic_does_not_have_runs_between_its_products(hidden_act: str) -> None:
+    model = tiny(hidden_act=hidden_act)
+    assert gate_of(experts_of(model)) is None
+    compare(model)
+
+
+def test_a_gate_whose_numbers_stand_elsewhere_is_not_taken_for_another() -> None:
+    model = tiny()
+    experts = experts_of(model)
+    experts._apply_gate = lambda pre: torch.nn.functional.silu(pre.chunk(2, -1)[0].clamp(max=5.0)) * pre.chunk(2, -1)[1]
+    assert gate_of(experts) is None
+
+
+def test_experts_that_cannot_be_taken_are_named_and_run_as_before() -> None:
+    model = tiny()
+    expected, _ = outcome(model, "eager")
+    for module in model.modules():
+        if type(module).__name__ == "MixtralExperts":
+            del module.has_post_expert_norm
+    with pytest.warns(UserWarning, match="MixtralExperts has no has_post_expert_norm.*runs transformers' own loop"):
+        found, _ = outcome(model, "moesaic")
+    assert torch.equal(found, expected)
+
+
+def test_quantized_weights_are_refused() -> None:
+    experts = experts_of(tiny())
+    assert refusal(experts) is None
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    assert "float8_e4m3fn" in str(refusal(experts))
+
+
+def test_a_copy_of_a_model_has_its_own_weights() -> None:
+    model = tiny()
+    outcome(model, "moesaic")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    compare(other)
+
+
+def test_routes_to_experts_elsewhere_count_nothing() -> None:
+    experts = experts_of(tiny())
+    x = torch.randn(5, 16, dtype=torch.float64)
+    index, weight = torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]]), torch.rand(5, 2, dtype=torch.float64)
+    run = moesaic.transformers.experts_forward
+    experts._is_expert_parallel = True
+    found = run(experts, x, index, weight)
+    experts._is_expert_parallel = False
+    expected = run(experts, x, index.clamp(max=3), weight.masked_fill(index == 4, 0))
+    torch.testing.assert_close(found, expected)
+    assert not found[3].any()
+
+
+def test_the_gate_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(num_hidden_layers=1)
+    asked: list[int] = []
+    ask = experts_module._recognised
+    monkeypatch.setattr(experts_module, "_recognised", lambda module: asked.append(1) or ask(module))
+    outcome(model, "moesaic")
+    outcome(model, "moesaic")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_equals_eager_to_its_rounding(dtype: torch.dtype) -> None:
+    model = tiny().to(dtype)
+    (y, _), (expected, _) = outcome(model, "moesaic"), outcome(model, "eager")
+    assert y.dtype == dtype
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
