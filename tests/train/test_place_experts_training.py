@@ -16,7 +16,7 @@ from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.train import place_experts
+from moesaic.train import balance
 from moesaic.train.config import BalanceConfig, PlannerConfig, TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train import worlds
@@ -59,8 +59,8 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
 
 
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
-    place_experts.EXPERT_PLACERS = {**place_experts.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
-    place_experts.Machine = partial(Machine, tflops=1e-9)  # so slow that any better balance pays for its move
+    balance.EXPERT_PLACERS = {**balance.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
+    balance.Machine = partial(Machine, tflops=1e-9)  # so slow that any better balance pays for its move
     worlds._process(rank, world, runs, folder, lambda: None)
 
 
@@ -155,12 +155,12 @@ def test_one_process_is_told_what_to_start(tmp_path):
 def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
     grid, placing = Grid(world=4, ep=4, ranks_per_node=2), {"experts": "balanced"}
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, balance=placing)
-    own = place_experts.rates_of(config, grid, 4)
+    own = balance.expert_rates(config, grid, 4)
     assert (own.machine, own.element_bytes) == (Machine(), 4)
-    named = place_experts.rates_of(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
+    named = balance.expert_rates(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
     assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
     assert named.element_bytes == 2
     with pytest.raises(
         InputError, match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node"
     ):
-        place_experts.rates_of(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)
+        balance.expert_rates(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)
