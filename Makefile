@@ -73,8 +73,9 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json
 	$(BIN)/python -m moesaic_lab.performance_page
 
-docs: $(STAMP)  ## docs/performance.md from the committed results
+docs: $(STAMP)  ## docs/performance.md from the committed results, and the picture of a timeline
 	$(BIN)/python -m moesaic_lab.performance_page
+	$(BIN)/python -m moesaic_lab.timeline_picture
 
 site: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict

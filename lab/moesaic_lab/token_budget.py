@@ -11,7 +11,7 @@ load of a rank under balance, memory over that of the plain layer there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,8 @@ COLUMNS = (
 
 def cases(options: TokenBudgetOptions) -> list[BalanceJob]:
     """Return a job per load, those under balance first."""
-    config = read_config(options.config)
     loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
-    config = replace(config, only=loads).repeated(options.repeats)
-    config.check()
+    config = read_config(options.config).narrowed(only=loads, repeats=options.repeats)
     require_cluster()
     return jobs_of(config, options)
 

@@ -155,12 +155,12 @@ def test_one_process_is_told_what_to_start(tmp_path):
 def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
     grid, placing = Grid(world=4, ep=4, ranks_per_node=2), {"experts": "balanced"}
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, balance=placing)
-    own = balance.expert_rates(config, grid, 4)
+    own = balance.rates_of(config, grid, 4)
     assert (own.machine, own.element_bytes) == (Machine(), 4)
-    named = balance.expert_rates(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
+    named = balance.rates_of(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
     assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
     assert named.element_bytes == 2
     with pytest.raises(
         InputError, match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node"
     ):
-        balance.expert_rates(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)
+        balance.rates_of(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)

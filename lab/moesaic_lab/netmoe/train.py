@@ -23,7 +23,7 @@ from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
 from moesaic.traces.load import locality
-from moesaic.train.balance import expert_rates, make_arbiter, make_model, place_samples
+from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer
@@ -110,7 +110,7 @@ class Training:
         self._placement: ExpertPlacement | None = None
         placing = config.balance
         if placing.experts != "none":
-            placer = EXPERT_PLACERS[placing.experts](expert_rates(config, mesh.grid, element_bytes))
+            placer = EXPERT_PLACERS[placing.experts](rates_of(config, mesh.grid, element_bytes))
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
             )

@@ -15,11 +15,9 @@ from torch.func import functional_call
 
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
-from moesaic.models.attention import Attention, KeyValueCache
+from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.short_conv import ShortConv
-from moesaic.models.split import Norm, local_part
-from moesaic.models.unembed import unembed
+from moesaic.models.split import Norm, local_part, unembed
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited_sigmoid
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint

@@ -160,12 +160,13 @@ class ExpertMover:
     ) -> None:
         self.placement: ExpertPlacement | None = None
         self._moves: list[Moved] = []
-        if config.balance.experts == "none":
+        balance = config.balance
+        if balance.experts == "none":
             return
         assert mesh is not None, "experts are split over ranks"
-        placer = EXPERT_PLACERS[config.balance.experts](expert_rates(config, mesh.grid, element_bytes))
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self.placement = ExpertPlacement(layers, mesh, optimizer, every=config.balance.experts_every, placer=placer)
+        placer = EXPERT_PLACERS[balance.experts](rates_of(config, mesh.grid, element_bytes))
+        self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
 
     def after_step(self) -> None:
         """Count an optimizer step whose gradients are gone, and move experts where it is time to."""
@@ -300,12 +301,12 @@ def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
     return SAMPLE_PLACERS[config.balance.samples](PlacerOptions(machine=_machine(config, grid)))
 
 
-def expert_rates(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return what rows cost in a run, by the cluster or profile that it names.
+def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
+    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by the usual `Machine`.
 
     Args:
         config: of the run.
-        grid: its mesh.
+        grid: of its mesh.
         element_bytes: of activations.
 
     Raises:
@@ -315,7 +316,7 @@ def expert_rates(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertR
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
-    """Return the rates of the cluster or profile that `planner` names; those of `cost.Machine` for none.
+    """Return the rates of the cluster or profile that the run names; `cost.Machine`'s where it names none.
 
     Raises:
         InputError: if the cluster does not fit the run.

@@ -26,16 +26,14 @@ from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
 from moesaic.train.balance import ExpertMover, budget_values
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
-from moesaic.train.clock import Clock
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
-from moesaic.train.progress import TrainingProgress, status
+from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
-from moesaic.train.record import RoutingObserver
-from moesaic.train.record_files import check_routing
+from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.state import RunState, open_run, rng_state
 
 

@@ -28,7 +28,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime import expert_parallel as runtime
 from moesaic.runtime.routing_cache import checkpoint
-from moesaic.testing.any_option import AnyOption
+from moesaic.testing.cases import AnyOption
 
 GRIDS = {
     "ep": Grid(world=4, ep=4, ranks_per_node=2),
