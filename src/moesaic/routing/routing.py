@@ -76,6 +76,9 @@ class Routing:
     divides by; None elsewhere."""
     rows_per_token: int | None
     """K when every token has exactly K rows, in token order; None otherwise."""
+    logits: Tensor | None = None
+    """(T, E) float32, differentiable: the router's, for losses of your own; of the tokens that this rank routed. None where
+    the experts were chosen elsewhere."""
     losses: dict[str, Tensor]
     """() float32 each, detached: the auxiliary losses before their coefficient; their gradient is injected already."""
 

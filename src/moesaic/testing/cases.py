@@ -403,7 +403,7 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
         num_experts: of the layer.
         top_k: experts per token.
     """
-    groups = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
+    groups: dict[str, Any] = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),
         "hash": partial(Hash, buckets=16),
