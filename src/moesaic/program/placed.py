@@ -30,7 +30,7 @@ class SampleShapes(LayoutIndex):
 
     Args:
         grid: the mesh.
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
         slots: samples per rank.
         num_chunks: parts that a program does one after the other; each takes its share of the slots.
     """
@@ -39,9 +39,10 @@ class SampleShapes(LayoutIndex):
         super().__init__(grid, num_experts, slots)
         self.slots, self._parts = slots, num_chunks
 
-    def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
+    def chunks(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the samples' slots that a chunk of a program takes, ascending int64."""
         if layout.flow != "copies" or not isinstance(layout.chunk, int):
-            return super()._chunks(layout, rank)
+            return super().chunks(layout, rank)
         return np.arange(self.slots * layout.chunk // self._parts, self.slots * (layout.chunk + 1) // self._parts)
 
 
@@ -82,7 +83,7 @@ class PlacedShapes(SampleShapes):
         """Return what a rank receives in a movement."""
         return super().received(move, rank) if _is_placed(move) else self._of_all_calls.received(move, rank)
 
-    def _match(self, move: Move, rank: int) -> None:
+    def match(self, move: Move, rank: int) -> None:
         """Match the pieces that one rank sends and receives.
 
         A piece that is placed, or at its origin, is on one rank; one at its expert is on all shards. So whoever wants a piece
@@ -105,7 +106,7 @@ class PlacedSizes(CallSizes):
         grid: the mesh, with tp = 1.
         copies: (world, slots, num_experts) int64: copies that each sample has for each expert, by origin.
         length: tokens of a sample.
-        shapes: of the call.
+        shapes: the pieces of the call.
         units: rows into which one shard of an expert is packed when weights travel.
     """
 
@@ -115,10 +116,10 @@ class PlacedSizes(CallSizes):
         self._rows["copies"] = copies.transpose(0, 2, 1)
         self._length, self._placed = length, shapes
 
-    def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
+    def find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """An index counts tokens from where its origin had the sample; here they start where the new home has it."""
         if not isinstance(copies, Placed):
-            return super()._find_bases(tokens, copies, rank)
+            return super().find_bases(tokens, copies, rank)
         pieces = self._placed.pieces(copies, rank)
         slots = self._placed.target_slots()[pieces.origin, pieces.chunk]
         return np.repeat((slots - pieces.chunk) * self._length, np.diff(self.offsets(copies, rank)))

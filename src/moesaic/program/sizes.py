@@ -80,9 +80,9 @@ class LayoutIndex:
 
     Args:
         grid: the mesh.
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
-        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
+        replicates: whether each run has, after these parts, one more for every rank of ep, which that rank computes.
 
     Raises:
         InputError: if the experts do not split over ep.
@@ -133,7 +133,7 @@ class LayoutIndex:
         """Return what a slot of a layout holds on a rank."""
         key = (layout, rank)
         if key not in self._pieces:
-            chunks = self._chunks(layout, rank)
+            chunks = self.chunks(layout, rank)
             grids = np.meshgrid(self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij")
             expert, origin, chunk = (values.reshape(-1) for values in grids)
             if layout.step is not None:
@@ -157,13 +157,13 @@ class LayoutIndex:
     def sent(self, move: Move, rank: int) -> Matched:
         """Return what a rank sends in a movement."""
         if (move, rank) not in self._sent:
-            self._match(move, rank)
+            self.match(move, rank)
         return self._sent[(move, rank)]
 
     def received(self, move: Move, rank: int) -> Matched:
         """Return what a rank receives in a movement."""
         if (move, rank) not in self._received:
-            self._match(move, rank)
+            self.match(move, rank)
         return self._received[(move, rank)]
 
     def stays(self, move: Move, rank: int) -> bool:
@@ -177,8 +177,8 @@ class LayoutIndex:
             self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
         return self._stays[key]
 
-    def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`."""
+    def match(self, move: Move, rank: int) -> None:
+        """Find what all ranks that exchange with `rank` send and receive in a movement, and keep it."""
         members = self.grid.group(rank, move.group)
         sends: dict[int, list[tuple[int, np.ndarray]]] = {member: [] for member in members}
         for target in members:
@@ -197,7 +197,8 @@ class LayoutIndex:
         for source, splits in sends.items():
             self._sent[(move, source)] = _matched(splits)
 
-    def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
+    def chunks(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the chunks that a slot of a layout holds on a rank, ascending int64."""
         if layout.flow not in ("copies", *ONCE):
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
@@ -263,12 +264,12 @@ class CallSizes:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens of which each origin is responsible.
         num_chunks: parts that each run of copies is cut into.
-        visits: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin sends
-            to each node (visits), then to each place of ep (stops); for programs that send a token there once.
+        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin
+            sends to each node (visits), then to each place of ep (stops); for programs that send a token there once.
         units: rows into which one shard of an expert is packed when weights travel.
         replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that replicate. The first ones of a run stay with its home. None: all.
-        shapes: of the same grid, experts and chunks, to share between calls; None to make them.
+        shapes: the pieces for the same grid, experts and chunks, shared between calls; None to make them.
 
     Raises:
         InputError: if the experts do not split over ep, or the counts do not fit the mesh.
@@ -383,7 +384,7 @@ class CallSizes:
         """
         key = (tokens, copies, rank)
         if key not in self._bases:
-            self._bases[key] = self._find_bases(tokens, copies, rank)
+            self._bases[key] = self.find_bases(tokens, copies, rank)
         return self._bases[key]
 
     def part_rows(self, part: Layout, whole: Layout, rank: int) -> np.ndarray:
@@ -428,7 +429,8 @@ class CallSizes:
         rows = np.arange(ends[-1]) if is_whole else _expand(offsets[matched.places], sizes)
         return Splits(matched.peers, counts, rows, is_whole)
 
-    def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
+    def find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
+        """Return where in the tokens' slot the tokens of each copy's origin start, (copies,) int64."""
         offsets = self.offsets(copies, rank)
         if copies.whole_tp or tokens.whole_tp:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
