@@ -101,14 +101,6 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
     return x
 
 
-def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Sum each token's rows one after the other, in float64."""
-    out = torch.zeros(permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for row, token in zip(rows, permutation.token.tolist()):
-        out[token] += row
-    return out
-
-
 def sum_rows(
     rows: Tensor, dispatch: Dispatch, *, weights: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -11,6 +11,7 @@ simulator share this.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -75,20 +76,20 @@ class Matched:
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
-class LayoutIndex:
+class AbstractLayoutIndex(ABC):
     """The pieces of every slot and movement on a mesh.
 
     Args:
         grid: the mesh.
         num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
-        replicates: whether each run has, after these parts, one more for every rank of ep, which that rank computes.
+        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
 
     Raises:
         InputError: if the experts do not split over ep.
     """
 
-    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False) -> None:
+    def __init__(self, grid: Grid, num_experts: int, num_chunks: int, *, replicates: bool) -> None:
         if num_experts % grid.ep:
             raise InputError(
                 f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
@@ -96,10 +97,26 @@ class LayoutIndex:
         self.grid, self.num_experts, self.num_chunks, self.replicates = grid, num_experts, num_chunks, replicates
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
-        self._pieces: dict[tuple[Layout, int], Pieces] = {}
-        self._sent: dict[tuple[Move, int], Matched] = {}
-        self._received: dict[tuple[Move, int], Matched] = {}
         self._stays: dict[tuple[Move, int], bool] = {}
+
+    @abstractmethod
+    def pieces(self, layout: Layout, rank: int) -> Pieces:
+        """Return what a slot of a layout holds on a rank."""
+
+    @abstractmethod
+    def sent(self, move: Move, rank: int) -> Matched:
+        """Return what a rank sends in a movement."""
+
+    @abstractmethod
+    def received(self, move: Move, rank: int) -> Matched:
+        """Return what a rank receives in a movement."""
+
+    @abstractmethod
+    def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
+        """Return by how many rows the tokens of each piece stand later in their slot than its origin counts, (pieces,) int64.
+
+        None where they stand where tokens of that origin start.
+        """
 
     def local_experts(self, rank: int) -> range:
         """Return the experts that live on a rank."""
@@ -129,20 +146,6 @@ class LayoutIndex:
             return np.arange(sizes.get(layout.flow, self.num_experts))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
-    def pieces(self, layout: Layout, rank: int) -> Pieces:
-        """Return what a slot of a layout holds on a rank."""
-        key = (layout, rank)
-        if key not in self._pieces:
-            chunks = self.chunks(layout, rank)
-            grids = np.meshgrid(self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij")
-            expert, origin, chunk = (values.reshape(-1) for values in grids)
-            if layout.step is not None:
-                inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
-                expert, origin, chunk = expert[inside], origin[inside], chunk[inside]
-            number = self.number(origin, expert, chunk)
-            self._pieces[key] = Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
-        return self._pieces[key]
-
     def _shard(self, rank: int) -> int:
         return self.grid.coordinate(rank, "etp")
 
@@ -153,18 +156,6 @@ class LayoutIndex:
     def helper_chunk(self, rank: int) -> int:
         """Return the chunk that a rank computes for others."""
         return self.num_chunks + self.grid.coordinate(rank, "ep")
-
-    def sent(self, move: Move, rank: int) -> Matched:
-        """Return what a rank sends in a movement."""
-        if (move, rank) not in self._sent:
-            self.match(move, rank)
-        return self._sent[(move, rank)]
-
-    def received(self, move: Move, rank: int) -> Matched:
-        """Return what a rank receives in a movement."""
-        if (move, rank) not in self._received:
-            self.match(move, rank)
-        return self._received[(move, rank)]
 
     def stays(self, move: Move, rank: int) -> bool:
         """Return whether a movement leaves all rows of a rank where they are, whatever the counts."""
@@ -177,8 +168,62 @@ class LayoutIndex:
             self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
         return self._stays[key]
 
-    def match(self, move: Move, rank: int) -> None:
-        """Find what all ranks that exchange with `rank` send and receive in a movement, and keep it."""
+
+class LayoutIndex(AbstractLayoutIndex):
+    """The pieces of slots and movements that depend on layouts alone, shared between calls.
+
+    Args:
+        grid: the mesh.
+        num_experts: how many experts the layer has.
+        num_chunks: parts that each run of copies is cut into.
+        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
+        parts: chunks of a program, each of which takes its share of these parts; None: one each.
+
+    Raises:
+        InputError: if the experts do not split over ep.
+    """
+
+    def __init__(
+        self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False, parts: int | None = None
+    ) -> None:
+        super().__init__(grid, num_experts, num_chunks, replicates=replicates)
+        self._parts = num_chunks if parts is None else parts
+        self._pieces: dict[tuple[Layout, int], Pieces] = {}
+        self._sent: dict[tuple[Move, int], Matched] = {}
+        self._received: dict[tuple[Move, int], Matched] = {}
+
+    def pieces(self, layout: Layout, rank: int) -> Pieces:
+        """Return what a slot of a layout holds on a rank."""
+        key = (layout, rank)
+        if key not in self._pieces:
+            chunks = self._chunks(layout, rank)
+            grids = np.meshgrid(self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij")
+            expert, origin, chunk = (values.reshape(-1) for values in grids)
+            if layout.step is not None:
+                inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
+                expert, origin, chunk = expert[inside], origin[inside], chunk[inside]
+            number = self.number(origin, expert, chunk)
+            self._pieces[key] = Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
+        return self._pieces[key]
+
+    def sent(self, move: Move, rank: int) -> Matched:
+        """Return what a rank sends in a movement."""
+        if (move, rank) not in self._sent:
+            self._match(move, rank)
+        return self._sent[(move, rank)]
+
+    def received(self, move: Move, rank: int) -> Matched:
+        """Return what a rank receives in a movement."""
+        if (move, rank) not in self._received:
+            self._match(move, rank)
+        return self._received[(move, rank)]
+
+    def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
+        """Return None: tokens stand where those of their origin start."""
+        return None
+
+    def _match(self, move: Move, rank: int) -> None:
+        """Match the pieces of all ranks that exchange with `rank`."""
         members = self.grid.group(rank, move.group)
         sends: dict[int, list[tuple[int, np.ndarray]]] = {member: [] for member in members}
         for target in members:
@@ -193,19 +238,22 @@ class LayoutIndex:
                     splits.append((source, np.flatnonzero(use)))
                     sends[source].append((target, where[use]))
             assert not still_open.any(), f"rank {target} wants pieces that no rank of its group holds"
-            self._received[(move, target)] = _matched(sorted(splits, key=lambda lot: lot[0]))
+            self._received[(move, target)] = matched(sorted(splits, key=lambda lot: lot[0]))
         for source, splits in sends.items():
-            self._sent[(move, source)] = _matched(splits)
+            self._sent[(move, source)] = matched(splits)
 
-    def chunks(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the chunks that a slot of a layout holds on a rank, ascending int64."""
+    def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if layout.flow not in ("copies", *ONCE):
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
         if layout.chunk == "replicated":
             return np.arange(self.num_chunks, self._all_chunks)
-        return np.array([self.helper_chunk(rank) if layout.chunk == "here" else layout.chunk])
+        if layout.chunk == "here":
+            return np.array([self.helper_chunk(rank)])
+        assert isinstance(layout.chunk, int)
+        start, end = (self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1))
+        return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
         grid = self.grid
@@ -235,11 +283,12 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     return np.where(held.number[index] == wanted, index, -1)
 
 
-def _matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
-    places = [lot for _, lot in splits]
-    starts = np.cumsum([0, *map(len, places)])
-    joined = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-    return Matched(tuple(peer for peer, _ in splits), starts, joined)
+def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
+    """Return what goes to, or comes from, each peer as one; peers without a piece are left out."""
+    given = [(peer, places) for peer, places in splits if len(places)]
+    starts = np.cumsum([0, *(len(places) for _, places in given)])
+    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in given)])
+    return Matched(tuple(peer for peer, _ in given), starts, places)
 
 
 @dataclass(frozen=True)
@@ -270,6 +319,7 @@ class CallSizes:
         replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that replicate. The first ones of a run stay with its home. None: all.
         shapes: the pieces for the same grid, experts and chunks, shared between calls; None to make them.
+        parts: (world, num_experts, num_chunks) int64: copies in each part of each run; None: equal parts.
 
     Raises:
         InputError: if the experts do not split over ep, or the counts do not fit the mesh.
@@ -285,7 +335,8 @@ class CallSizes:
         node_tokens: np.ndarray | None = None,
         units: int = 0,
         replicated: np.ndarray | None = None,
-        shapes: LayoutIndex | None = None,
+        shapes: AbstractLayoutIndex | None = None,
+        parts: np.ndarray | None = None,
     ) -> None:
         if copies.ndim != 2 or copies.shape[0] != grid.world or tokens.shape != (grid.world,):
             raise InputError(
@@ -293,14 +344,18 @@ class CallSizes:
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
         self.grid, self.num_chunks = grid, num_chunks
-        self.shapes = shapes or LayoutIndex(grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None)
+        self.shapes: AbstractLayoutIndex = shapes or LayoutIndex(
+            grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None
+        )
         self.num_experts = self.shapes.num_experts
         if replicated is None and self.shapes.replicates:
             replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
         staying = copies if replicated is None else copies - replicated.sum(2)
         assert (staying >= 0).all(), "more copies are replicated than there are"
         cuts = staying[:, :, None]
-        if num_chunks > 1:
+        if parts is not None:
+            cuts = parts
+        elif num_chunks > 1:
             cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
         self._replicated = replicated
         self._rows: dict[Flow, np.ndarray] = {
@@ -384,7 +439,7 @@ class CallSizes:
         """
         key = (tokens, copies, rank)
         if key not in self._bases:
-            self._bases[key] = self.find_bases(tokens, copies, rank)
+            self._bases[key] = self._find_bases(tokens, copies, rank)
         return self._bases[key]
 
     def part_rows(self, part: Layout, whole: Layout, rank: int) -> np.ndarray:
@@ -429,9 +484,11 @@ class CallSizes:
         rows = np.arange(ends[-1]) if is_whole else _expand(offsets[matched.places], sizes)
         return Splits(matched.peers, counts, rows, is_whole)
 
-    def find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return where in the tokens' slot the tokens of each copy's origin start, (copies,) int64."""
+    def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
+        later = self.shapes.tokens_later(copies, rank)
+        if later is not None:
+            return np.repeat(later, np.diff(offsets))
         if copies.whole_tp or tokens.whole_tp:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
         held, of_copies = self.shapes.pieces(tokens, rank), self.shapes.pieces(copies, rank)

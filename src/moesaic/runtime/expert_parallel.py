@@ -31,7 +31,7 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Peers
-from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route
+from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
@@ -314,6 +314,23 @@ class ExpertParallel:
                 replay=replay,
                 peers=self.peers,
             )
+
+    def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
+        """Route this rank's tokens to experts that somebody else has chosen; under S1 its slice of the tensor group's.
+
+        Args:
+            x_TD: all tokens of the tensor group.
+            expert_TK: (tokens, K) int64; alike on all ranks of the group, as x_TD and weight_TK are.
+            weight_TK: (tokens, K) routing weights; every rank of the group gets their whole gradient.
+        """
+        if self.peers.call_with(
+            {"call.dtype": compute_dtype(x_TD.dtype, x_TD.device), "call.top_k": expert_TK.shape[1]}
+        ):
+            self._agreed = False
+        if self._slices:
+            expert_TK = expert_TK[share_of(len(x_TD), self._place, self.grid.tp)]
+            weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
+        return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
 
     def run_experts(self, experts: AbstractExperts, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
         """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).

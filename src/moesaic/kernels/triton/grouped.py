@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,14 +67,6 @@ def rows_times(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:
-    """Multiply one expert's rows after the other by (E, N, K) matrices, in float64."""
-    rows = (x if token is None else x[token.long()]).double()
-    starts = [0, *ends.tolist()[:-1]]
-    parts = [rows[a:b] @ w[e].double().T for e, (a, b) in enumerate(zip(starts, ends.tolist()))]
-    return torch.cat(parts)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ results; an expert without rows gets zeros. Many experts make many programs, so 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,12 +52,6 @@ def outer_products(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def outer_products_reference(p: Tensor, q: Tensor, ends: Tensor) -> Tensor:
-    """Multiply one expert's rows after the other, all in expert order, in float64."""
-    starts = [0, *ends.tolist()[:-1]]
-    return torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in zip(starts, ends.tolist())])
 
 
 @triton.jit

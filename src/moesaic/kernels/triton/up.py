@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
+from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
 from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
@@ -65,15 +64,6 @@ def up(
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return pre, hidden
-
-
-def up_reference(
-    x: Tensor, matrices: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return what `up` must, of rows that stand in expert order, in float64."""
-    pre = [rows_times_reference(x, each, ends) for each in matrices]
-    hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0)
-    return pre, hidden if weight is None else hidden * weight.double()[:, None]
 
 
 @triton.jit
