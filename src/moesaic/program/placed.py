@@ -94,7 +94,7 @@ def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int
     Args:
         grid: the mesh, with tp = 1.
         copies: (world, slots, num_experts) int64: copies that each sample has for each expert, by origin.
-        shapes: of the call.
+        shapes: the pieces of the call.
         units: rows into which one shard of an expert is packed when weights travel.
     """
     tokens = np.full(grid.world, copies.shape[1] * shapes.length)

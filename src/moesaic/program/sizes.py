@@ -81,7 +81,7 @@ class AbstractLayoutIndex(ABC):
 
     Args:
         grid: the mesh.
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
         replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
 
@@ -174,7 +174,7 @@ class LayoutIndex(AbstractLayoutIndex):
 
     Args:
         grid: the mesh.
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
         replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
         parts: chunks of a program, each of which takes its share of these parts; None: one each.
@@ -313,12 +313,12 @@ class CallSizes:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens of which each origin is responsible.
         num_chunks: parts that each run of copies is cut into.
-        visits: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin sends
-            to each node (visits), then to each place of ep (stops); for programs that send a token there once.
+        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin
+            sends to each node (visits), then to each place of ep (stops); for programs that send a token there once.
         units: rows into which one shard of an expert is packed when weights travel.
         replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that replicate. The first ones of a run stay with its home. None: all.
-        shapes: of the same grid, experts and chunks, to share between calls; None to make them.
+        shapes: the pieces for the same grid, experts and chunks, shared between calls; None to make them.
         parts: (world, num_experts, num_chunks) int64: copies in each part of each run; None: equal parts.
 
     Raises:

@@ -1,6 +1,6 @@
 """The records of the route stage: what a router says (`Scores`), whom it picks (`Choice`), what the layer runs (`Routing`).
 
-Records only: how they are made stands in `route.py` and in `gates/`.
+Records only: how they are made stands in `route.py` and in `routers/`.
 Shape letters: T tokens, D dim, E num_experts, K top_k, N chosen copies, R rows (copies that are sent).
 """
 
