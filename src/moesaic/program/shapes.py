@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Layout
+from moesaic.program.task import FLOWS, Layout
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ class AbstractLayoutIndex(ABC):
             mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
             return np.unique([self.local_experts(mate) for mate in mates])
         if layout.experts == "all":
-            sizes = {"tokens": 1, "node_tokens": self.grid.nodes_per_replica, "rank_tokens": self.grid.ep}
-            return np.arange(sizes.get(layout.flow, self.num_experts))
+            flow = FLOWS[layout.flow]
+            return np.arange(self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes)))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
     def _shard(self, rank: int) -> int:
@@ -237,7 +238,7 @@ class LayoutIndex(AbstractLayoutIndex):
             self._sent[(move, source)] = matched(splits)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
-        if layout.flow not in ("copies", *ONCE):
+        if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
@@ -250,12 +251,10 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
-        grid = self.grid
+        grid, origins = self.grid, FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
-        if layout.flow == "weights":
-            return np.unique([grid.coordinate(peer, "etp") for peer in peers])
-        if layout.flow == "bias":
-            return np.zeros(1, dtype=np.int64)
+        if origins is not None:
+            return np.unique([grid.coordinate(peer, origins[0]) for peer in peers] if origins else [0])
         if layout.whole_tp:
             peers = tuple(member for peer in peers for member in grid.group(peer, ("tp",)))
         return np.unique(peers)

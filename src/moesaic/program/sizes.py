@@ -100,6 +100,7 @@ class CallSizes:
         self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
+        self._moved: dict[Move, np.ndarray] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -190,6 +191,17 @@ class CallSizes:
         if key not in self._incoming:
             self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
+
+    def moved(self, move: Move) -> np.ndarray:
+        """Return how many rows each rank sends to each other in a movement, (world, world) int64; none to itself."""
+        if move not in self._moved:
+            rows = np.zeros((self.grid.world, self.grid.world), dtype=np.int64)
+            for rank in range(self.grid.world):
+                splits = self.outgoing(move, rank)
+                rows[rank, list(splits.peers)] = splits.counts
+            np.fill_diagonal(rows, 0)
+            self._moved[move] = rows
+        return self._moved[move]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""
