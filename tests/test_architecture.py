@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moesaic_lab.house import cycles
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 LAB = ROOT / "lab" / "moesaic_lab"
@@ -110,6 +112,23 @@ def test_parts_import_only_parts_before_them():
         if PARTS.index(other) > PARTS.index(part_of(path))
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", [PACKAGE, LAB, TESTBED], ids=lambda package: package.name)
+def test_no_files_and_no_folders_import_each_other_in_a_circle(package):
+    assert cycles(package) == []
+
+
+def test_the_search_for_circles_finds_them(tmp_path):
+    package = tmp_path / "package"
+    for name, text in {
+        "a.py": "def f():\n    from package.b import g\n", "b.py": "from package import a\n",
+        "one/__init__.py": "", "one/x.py": "from package.two.y import z\n",
+        "two/__init__.py": "", "two/y.py": "", "two/z.py": "import package.one.w\n", "one/w.py": "",
+    }.items():  # fmt: skip
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert cycles(package) == [["package.a", "package.b"], ["package/one/", "package/two/"]]
 
 
 def test_the_library_does_not_know_the_laboratory():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,16 @@ from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
-from moesaic.routing.route import Batch, Routed, RoutedCall, route
+from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
-from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.spread import described, shard_experts, take_first
+
+if TYPE_CHECKING:
+    from moesaic.runtime.expert_parallel import ExpertParallel
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
@@ -147,8 +149,8 @@ class MoE(InjectsLosses, RoutingCached):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
-            replication policy: under a plan that replicates copies, what decides which; None takes the policy that the
-            plan names.
+            policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
+                that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
@@ -157,11 +159,15 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        from moesaic.runtime.balance.calls import calls_under
+        from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
+        calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
+            mesh.grid, mesh.transport, plan, self.experts, before, calls, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
             take_first(self, mesh.transport)
@@ -252,7 +258,7 @@ class MoE(InjectsLosses, RoutingCached):
         self._check_call(x, mask, token_ids, top_k)
         if self.on_mesh is None:
             return self._run(compute, x, mask, token_ids, top_k, capacity)
-        from moesaic.runtime.eager import outside_graphs
+        from moesaic.runtime.expert_parallel import outside_graphs
 
         return outside_graphs(self._run, compute, x, mask, token_ids, top_k, capacity)
 
@@ -274,7 +280,7 @@ class MoE(InjectsLosses, RoutingCached):
         y = compute(RoutedCall(x, mask, token_ids, routed, padded_rows))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = self.inject_loss(y, routed.loss, share, compute_dtype(x) is torch.float16)
+            y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
         return y, routing
 
     def _compute(self, call: RoutedCall) -> Tensor:
@@ -360,12 +366,12 @@ class MoE(InjectsLosses, RoutingCached):
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if self.on_mesh is not None:
-            self.data_ranks.refuse_wrapped(self.experts.parameters())
+            self.on_mesh.refuse_ddp(self.experts.parameters())
         elif trains:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
-        batch = Batch(
+        batch = TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,

@@ -15,7 +15,6 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
-from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks
@@ -25,6 +24,7 @@ from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob
 from moesaic_lab.layer.run import summed_up
 from moesaic_testbed import refusal
+from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLACE = LayerPlace(

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
+from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.row_bytes import LayerShape
@@ -23,7 +24,7 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
-from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, traffic
+from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
@@ -71,6 +72,8 @@ class LayerOptions:
         for name in ("tokens", "dim", "hidden", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise InputError(f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.top_k > self.num_experts:
+            raise InputError(f"--layer.top-k {self.top_k}: choose at most --layer.num-experts {self.num_experts}")
 
     @property
     def workload(self) -> Workload:
@@ -125,13 +128,13 @@ def run(arguments: Sequence[str]) -> int:
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute, moves_samples=options.samples > 0)
-    sizes = _sizes(plan, compiled.grid, options.layer)
-    if options.samples:
-        sizes = _by_sample(sizes, plan, options.layer, options.samples)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     if compiled.again is not None:
         programs["again"] = compiled.again
     layer, simulator = options.layer.workload, Simulator(cluster)
+    sizes = sizes_of(compiled.forward, layer, compiled.grid)
+    if options.samples:
+        sizes = _by_sample(sizes, plan, options.layer, options.samples)
     rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
     timelines = {
         name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
@@ -157,26 +160,6 @@ def _cluster(options: ShowOptions) -> ClusterSpec:
     cluster = read_cluster(options.cluster)
     nodes = options.mesh.world // options.mesh.ranks_per_node
     return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
-
-
-def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> CallSizes:
-    """Return sizes under even routing, which leaves nothing to replicate."""
-    node_tokens = None
-    if plan.crossing is Crossing.MULTICAST:
-        node_tokens = even_node_tokens(
-            grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
-        )
-    return even_sizes(
-        grid,
-        redundant=plan.program.is_redundant,
-        tokens=layer.tokens,
-        num_experts=layer.num_experts,
-        top_k=layer.top_k,
-        num_chunks=plan.chunks,
-        node_tokens=node_tokens,
-        units=layer.hidden // grid.etp,
-        replicates=plan.replication != "none",
-    )
 
 
 def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:

@@ -236,12 +236,11 @@ def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: fl
         bias.zero_()
 
 
-def compute_dtype(rows: Tensor) -> torch.dtype:
-    """Return the dtype of the products: autocast's where it is on, else that of the rows."""
-    device_type = rows.device.type
-    if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return rows.dtype
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the products for rows of a dtype on a device: autocast's where it is on, else that of the rows."""
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype
 
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
 from moesaic.plan.compile import Compiled
 from moesaic.program.bundles import bundles
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.program.validate import reduces

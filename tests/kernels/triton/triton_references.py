@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.sort import Order
+from moesaic.kernels.triton.rows.sort import Order
 
 
 def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:

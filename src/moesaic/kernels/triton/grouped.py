@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import KernelLaunch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.parts import place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile
 
 
 def rows_times(

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import KernelLaunch, dot_precision
 from moesaic.kernels.triton.parts import place
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, dot_precision
+from moesaic.kernels.triton.rows.tiles import Tile
 
 
 def outer_products(

@@ -32,7 +32,7 @@ from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.clock import CallClock, TimedCall
 from moesaic.runtime.balance.moves import MoveArbiter
 from moesaic.runtime.balance.samples.relocate import SampleMove
-from moesaic.runtime.calls import NUMBERS
+from moesaic.runtime.expert_parallel import NUMBERS
 
 PAUSE = 0.1
 """Share of what a call took last that its messages are given before the thread begins."""

@@ -42,8 +42,8 @@ from moesaic.plan.compile import moving
 from moesaic.program.placed import SampleShapes
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.samples.rows import carry
+from moesaic.runtime.expert_order import ExpertOrder
 
 PATIENCE = 2
 """Passes in a row in which nobody moves, before a policy may rest."""

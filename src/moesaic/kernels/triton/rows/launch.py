@@ -11,11 +11,11 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.kernels.triton.tiles import HOPPER, GpuDevice, Tile
+from moesaic.kernels.triton.rows.tiles import HOPPER, Tile, TileDevice
 
 ALIGNMENT = 16
 """Bytes that descriptors want of addresses and strides."""
-INTERPRETED = GpuDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
+INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
 """What stands for the device under Triton's interpreter: a Hopper with two multiprocessors."""
 
 
@@ -35,13 +35,13 @@ class KernelLaunch:
         return KernelLaunch(programs=min(num_tiles, tile.programs * device_of(device).multiprocessors), flatten=True)
 
 
-def device_of(device: torch.device) -> GpuDevice:
+def device_of(device: torch.device) -> TileDevice:
     """Return what a choice of tiles depends on; for CPU tensors, which only the interpreter takes, `INTERPRETED`."""
     if device.type != "cuda":
         return INTERPRETED
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
-    return GpuDevice(
+    return TileDevice(
         name=properties.name,
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
