@@ -8,9 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from moesaic.codecs import CODECS, NO_CODEC
+from moesaic.plan.plan import AllToAll
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.build import SCHEDULES
+from moesaic.program.order import ORDERS
 from moesaic_lab.house import cycles
 
 ROOT = Path(__file__).parent.parent
@@ -117,18 +123,6 @@ def test_parts_import_only_parts_before_them():
 @pytest.mark.parametrize("package", [PACKAGE, LAB, TESTBED], ids=lambda package: package.name)
 def test_no_files_and_no_folders_import_each_other_in_a_circle(package):
     assert cycles(package) == []
-
-
-def test_the_search_for_circles_finds_them(tmp_path):
-    package = tmp_path / "package"
-    for name, text in {
-        "a.py": "def f():\n    from package.b import g\n", "b.py": "from package import a\n",
-        "one/__init__.py": "", "one/x.py": "from package.two.y import z\n",
-        "two/__init__.py": "", "two/y.py": "", "two/z.py": "import package.one.w\n", "one/w.py": "",
-    }.items():  # fmt: skip
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
-    assert cycles(package) == [["package.a", "package.b"], ["package/one/", "package/two/"]]
 
 
 def test_the_library_does_not_know_the_laboratory():
@@ -305,3 +299,44 @@ def test_the_search_for_imports_finds_lazy_and_relative_ones(tmp_path, monkeypat
         "from moesaic import layer, __version__\n"
     )
     assert parts_imported(path) == {"cli", "train", "models", "report", "layer"}
+
+
+REGISTERED = {*ALL_TO_ALLS, *CODECS, *ORDERS, *SCHEDULES, *get_args(AllToAll)} - {NO_CODEC}
+"""Names of schedules, all-to-alls, codecs and orders. A property says what a caller needs to know of one."""
+ASKS_FOR_NOTHING = re.compile(r"codec|replication|lending")
+
+
+def test_no_registered_name_is_compared_outside_the_file_of_what_it_names():
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if isinstance(node, ast.MatchValue):
+                sides = [node.value]
+            words = {
+                each.value for side in sides for each in ast.walk(side)
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            }  # fmt: skip
+            names = {word for word in words & REGISTERED if path.stem != word}
+            if NO_CODEC in words and ASKS_FOR_NOTHING.search(ast.unparse(node)):
+                names.add(NO_CODEC)
+            found += [f"{name_of(path)}:{node.lineno} compares with {name!r}" for name in sorted(names)]
+    assert found == []
+
+
+def test_nothing_but_methods_of_an_abstract_class_is_overridden_in_the_models_of_time_and_plans():
+    """A class of these parts is abstract or final: whoever extends one has no method of another concrete one to know.
+
+    Records that add fields, and places of ranks (`NodeMap`), whose methods all are public, may extend one.
+    """
+    trees = [parsed(path) for path in SOURCES if part_of(path) in ("cost", "plan", "program")]
+    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    free = {"Exception", "Enum", "NodeMap"}
+    wrong = [
+        f"{each.name} extends {base}"
+        for each in classes.values()
+        if not any("dataclass" in ast.unparse(decorator) for decorator in each.decorator_list)
+        for base in map(ast.unparse, each.bases)
+        if base in classes and not base.startswith(("Abstract", "_Comparable")) and base not in free
+    ]
+    assert wrong == []

@@ -105,8 +105,11 @@ def scaled_rows(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[P
     return Part((rows, 1), scale_dtype(dtype)), Part((rows, dim), transport)
 
 
+NO_CODEC = "none"
+"""The name under which rows travel as they are."""
+
 CODECS: dict[str, CodecSpec] = {
-    "none": CodecSpec(
+    NO_CODEC: CodecSpec(
         implementation="identity.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
     ),
     "bf16": CodecSpec(
@@ -119,7 +122,12 @@ CODECS: dict[str, CodecSpec] = {
     ),
     "zfp": CodecSpec(implementation="zfp.Zfp", layout=blocks_of_bits, tolerance=0.15, rows_per_block=4),
 }
-"""All codecs, by the name that `Plan.codec` takes. "none" comes first."""
+"""All codecs, by the name that `Plan.codec` takes. `NO_CODEC` comes first."""
+
+
+def is_coded(name: str) -> bool:
+    """Whether rows under the codec of that name are encoded at all; "" stands for no codec."""
+    return name not in ("", NO_CODEC)
 
 
 def codec_spec(name: str) -> CodecSpec:
@@ -130,4 +138,4 @@ def codec_spec(name: str) -> CodecSpec:
     """
     if name and name not in CODECS:
         raise InputError(f"codec {name!r} is unknown: write one of {', '.join(CODECS)}")
-    return CODECS[name or "none"]
+    return CODECS[name or NO_CODEC]

@@ -6,11 +6,11 @@ One call has four stages, whose names are the same everywhere: route, dispatch, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ class MoE(InjectsLosses, RoutingCached):
             `Capacity.fixed(f)`.
         losses: auxiliary losses, or one; by default a micro-batch load-balance loss of 0.01. `()` for none.
         shared_hidden: inner width of the shared expert; 0 for none.
+        shared_gate: multiply the shared expert's result by a trained sigmoid of the token (Qwen2).
+        router_options: by name, for a router that is named: `{"scale": 2.5}`; a function of your own says so itself.
         apply_weight: multiply by the routing weight "after" the expert (its output) or "before" it (its input).
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
@@ -93,6 +95,8 @@ class MoE(InjectsLosses, RoutingCached):
         capacity: AbstractCapacity | float | None = None,
         losses: AbstractLoss | Sequence[AbstractLoss] = DEFAULT_LOSSES,
         shared_hidden: int = 0,
+        shared_gate: bool = False,
+        router_options: Mapping[str, Any] | None = None,
         apply_weight: Literal["after", "before"] = "after",
         eval_top_k: int | None = None,
         eval_capacity: AbstractCapacity | float | None = None,
@@ -105,11 +109,13 @@ class MoE(InjectsLosses, RoutingCached):
         check_top_k(top_k, num_experts)
         if not is_whole(shared_hidden) or shared_hidden < 0:
             raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
+        if shared_gate and not shared_hidden:
+            raise InputError("shared_gate=True needs a shared expert: give shared_hidden its inner width")
         if apply_weight not in ("after", "before"):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
         dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        make_router = _pick(router, ROUTERS | ON_MESH, "router")
+        make_router = _with_options(_pick(router, ROUTERS | ON_MESH, "router"), router, router_options)
         make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
         with nullcontext() if device is None else torch.device(device):
             self.router: AbstractRouter = make_router(dim, num_experts)
@@ -117,6 +123,7 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
             self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
             self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+            self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             self.to(dtype)
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
@@ -311,6 +318,8 @@ class MoE(InjectsLosses, RoutingCached):
         self.experts.reset_parameters()
         if self.shared is not None:
             self.shared.reset_parameters()
+        if self.shared_gate is not None:
+            self.shared_gate.reset_parameters()
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float) -> None:
@@ -324,6 +333,8 @@ class MoE(InjectsLosses, RoutingCached):
         self.experts.init_normal(std, out_std)
         if self.shared is not None:
             self.shared.init_normal(std, out_std)
+        if self.shared_gate is not None:
+            nn.init.normal_(self.shared_gate.weight, std=std)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
@@ -419,6 +430,8 @@ class MoE(InjectsLosses, RoutingCached):
         read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
         added: Tensor = self.shared(read, None, ends).to(x_TD.dtype)
+        if self.shared_gate is not None:
+            added = added * self.shared_gate(read).sigmoid().to(x_TD.dtype)
         return (added if padding is None else added.masked_fill(padding, 0.0)).view(x.shape)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
@@ -515,6 +528,22 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if callable(choice):
         raise InputError("bias=True is for experts that are named: let your function make them with biases")
     return partial(make, bias=True)  # type: ignore[call-arg]
+
+
+def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[str, Any] | None) -> RouterFactory:
+    """Return what makes a router with options, if there are any."""
+    if not options:
+        return make
+    if callable(choice):
+        raise InputError("router_options is for routers that are named: let your function make one with its options")
+
+    def made(dim: int, num_experts: int) -> AbstractRouter:
+        try:
+            return make(dim, num_experts, **options)
+        except TypeError as error:
+            raise InputError(f"router_options={dict(options)} do not fit router={choice!r}: {error}") from None
+
+    return made
 
 
 def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -67,7 +68,7 @@ def test_every_order_is_a_legal_permutation_of_every_program(order: str) -> None
     for program in PROGRAMS.values():
         for seconds in (None, some_seconds(program, rng)):
             kwargs = {"max_nodes": 20} if order == "exact" else {}
-            ordered = ORDERS[order](program, seconds, **kwargs)
+            ordered = ORDERS[order](program, None if seconds is None else partial(dict, seconds), **kwargs)
             validate(ordered)
             assert sorted(ordered.tasks, key=lambda task: task.name) == sorted(
                 program.tasks, key=lambda task: task.name
@@ -273,8 +274,8 @@ def test_the_search_is_deterministic_and_its_limit_is_kept() -> None:
 def test_exact_without_durations_is_optsche_and_with_them_the_search() -> None:
     program = schemoe(2)
     assert exact(program) == optsche(program)
-    assert exact(program, LONG_DISPATCH) == search(program, LONG_DISPATCH).program
-    assert exact(program, LONG_DISPATCH) != optsche(program)
+    assert exact(program, lambda: LONG_DISPATCH) == search(program, LONG_DISPATCH).program
+    assert exact(program, lambda: LONG_DISPATCH) != optsche(program)
 
 
 def test_the_found_list_is_issued_by_starting_time() -> None:

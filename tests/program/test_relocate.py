@@ -11,8 +11,8 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
-from moesaic.program.placed import Placed, PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import LayoutIndex, Move
+from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
+from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import reduces, validate
@@ -33,14 +33,14 @@ def random_copies(grid: Grid, slots: int, num_experts: int, seed: int = 0) -> np
     return np.random.default_rng(seed).integers(0, 4, (grid.world, slots, num_experts))
 
 
-def sizes_of(grid: Grid, copies: np.ndarray, after: Homes, chunks: int = 1) -> PlacedSizes:
+def sizes_of(grid: Grid, copies: np.ndarray, after: Homes, chunks: int = 1) -> CallSizes:
     slots, num_experts = copies.shape[1:]
     before = Homes.start(grid.world, slots)
-    shapes = SampleShapes(grid, num_experts, slots, chunks)
-    return PlacedSizes(grid, copies, LENGTH, PlacedShapes(shapes, lambda: before.targets(after)))
+    shapes = LayoutIndex(grid, num_experts, slots, parts=chunks)
+    return placed_sizes(grid, copies, PlacedIndex(shapes, lambda: before.targets(after), LENGTH))
 
 
-def messages(program: Program, task_name: str, sizes: PlacedSizes) -> dict[tuple[int, int], int]:
+def messages(program: Program, task_name: str, sizes: CallSizes) -> dict[tuple[int, int], int]:
     task = next(task for task in program.tasks if task.name == task_name)
     slots = {slot.name: slot for slot in program.slots}
     return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
@@ -117,7 +117,7 @@ def test_messages_match_on_both_sides(grid: Grid) -> None:
 
 
 def test_chunks_are_samples() -> None:
-    shapes = SampleShapes(GRID, 4, 3, 2)
+    shapes = LayoutIndex(GRID, 4, 3, parts=2)
     chunks = [shapes.pieces(Layout(chunk=chunk), 0).chunk for chunk in (0, 1)]
     assert [sorted(set(chunk.tolist())) for chunk in chunks] == [[0], [1, 2]]
     sizes = sizes_of(GRID, random_copies(GRID, 3, 4), Homes.start(4, 3), chunks=2)
@@ -128,9 +128,8 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
     def not_yet() -> tuple[np.ndarray, np.ndarray]:
         raise AssertionError("asked too early")
 
-    sizes = PlacedSizes(
-        GRID, random_copies(GRID, 2, 8), LENGTH, PlacedShapes(SampleShapes(GRID, 8, 2, 1), not_yet), units=4
-    )
+    index = PlacedIndex(LayoutIndex(GRID, 8, 2, parts=1), not_yet, LENGTH)
+    sizes = placed_sizes(GRID, random_copies(GRID, 2, 8), index, units=4)
     program = relocate(compile_plan(Plan(), GRID).logical)
     assert messages(program, "h", sizes)
     assert sizes.num_rows(Layout(spread=("ep", "etp"), experts="rank"), 0)

@@ -22,8 +22,8 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
 from moesaic.program.grid import Grid
-from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import CallSizes
+from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of
@@ -104,7 +104,7 @@ class Larger:
             name: compile_plan(method.plan, self.grid, moves_samples=method.moves_samples)
             for name, method in self.methods.items()
         }
-        self._slots: SampleShapes | None = None
+        self._slots: LayoutIndex | None = None
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
@@ -166,17 +166,17 @@ class Larger:
         )
         return there, back
 
-    def _placed(self, routes: Routes, call: int) -> PlacedSizes:
+    def _placed(self, routes: Routes, call: int) -> CallSizes:
         """Return the sizes of a call whose results go to the new homes that NetMoE's two stages choose."""
         slots, length = self.config.samples_per_rank, self.config.sample_tokens
         if self._slots is None:
-            self._slots = SampleShapes(self.grid, self.layer.num_experts, slots, 1)
+            self._slots = LayoutIndex(self.grid, self.layer.num_experts, slots, parts=1)
         samples = routes.samples(call, self.layer.num_experts)
         before = Homes.start(self.grid.world, slots)
         after = TwoStage(least_gain=0.0).decide(SampleLoad(self.grid, before, samples, None))
-        shapes = PlacedShapes(self._slots, lambda: before.targets(after))
+        shapes = PlacedIndex(self._slots, lambda: before.targets(after), length)
         copies = samples.reshape(self.grid.world, slots, -1)
-        return PlacedSizes(self.grid, copies, length, shapes, self.layer.hidden)
+        return placed_sizes(self.grid, copies, shapes, self.layer.hidden)
 
 
 class _Deciding:

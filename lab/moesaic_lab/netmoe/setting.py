@@ -24,8 +24,8 @@ from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.compile import moving
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
-from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import CallSizes
+from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program, Stage
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace
@@ -146,7 +146,7 @@ class Costs:
         self.setting, self._layer = setting, setting.on_a_rank
         self._plain: Compiled = compile_plan(Plan(), setting.grid, host_runs_compute=cluster.host.runs_compute)
         self._moving = moving(self._plain)
-        self._shapes = SampleShapes(setting.grid, self._layer.num_experts, setting.slots, 1)
+        self._shapes = LayoutIndex(setting.grid, self._layer.num_experts, setting.slots, parts=1)
         self._simulator = Simulator(cluster)
 
     def plain(self, counts: Sequence[np.ndarray]) -> tuple[float, int, int]:
@@ -165,10 +165,10 @@ class Costs:
         bytes between nodes; the residual rides with the results, and the host's decisions are hidden."""
         calls: list[tuple[Program, CallSizes]] = []
         for counts, before, after in zip(journey.counts, journey.homes, journey.homes[1:]):
-            targets = before.targets(after)
-            of_call = PlacedShapes(self._shapes, lambda targets=targets: targets)  # type: ignore[misc]
+            targets, length = before.targets(after), self.setting.layer.tokens
+            of_call = PlacedIndex(self._shapes, lambda targets=targets: targets, length)  # type: ignore[misc]
             table = counts[before.samples]
-            sizes = PlacedSizes(self.setting.grid, table, self.setting.layer.tokens, of_call, self._layer.hidden)
+            sizes = placed_sizes(self.setting.grid, table, of_call, self._layer.hidden)
             calls += [(program, sizes) for program in (self._moving.forward, self._moving.backward)]
         return self._summed(calls)
 

@@ -26,8 +26,8 @@ from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
-from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
-from moesaic.program.sizes import CallSizes
+from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, to_trace
@@ -128,13 +128,13 @@ def run(arguments: Sequence[str]) -> int:
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute, moves_samples=options.samples > 0)
-    programs = {"forward": compiled.forward, "backward": compiled.backward}
-    if compiled.again is not None:
-        programs["again"] = compiled.again
     layer, simulator = options.layer.workload, Simulator(cluster)
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
         sizes = _by_sample(sizes, plan, options.layer, options.samples)
+    programs = {"forward": compiled.forward, "backward": compiled.backward}
+    if compiled.again is not None:
+        programs["again"] = compiled.again
     rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
     timelines = {
         name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
@@ -173,8 +173,9 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
         )
     copies = np.full((grid.world, slots, layer.num_experts), share)
     homes = Homes.start(grid.world, slots)
-    shapes = PlacedShapes(SampleShapes(grid, layer.num_experts, slots, plan.chunks), lambda: homes.targets(homes))
-    return PlacedSizes(grid, copies, layer.tokens // slots, shapes, layer.hidden // grid.etp)
+    index = LayoutIndex(grid, layer.num_experts, slots, parts=plan.chunks)
+    placed = PlacedIndex(index, lambda: homes.targets(homes), layer.tokens // slots)
+    return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
 
 
 def _moved(program: Program, sizes: CallSizes, shape: LayerShape) -> list[dict[str, Any]]:

@@ -100,8 +100,8 @@ class DeepEP:
             x: (tokens, dim) bfloat16.
             expert: (tokens, top_k) int64, -1 for a dropped copy.
             weight: (tokens, top_k) float32.
-            num_experts: of the layer.
-            most_tokens: of any rank of the group, the same on all of them.
+            num_experts: how many experts the layer has.
+            most_tokens: how many tokens any rank of the group has at most, the same on all of them.
         """
         room = self._room(x.shape[1], expert.shape[1], most_tokens)
         box: list[DispatchRoute] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesaic.codecs import codec_spec
+from moesaic.codecs import codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.task import INDEX_BYTES, Kind, Slot
 
@@ -57,7 +57,7 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
         InputError: there is no such codec, or it takes no rows of such elements.
     """
     spec = codec_spec(codec)
-    if codec in ("", "none"):
+    if not is_coded(codec):
         return rows * dim * element_bytes
     if element_bytes not in DTYPES:
         raise InputError(f"codec {codec} takes no elements of {element_bytes} bytes: use codec none for them")

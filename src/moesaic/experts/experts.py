@@ -55,7 +55,7 @@ class AbstractExperts(nn.Module, ABC):
             rows: (R, dim), expert after expert.
             gates: (R,) routing weights, or None for weights of 1.
             ends: (num_experts,) int32, one past the last row of each expert.
-            shards: of an expert, whose results will be summed.
+            shards: how many shards of an expert there are; their results will be summed.
 
         Returns:
             (R, dim).
@@ -187,8 +187,8 @@ class AbstractExperts(nn.Module, ABC):
             sharded, common, rows, gates, ends, shards: as for `run`.
             kept: what `run` returned.
             dy: (R, dim), gradient of the result.
-            late: where this may leave what still has to be done for the split parameters' gradients, so that rows can leave
-                before; None: all is done on return.
+            deferred_wgrad: where this may leave what still has to be done for the split parameters' gradients, so that rows
+                can leave before; None: all is done on return.
         """
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *sharded, *common)]
         gate = None if gates is None else gates.detach().requires_grad_()

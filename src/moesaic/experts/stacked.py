@@ -33,7 +33,7 @@ class StackedExperts(AbstractExperts):
         num_experts: how many experts there are.
         bias: add biases.
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
     """
 
     ups: tuple[str, ...]
@@ -188,7 +188,7 @@ class PlainExperts(StackedExperts):
         activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
         bias: add biases, (num_experts, hidden) and (num_experts, dim).
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
     """
 
     ups = ("w1",)
@@ -219,7 +219,7 @@ class GatedExperts(StackedExperts):
         clamp: makes it clamped SwiGLU, as in gpt-oss; see `Clamp`.
         bias: add biases.
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
 
     Raises:
         InputError: for an activation that is unknown, or a clamp of another one than silu.

@@ -6,13 +6,14 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.simulate import Simulator
@@ -23,7 +24,6 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
-from moesaic.program.order.exact import exact
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
@@ -80,7 +80,7 @@ class Compiled:
     @property
     def replicates(self) -> bool:
         """Whether copies may be computed by other ranks than their experts' homes."""
-        return self.plan.replication != "none"
+        return self.plan.replicates
 
     @property
     def capacity_multiple(self) -> int:
@@ -138,12 +138,12 @@ def compile_plan(
         stays = compile_plan(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
         return moving(stays)
     unreplicated = None
-    if plan.replication != "none":
+    if plan.replicates:
         options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
         if options:
             how = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
             return _with_options(plan, grid, options, how)
-        bare = replace(plan, replication="none")
+        bare = replace(plan, replication=NO_REPLICATION)
         unreplicated = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     logical, grid = _logical(plan, grid, bias)
     programs = []
@@ -154,10 +154,8 @@ def compile_plan(
             program = overlap_gather(program, grid, required=is_forward)
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
-        if plan.order == "exact":
-            program = exact(program, (durations or _nominal)(program, grid), host_runs_compute=host_runs_compute)
-        else:
-            program = ORDERS[plan.order](program, None)
+        seconds = partial(durations or _nominal, program, grid)
+        program = ORDERS[plan.order](program, seconds, host_runs_compute=host_runs_compute)
         program = side_by_side(program)
         validate(program)
         programs.append(program)
@@ -280,7 +278,7 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    if plan.replication == "none":
+    if not plan.replicates:
         return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
     return split_peers(replicate(program, plan.chunks, grid), plan.peer_groups, grid), grid
 

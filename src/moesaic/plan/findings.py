@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from moesaic.codecs import CODECS
+from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.memory import Memory
 from moesaic.cost.row_bytes import DTYPES, coded_bytes
 from moesaic.cost.step import Estimate
@@ -98,4 +98,4 @@ class Settings:
     @property
     def compression(self) -> float:
         """What a floor must allow codecs to save."""
-        return 1.0 if {*self.space.codecs, *self.space.backward_codecs} == {"none"} else COMPRESSION
+        return 1.0 if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs))) else COMPRESSION

@@ -9,7 +9,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.codecs import CODECS
+from moesaic.balance.replication.policy import NO_REPLICATION
+from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 else:
     AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
     Codec = Literal[tuple(CODECS)]
-    Replication = Literal[("none", *REPLICATION_POLICIES)]
+    Replication = Literal[(NO_REPLICATION, *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
 """Names of registries; a command line lists them as choices."""
@@ -64,9 +65,9 @@ class StaticPlan:
     """How rows cross ep. linear; hier1d through one rank per node; hier2d inside nodes, then between; pipelined both at
     once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node and once per rank there;
     deepep, DeepEP's kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
-    codec: Codec = "none"
+    codec: Codec = NO_CODEC
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
-    backward_codec: Codec = "none"
+    backward_codec: Codec = NO_CODEC
     """Of gradients that cross ep."""
     order: Order = "optsche"
     """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
@@ -114,7 +115,7 @@ class StaticPlan:
 class Plan(StaticPlan):
     """How an MoE layer runs on a mesh, and what it does where routing is skewed."""
 
-    replication: Replication = "none"
+    replication: Replication = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
     (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
     FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
@@ -129,6 +130,11 @@ class Plan(StaticPlan):
         super().__post_init__()
         check_replication("plan", self.replication, self.token_budget)
 
+    @property
+    def replicates(self) -> bool:
+        """Whether copies may be computed by other ranks than their experts' homes."""
+        return self.replication != NO_REPLICATION
+
 
 def check_replication(where: str, replication: str, token_budget: int | None) -> None:
     """Refuse an unknown policy and a budget below one copy.
@@ -141,7 +147,7 @@ def check_replication(where: str, replication: str, token_budget: int | None) ->
     Raises:
         InputError: for either.
     """
-    known = ("none", *REPLICATION_POLICIES)
+    known = (NO_REPLICATION, *REPLICATION_POLICIES)
     if replication not in known:
         raise InputError(f"{where}.replication={replication!r} is unknown: choose one of {', '.join(known)}")
     if token_budget is not None and token_budget < 1:

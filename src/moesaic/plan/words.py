@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesaic.codecs import is_coded
 from moesaic.plan.plan import Plan
 
 
@@ -11,8 +12,8 @@ def plan_in_words(plan: Plan) -> str:
     words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
     words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
     words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + ["overlapped gather"] * plan.overlap_gather
-    words += [f"{plan.codec} forward"] * (plan.codec != "none")
-    words += [f"{plan.backward_codec} backward"] * (plan.backward_codec != "none")
-    words += [f"replication {plan.replication}"] * (plan.replication != "none")
+    words += [f"{plan.codec} forward"] * is_coded(plan.codec)
+    words += [f"{plan.backward_codec} backward"] * is_coded(plan.backward_codec)
+    words += [f"replication {plan.replication}"] * plan.replicates
     words += [] if plan.token_budget is None else [f"at most {plan.token_budget} rows"]
-    return ", ".join([*words, *([plan.order] if plan.order != "optsche" else [])])
+    return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])

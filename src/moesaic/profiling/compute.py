@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from moesaic.codecs import is_coded
 from moesaic.cost.profile import Products
 from moesaic.experts import EXPERTS
 from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
@@ -41,7 +42,7 @@ def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
     rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
     rates = {}
     for name in CODECS:
-        if name != "none":
+        if is_coded(name):
             rates[name] = rows.nbytes / median_seconds(partial(_code, codec_named(name), rows), repeats, barrier)
     return rates
 

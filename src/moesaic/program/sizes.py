@@ -11,6 +11,7 @@ simulator share this.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -75,12 +76,12 @@ class Matched:
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
-class LayoutIndex:
+class AbstractLayoutIndex(ABC):
     """The pieces of every slot and movement on a mesh.
 
     Args:
         grid: the mesh.
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
         replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
 
@@ -88,7 +89,7 @@ class LayoutIndex:
         InputError: if the experts do not split over ep.
     """
 
-    def __init__(self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False) -> None:
+    def __init__(self, grid: Grid, num_experts: int, num_chunks: int, *, replicates: bool) -> None:
         if num_experts % grid.ep:
             raise InputError(
                 f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
@@ -96,10 +97,26 @@ class LayoutIndex:
         self.grid, self.num_experts, self.num_chunks, self.replicates = grid, num_experts, num_chunks, replicates
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
-        self._pieces: dict[tuple[Layout, int], Pieces] = {}
-        self._sent: dict[tuple[Move, int], Matched] = {}
-        self._received: dict[tuple[Move, int], Matched] = {}
         self._stays: dict[tuple[Move, int], bool] = {}
+
+    @abstractmethod
+    def pieces(self, layout: Layout, rank: int) -> Pieces:
+        """Return what a slot of a layout holds on a rank."""
+
+    @abstractmethod
+    def sent(self, move: Move, rank: int) -> Matched:
+        """Return what a rank sends in a movement."""
+
+    @abstractmethod
+    def received(self, move: Move, rank: int) -> Matched:
+        """Return what a rank receives in a movement."""
+
+    @abstractmethod
+    def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
+        """Return by how many rows the tokens of each piece stand later in their slot than its origin counts, (pieces,) int64.
+
+        None where they stand where tokens of that origin start.
+        """
 
     def local_experts(self, rank: int) -> range:
         """Return the experts that live on a rank."""
@@ -129,6 +146,52 @@ class LayoutIndex:
             return np.arange(sizes.get(layout.flow, self.num_experts))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
+    def _shard(self, rank: int) -> int:
+        return self.grid.coordinate(rank, "etp")
+
+    def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """Return the numbers of pieces."""
+        return (origin * self._base + expert) * self._all_chunks + chunk
+
+    def helper_chunk(self, rank: int) -> int:
+        """Return the chunk that a rank computes for others."""
+        return self.num_chunks + self.grid.coordinate(rank, "ep")
+
+    def stays(self, move: Move, rank: int) -> bool:
+        """Return whether a movement leaves all rows of a rank where they are, whatever the counts."""
+        key = (move, rank)
+        if key not in self._stays:
+            out, back = self.sent(move, rank), self.received(move, rank)
+            held = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
+            all_here = out.peers == back.peers == (rank,) and held == [len(out.places), len(back.places)]
+            depends = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
+            self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
+        return self._stays[key]
+
+
+class LayoutIndex(AbstractLayoutIndex):
+    """The pieces of slots and movements that depend on layouts alone, shared between calls.
+
+    Args:
+        grid: the mesh.
+        num_experts: how many experts the layer has.
+        num_chunks: parts that each run of copies is cut into.
+        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
+        parts: chunks of a program, each of which takes its share of these parts; None: one each.
+
+    Raises:
+        InputError: if the experts do not split over ep.
+    """
+
+    def __init__(
+        self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False, parts: int | None = None
+    ) -> None:
+        super().__init__(grid, num_experts, num_chunks, replicates=replicates)
+        self._parts = num_chunks if parts is None else parts
+        self._pieces: dict[tuple[Layout, int], Pieces] = {}
+        self._sent: dict[tuple[Move, int], Matched] = {}
+        self._received: dict[tuple[Move, int], Matched] = {}
+
     def pieces(self, layout: Layout, rank: int) -> Pieces:
         """Return what a slot of a layout holds on a rank."""
         key = (layout, rank)
@@ -143,17 +206,6 @@ class LayoutIndex:
             self._pieces[key] = Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
         return self._pieces[key]
 
-    def _shard(self, rank: int) -> int:
-        return self.grid.coordinate(rank, "etp")
-
-    def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Return the numbers of pieces."""
-        return (origin * self._base + expert) * self._all_chunks + chunk
-
-    def helper_chunk(self, rank: int) -> int:
-        """Return the chunk that a rank computes for others."""
-        return self.num_chunks + self.grid.coordinate(rank, "ep")
-
     def sent(self, move: Move, rank: int) -> Matched:
         """Return what a rank sends in a movement."""
         if (move, rank) not in self._sent:
@@ -166,16 +218,9 @@ class LayoutIndex:
             self._match(move, rank)
         return self._received[(move, rank)]
 
-    def stays(self, move: Move, rank: int) -> bool:
-        """Return whether a movement leaves all rows of a rank where they are, whatever the counts."""
-        key = (move, rank)
-        if key not in self._stays:
-            out, back = self.sent(move, rank), self.received(move, rank)
-            held = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
-            all_here = out.peers == back.peers == (rank,) and held == [len(out.places), len(back.places)]
-            depends = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
-            self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
-        return self._stays[key]
+    def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
+        """Return None: tokens stand where those of their origin start."""
+        return None
 
     def _match(self, move: Move, rank: int) -> None:
         """Match the pieces of all ranks that exchange with `rank`."""
@@ -193,9 +238,9 @@ class LayoutIndex:
                     splits.append((source, np.flatnonzero(use)))
                     sends[source].append((target, where[use]))
             assert not still_open.any(), f"rank {target} wants pieces that no rank of its group holds"
-            self._received[(move, target)] = _matched(sorted(splits, key=lambda lot: lot[0]))
+            self._received[(move, target)] = matched(sorted(splits, key=lambda lot: lot[0]))
         for source, splits in sends.items():
-            self._sent[(move, source)] = _matched(splits)
+            self._sent[(move, source)] = matched(splits)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if layout.flow not in ("copies", *ONCE):
@@ -204,7 +249,11 @@ class LayoutIndex:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
         if layout.chunk == "replicated":
             return np.arange(self.num_chunks, self._all_chunks)
-        return np.array([self.helper_chunk(rank) if layout.chunk == "here" else layout.chunk])
+        if layout.chunk == "here":
+            return np.array([self.helper_chunk(rank)])
+        assert isinstance(layout.chunk, int)
+        start, end = (self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1))
+        return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
         grid = self.grid
@@ -234,11 +283,12 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     return np.where(held.number[index] == wanted, index, -1)
 
 
-def _matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
-    places = [lot for _, lot in splits]
-    starts = np.cumsum([0, *map(len, places)])
-    joined = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-    return Matched(tuple(peer for peer, _ in splits), starts, joined)
+def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
+    """Return what goes to, or comes from, each peer as one; peers without a piece are left out."""
+    given = [(peer, places) for peer, places in splits if len(places)]
+    starts = np.cumsum([0, *(len(places) for _, places in given)])
+    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in given)])
+    return Matched(tuple(peer for peer, _ in given), starts, places)
 
 
 @dataclass(frozen=True)
@@ -263,12 +313,13 @@ class CallSizes:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens of which each origin is responsible.
         num_chunks: parts that each run of copies is cut into.
-        visits: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin sends
-            to each node (visits), then to each place of ep (stops); for programs that send a token there once.
+        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin
+            sends to each node (visits), then to each place of ep (stops); for programs that send a token there once.
         units: rows into which one shard of an expert is packed when weights travel.
         replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
             for programs that replicate. The first ones of a run stay with its home. None: all.
-        shapes: of the same grid, experts and chunks, to share between calls; None to make them.
+        shapes: the pieces for the same grid, experts and chunks, shared between calls; None to make them.
+        parts: (world, num_experts, num_chunks) int64: copies in each part of each run; None: equal parts.
 
     Raises:
         InputError: if the experts do not split over ep, or the counts do not fit the mesh.
@@ -284,7 +335,8 @@ class CallSizes:
         node_tokens: np.ndarray | None = None,
         units: int = 0,
         replicated: np.ndarray | None = None,
-        shapes: LayoutIndex | None = None,
+        shapes: AbstractLayoutIndex | None = None,
+        parts: np.ndarray | None = None,
     ) -> None:
         if copies.ndim != 2 or copies.shape[0] != grid.world or tokens.shape != (grid.world,):
             raise InputError(
@@ -292,14 +344,18 @@ class CallSizes:
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
         self.grid, self.num_chunks = grid, num_chunks
-        self.shapes = shapes or LayoutIndex(grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None)
+        self.shapes: AbstractLayoutIndex = shapes or LayoutIndex(
+            grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None
+        )
         self.num_experts = self.shapes.num_experts
         if replicated is None and self.shapes.replicates:
             replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
         staying = copies if replicated is None else copies - replicated.sum(2)
         assert (staying >= 0).all(), "more copies are replicated than there are"
         cuts = staying[:, :, None]
-        if num_chunks > 1:
+        if parts is not None:
+            cuts = parts
+        elif num_chunks > 1:
             cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
         self._replicated = replicated
         self._rows: dict[Flow, np.ndarray] = {
@@ -430,6 +486,9 @@ class CallSizes:
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         offsets = self.offsets(copies, rank)
+        later = self.shapes.tokens_later(copies, rank)
+        if later is not None:
+            return np.repeat(later, np.diff(offsets))
         if copies.whole_tp or tokens.whole_tp:
             return np.zeros(int(offsets[-1]), dtype=np.int64)
         held, of_copies = self.shapes.pieces(tokens, rank), self.shapes.pieces(copies, rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -134,7 +134,8 @@ def route(
         if sums is not None and peers is not None and record.gathered is not None:
             sums = record.gathered.statistics(sums, peers, record.earlier_counts)
         loss, values = _evaluate(losses, sums)
-    return Routed(_routing(record, weight_N, len(x), router.num_experts, values), record, loss)
+    routing = _routing(record, weight_N, len(x), router.num_experts, values)
+    return Routed(replace(routing, logits=scores.logits), record, loss)
 
 
 def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:

@@ -73,7 +73,7 @@ class DataRanks:
 
         Args:
             group: what the user says; "auto" leaves what was said before.
-            parameters: of the layer; those that FSDP2 has split tell the ranks.
+            parameters: the parameters of the layer; those that FSDP2 has split tell the ranks.
         """
         if group != "auto":
             self._groups, self._is_given = () if group is None else (group,), True

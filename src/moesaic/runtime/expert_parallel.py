@@ -60,7 +60,7 @@ class AbstractCallPolicy(ABC):
     """Decides for the calls of one layer under one plan; alike on all ranks, from what all of them know.
 
     Args:
-        compiled: of the layer.
+        compiled: the compiled plan of the layer.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -84,7 +84,7 @@ class AbstractCallPolicy(ABC):
         """Return what a call runs.
 
         Args:
-            record: of its routing; a recomputation has that of its forward pass.
+            record: the record of the call's routing; a recomputation has the record of its forward pass.
             copies: (world, num_experts) int64 that each rank has for each expert.
             units: hidden units of one shard of an expert.
         """
@@ -94,7 +94,7 @@ class AbstractCallPolicy(ABC):
         """Run a call's program and return its result; a policy that learns takes the time.
 
         Args:
-            record: of the call, after `choose`.
+            record: the record of the call's routing, after `choose`.
             chosen: what `choose` returned.
             program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
         """
@@ -150,12 +150,12 @@ class ExpertParallel:
 
     Args:
         grid: the mesh.
-        transport: between its ranks.
+        transport: the transport between the ranks.
         plan: the choices, compiled for this mesh or not yet.
-        experts: of the layer, sharded already.
+        experts: the experts of the layer, whole.
         weight_first: multiply by the routing weight before the expert.
-        calls_under: from a compiled plan to the policy that decides for the layer's calls under it.
-        settings, weights: of the layer, as for `fitting`.
+        calls_under: returns the policy that decides for the layer's calls under a compiled plan.
+        settings, weights: what all ranks must bring alike; see `fitting`.
         deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
 
     Raises:
@@ -206,7 +206,7 @@ class ExpertParallel:
 
         Args:
             plan: the choices; what was made for them is kept, so that coming back costs a look-up.
-            experts: of the layer.
+            experts: the experts of the layer.
 
         Raises:
             InputError: if the plan does not fit the layer, or wants process groups that the layer does not have.
@@ -336,7 +336,7 @@ class ExpertParallel:
         """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
 
         Args:
-            experts: of the layer.
+            experts: the experts of the layer.
             x_TD: all tokens of the tensor group.
             routed: what `route` returned.
             padded_rows: what `padded_rows` returned.
@@ -390,9 +390,9 @@ class ExpertParallel:
         """Return the rows that this rank's routing sends each expert under a padded capacity; None under others.
 
         Args:
-            capacity: of the call.
-            num_tokens: of the tensor group, equally many on all ranks.
-            top_k: of the call.
+            capacity: the capacity of the call.
+            num_tokens: how many tokens the tensor group has, equally many on all ranks.
+            top_k: experts per token.
 
         Raises:
             InputError: for a plan whose sizes depend on the routing, or tokens that do not split over tp.
@@ -422,7 +422,7 @@ class ExpertParallel:
         """Make sure that no DDP takes parameters of which every rank has its own for copies of the same.
 
         Args:
-            parameters: of experts that are spread over a mesh.
+            parameters: the parameters of experts that are spread over a mesh.
 
         Raises:
             InputError: if the DDP whose forward pass runs does.
@@ -524,7 +524,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tup
     """Return copies (world, experts) and tokens (world,) of every rank.
 
     Args:
-        record: of the call's routing, exchanged.
+        record: the record of the call's routing, exchanged.
         compiled: what the layer runs.
         slices: each rank of a tensor group routed a slice of the group's tokens.
     """
@@ -547,10 +547,11 @@ def even_counts(
     """Return the same where every rank sends each expert the same rows; nothing comes from the device.
 
     Args:
-        compiled, slices: as for `counts_of`.
-        num_experts: of the layer.
-        num_tokens: of every rank's routing.
-        rows: that it sends each expert.
+        compiled: what the layer runs.
+        num_experts: how many experts the layer has.
+        num_tokens: how many tokens every rank routes.
+        rows: how many rows every rank sends each expert.
+        slices: each rank of a tensor group routed a slice of the group's tokens.
     """
     grid = compiled.grid
     shared = not compiled.is_redundant and not slices
@@ -576,8 +577,8 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
         gates: (copies,) differentiable, expert after expert.
         token: (copies,) int64.
         expert: (copies,) int64, at most `rows` copies each.
-        num_experts: of the layer.
-        rows: per expert.
+        num_experts: how many experts the layer has.
+        rows: rows per expert.
 
     Returns:
         gates and tokens, (num_experts * rows,); the token of an empty row is -1.

@@ -223,9 +223,9 @@ class Bundle:
 
         Args:
             memory: all messages.
-            number: of the movement.
-            dtype: of its rows.
-            in_place: as they stand in the slot that is written, rather than peer after peer.
+            number: which movement of the bundle is read.
+            dtype: the dtype of its rows.
+            in_place: return the rows as they stand in the slot that is written, rather than peer after peer.
         """
         split, width, at = self.splits[number], self._widths[number], self._places(number)
         if in_place and not split.is_whole:

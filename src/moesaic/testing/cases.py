@@ -15,7 +15,7 @@ from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
-from moesaic.codecs import CODECS
+from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
@@ -88,7 +88,7 @@ class Case:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
         by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
         plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
-        plain = plain and not self.capacity.is_padded and self.plan.replication == "none" and not self.experts_move
+        plain = plain and not self.capacity.is_padded and not self.plan.replicates and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (by_rows and plain)
 
@@ -189,7 +189,7 @@ def missing_codecs() -> list[str]:
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan, whether or not they go together."""
     codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
-    backward_codec = rng.choice(LOSSY) if codec != "none" and rng.random() < 0.3 else "none"
+    backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     return Plan(
         schedule=rng.choice([name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]),
         fuse=rng.random() < 0.2,
@@ -241,7 +241,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
-    if even and plan.crossing is Crossing.LINK and plan.replication == "none" and rng.random() < 0.5:
+    if even and plan.crossing is Crossing.LINK and not plan.replicates and rng.random() < 0.5:
         longest += -longest % grid.tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
     if even:
@@ -377,7 +377,7 @@ class _Drawing(Arbitration):
         self._calls += 1
         program = int(rng.integers(len(self.plans)))
         replicated = None
-        if self.plans[program].replication != "none":
+        if self.plans[program].replicates:
             replicated = as_far_as_there_are(load, random_replication(load, rng))
         return CallDecision(
             option=f"program {program}",
@@ -403,7 +403,7 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
         num_experts: of the layer.
         top_k: experts per token.
     """
-    groups = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
+    groups: dict[str, Any] = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),
         "hash": partial(Hash, buckets=16),

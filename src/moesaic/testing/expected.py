@@ -20,7 +20,7 @@ from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routing import Scores
 from moesaic.testing.cases import Case
 from moesaic.testing.coded import Travel, coded_output
-from moesaic.testing.reference import in_float64, reference_expert, reference_limit
+from moesaic.testing.reference import in_float64, reference_expert, reference_limit, reference_shared
 from moesaic.testing.workload import CaseData, GroupBatch
 
 
@@ -177,7 +177,7 @@ def dense_pass(
             twin, seen_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
         )
     if twin.shared is not None:
-        y_TD = y_TD + reference_expert(twin.shared, 0, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
+        y_TD = y_TD + reference_shared(twin, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
     taken = torch.tensor(chosen, dtype=torch.int64)
     copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
     copies_TE[choice.token[taken], choice.expert[taken]] = 1.0

@@ -122,7 +122,7 @@ def answers(case: Case) -> list[str]:
     """Return how a case answers skewed routing, in the words of `BALANCE`."""
     at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
     replication = case.plan.replication
-    found = [] if replication == "none" else [at_random.get(replication, replication)]
+    found = [at_random.get(replication, replication)] if case.plan.replicates else []
     found += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
     holds = {
         "experts in random orders": case.experts_move,

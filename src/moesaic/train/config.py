@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
+from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
@@ -150,7 +151,7 @@ class PlannerConfig:
 class BalanceConfig:
     """What is done where routing is skewed; docs/balance.md."""
 
-    replication: Replication = "none"
+    replication: Replication = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts. none; shadow:
     hot experts' weights go to the ranks whose copies they get; published: so, by FasterMoE's own rule; spill: what overloads a
     rank goes to idle ones; least_loaded: spill with no regard to time; arbiter: none, shadow, spill, both, another
@@ -294,7 +295,7 @@ class TrainConfig:
             ),
             (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
             (
-                self.balance.replication not in ("none", "arbiter"),
+                self.balance.replication not in (NO_REPLICATION, "arbiter"),
                 f"balance.replication={self.balance.replication}, which cuts copies by helper and not by sample: "
                 "choose none or arbiter",
             ),

@@ -15,6 +15,9 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.program.grid import Grid
 
+NO_REPLICATION = "none"
+"""In place of the name of a policy that replicates experts."""
+
 
 class PolicyPlan(Protocol):
     """A plan, as policies see it: a dataclass with these fields, of which `plan.Plan` says what they mean."""
@@ -24,6 +27,10 @@ class PolicyPlan(Protocol):
     @property
     def replication(self) -> str:
         """Name of the policy that replicates experts, or none."""
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there is such a policy."""
 
     @property
     def gather_weights(self) -> int | None:
@@ -45,10 +52,15 @@ AnyPlan = TypeVar("AnyPlan", bound=PolicyPlan)
 class BarePlan:
     """These choices alone, as a plan has them unless it is told otherwise."""
 
-    replication: str = "none"
+    replication: str = NO_REPLICATION
     gather_weights: int | None = None
     peer_groups: int = 1
     chunks: int = 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a policy replicates experts."""
+        return self.replication != NO_REPLICATION
 
 
 class AbstractReplicationPolicy(ABC):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
-from moesaic.balance.replication.policy import AnyPlan, PolicyPlan
+from moesaic.balance.replication.policy import NO_REPLICATION, AnyPlan, PolicyPlan
 from moesaic.balance.replication.spill import LIMITS
 from moesaic.balance.replication.tables import DECIMALS, NOTHING, Replications, first_shadows, shadows_at, spills
 from moesaic.balance.selector.cost import Cost, gathered_cost, replicated_cost, worst
@@ -35,7 +35,7 @@ def option_plans(plan: AnyPlan, grid: Grid) -> Iterator[AnyPlan]:
         plan: with `replication="arbiter"`.
         grid: the mesh.
     """
-    alone, replicates = replace(plan, replication="none"), replace(plan, replication="spill")
+    alone, replicates = replace(plan, replication=NO_REPLICATION), replace(plan, replication="spill")
     yield alone
     yield replicates
     for r in range(grid.etp):
@@ -62,7 +62,7 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
         policy: whose table a program that replicates is given.
     """
     parts = ["steps"] if chosen.peer_groups != plan.peer_groups else []
-    parts += [policy or "lend"] if chosen.replication != "none" else []
+    parts += [policy or "lend"] if chosen.replicates else []
     parts += [f"r={chosen.gather_weights}"] if chosen.gather_weights != plan.gather_weights else []
     return "+".join(parts) or ALONE
 
@@ -220,7 +220,7 @@ class Weigher:
         replications = None
         options = [alone]
         for number, plan in list(enumerate(self.plans))[1:]:
-            if plan.replication == "none":
+            if not plan.replicates:
                 nothing = CallChoice(name_of(plan, self.plan), number, Recipe())
                 options.append(self.priced(nothing, alone.replicated, found, alone))
                 continue

@@ -7,6 +7,7 @@ durations that all ranks agreed on, and no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from moesaic.program.order.early import early
 from moesaic.program.order.exact import exact
@@ -14,10 +15,31 @@ from moesaic.program.order.fifo import fifo
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Program
 
-ORDERS: dict[str, Callable[[Program, Mapping[str, float] | None], Program]] = {
+
+class Order(Protocol):
+    """A function that puts the tasks of a program in another sequence."""
+
+    def __call__(
+        self,
+        program: Program,
+        seconds: Callable[[], Mapping[str, float]] | None = None,
+        *,
+        host_runs_compute: bool = False,
+    ) -> Program:
+        """Return the program in this order.
+
+        Args:
+            program: forward or backward.
+            seconds: returns the duration of each task by name, the same on all ranks; only an order that reads durations
+                asks for them.
+            host_runs_compute: as of `lay_out`.
+        """
+
+
+ORDERS: dict[str, Order] = {
     "fifo": fifo,
     "early": early,
     "optsche": optsche,
     "exact": exact,
 }
-"""By the name in a plan. Each takes a program and the duration of its tasks by name, in seconds, or None."""
+"""By the name in a plan."""

@@ -6,14 +6,16 @@ expert, each result sent off at once. With encoding it waits for each chunk befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from moesaic.program.order.graph import brings_replicated_weights, chunk_numbers, in_order
 from moesaic.program.task import Lane, Op, Program, Task
 
 
-def early(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
+def early(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
     """Return the program in that order; the same on all ranks, since it reads nothing but the program."""
     slots = {slot.name: slot for slot in program.slots}
     number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)

@@ -14,7 +14,7 @@ whose times are nowhere earlier is dropped.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import le
@@ -319,7 +319,7 @@ class FoundOrder:
 
 def exact(
     program: Program,
-    seconds: Mapping[str, float] | None = None,
+    seconds: Callable[[], Mapping[str, float]] | None = None,
     *,
     host_runs_compute: bool = False,
     max_nodes: int | None = None,
@@ -328,8 +328,8 @@ def exact(
 
     Args:
         program: forward or backward.
-        seconds: duration of each task by name, the same on all ranks. None: there is nothing to search by, and the order
-            is OptSche's.
+        seconds: returns the duration of each task by name, the same on all ranks. None: there is nothing to search by, and
+            the order is OptSche's.
         host_runs_compute: as of `lay_out`.
         max_nodes: as of `search`.
 
@@ -338,7 +338,7 @@ def exact(
     """
     if seconds is None:
         return optsche(program)
-    return search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=max_nodes).program
+    return search(program, seconds(), host_runs_compute=host_runs_compute, max_nodes=max_nodes).program
 
 
 def search(

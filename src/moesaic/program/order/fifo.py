@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moesaic.program.task import Program
 
 
-def fifo(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
+def fifo(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
     """Return the program as it is; `seconds` is not read."""
     return program

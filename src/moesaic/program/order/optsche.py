@@ -17,7 +17,7 @@ goes behind the expert of the chunk before it, which it then overlaps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import IntEnum
 
@@ -32,7 +32,9 @@ class _Phase(IntEnum):
     LAST = 2
 
 
-def optsche(program: Program, seconds: Mapping[str, float] | None = None) -> Program:
+def optsche(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
     """Return the program in that order; `seconds` is not read: it is the order for equal chunks and passes."""
     phases, levels, parts = _phases(program), _levels(program), _parts(program)
     is_replicated, last = brings_replicated_weights(program), max(levels.values(), default=0)

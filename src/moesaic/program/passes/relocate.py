@@ -27,7 +27,7 @@ def relocate(program: Program) -> Program:
 
     Args:
         program: made by `s1`; chunked, split by peers, routed, encoded, ordered, or not; forward, or its transpose.
-            `PlacedSizes` must be made for the same number of chunks.
+            the `LayoutIndex` of its samples must be made for as many parts as it has chunks.
 
     Raises:
         InputError: for a program in which results do not go from the experts to one rank in one movement.

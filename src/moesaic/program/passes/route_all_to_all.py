@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moesaic.codecs import is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS, Linear
 from moesaic.program.all_to_all.all_to_all import Hop, NodeMap, check_link
@@ -53,7 +54,7 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
         codec: a name of a codec; "none" returns the program as it is.
         grid: the mesh.
     """
-    if codec == "none":
+    if not is_coded(codec):
         return program
     kinds = {slot.name: slot.kind for slot in program.slots}
     slots: list[Slot] = list(program.slots)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
-from moesaic.program.placed import PlacedShapes, PlacedSizes
+from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.routing.route import Routed, RoutedCall
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
@@ -167,8 +167,8 @@ def _run(
         if selector is not None:
             selector.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
-        of_call = PlacedShapes(shapes, move.targets)
-        sizes = PlacedSizes(plain.grid, copies, move.length, of_call, held.num_units(sharded))
+        of_call = PlacedIndex(shapes, move.targets, move.length)
+        sizes = placed_sizes(plain.grid, copies, of_call, held.num_units(sharded))
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
         forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
         call.first_tag = transport.take_tags(forward + backward)

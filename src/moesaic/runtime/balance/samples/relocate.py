@@ -39,7 +39,7 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import is_dtensor
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import moving
-from moesaic.program.placed import SampleShapes
+from moesaic.program.sizes import LayoutIndex
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.balance.samples.rows import carry
@@ -80,7 +80,7 @@ class Relocator:
         self.trip: SampleTrip | None = None
         """The forward pass that was begun last; None before the first."""
         self._compiled: dict[tuple[bytes, bool], Compiled] = {}
-        self._shapes: dict[tuple[bytes, int, int], SampleShapes] = {}
+        self._shapes: dict[tuple[bytes, int, int], LayoutIndex] = {}
         self._solver = ThreadPoolExecutor(1, "placement")
         self._rest = Rest()
 
@@ -129,11 +129,11 @@ class Relocator:
             self._compiled[key] = moving(base)
         return self._compiled[key]
 
-    def shapes(self, plain: Compiled, num_experts: int, slots: int) -> SampleShapes:
+    def shapes(self, plain: Compiled, num_experts: int, slots: int) -> LayoutIndex:
         """Return what all calls of a plan, with so many experts and samples, have in common."""
         key = (plain.digest, num_experts, slots)
         if key not in self._shapes:
-            self._shapes[key] = SampleShapes(plain.grid, num_experts, slots, plain.plan.chunks)
+            self._shapes[key] = LayoutIndex(plain.grid, num_experts, slots, parts=plain.plan.chunks)
         return self._shapes[key]
 
     def decide(self, load: SampleLoad) -> Future[Homes]:
