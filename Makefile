@@ -14,11 +14,11 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./lab
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[vision]"
 	touch $@
 
 $(PEERS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[peers]" \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[peers,vision]" \
 		|| echo "DeepSpeed could not be installed: the benchmarks leave it out and say so"
 	touch $@
 
@@ -73,8 +73,9 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json
 	$(BIN)/python -m moesaic_lab.performance_page
 
-docs: $(STAMP)  ## docs/performance.md from the committed results
+docs: $(STAMP)  ## docs/performance.md from the committed results, and the picture of a timeline
 	$(BIN)/python -m moesaic_lab.performance_page
+	$(BIN)/python -m moesaic_lab.timeline_picture
 
 site: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict

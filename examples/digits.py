@@ -1,6 +1,6 @@
 """Train a Swin Transformer V2 on 8x8 images of digits, with MoE layers and dense, in turn: accuracy and time per step.
 
-Needs scikit-learn: pip install "moesaic[vision]".
+Needs scikit-learn: pip install "./lab[vision]".
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic import balance_on_step
-from moesaic.models.swin import SwinMoE
-from moesaic.models.swin_config import PRESETS
-from moesaic.train.vision_data import ImageBatches, Images, load_digits
+from moesaic_lab.vision.config import PRESETS
+from moesaic_lab.vision.data import ImageBatches, Images, load_digits
+from moesaic_lab.vision.swin import SwinMoE
 
 
 class Trainee:

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic import MoE
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, chosen, normalized, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import chosen, normalized, token_choice, top_k_indices
 
 
 class LocalitySensitive(AbstractRouter):

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from moesaic import MoE
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, token_choice, top_k_indices
 from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Choice, Routing, Scores
-from moesaic.routing.selection import token_choice, top_k_indices
 from moesaic.testing.reference import Reference, in_float64, reference
 
 

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from moesaic_lab.house import cycles
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 LAB = ROOT / "lab" / "moesaic_lab"
+TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LAB_SOURCES = sorted(LAB.rglob("*.py"))
+LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
-    "errors", "configfile", "codecs", "testbed", "program", "cost", "traces", "balance", "plan", "kernels", "routing",
-    "experts", "comm", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "testing", "report",
+    "errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "kernels", "comm", "routing",
+    "experts", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "testing", "report",
     "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
@@ -66,7 +69,7 @@ def imports_of(path: Path) -> set[str]:
     `from package import module` counts as `package.module` too; a string passed to `import_module` counts as an import.
     """
     found = set()
-    root = LAB.parent if LAB in path.parents else PACKAGE.parent
+    root = LAB.parent if LAB.parent in path.parents else PACKAGE.parent
     package = path.relative_to(root).with_suffix("").parts[:-1]
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -111,14 +114,33 @@ def test_parts_import_only_parts_before_them():
     assert wrong == []
 
 
+@pytest.mark.parametrize("package", [PACKAGE, LAB, TESTBED], ids=lambda package: package.name)
+def test_no_files_and_no_folders_import_each_other_in_a_circle(package):
+    assert cycles(package) == []
+
+
+def test_the_search_for_circles_finds_them(tmp_path):
+    package = tmp_path / "package"
+    for name, text in {
+        "a.py": "def f():\n    from package.b import g\n", "b.py": "from package import a\n",
+        "one/__init__.py": "", "one/x.py": "from package.two.y import z\n",
+        "two/__init__.py": "", "two/y.py": "", "two/z.py": "import package.one.w\n", "one/w.py": "",
+    }.items():  # fmt: skip
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert cycles(package) == [["package.a", "package.b"], ["package/one/", "package/two/"]]
+
+
 def test_the_library_does_not_know_the_laboratory():
-    found = [name_of(p) for p in SOURCES if any(name.split(".")[0] == "moesaic_lab" for name in imports_of(p))]
+    outside = ("moesaic_lab", "moesaic_testbed")
+    found = [name_of(p) for p in SOURCES if any(name.split(".")[0] in outside for name in imports_of(p))]
     assert found == []
 
 
 def test_the_test_bed_stands_alone():
-    beds = [path for path in SOURCES if part_of(path) == "testbed"]
-    assert set().union(*map(parts_imported, beds)) == {"testbed", "errors"}
+    used = {name for path in sorted(TESTBED.rglob("*.py")) for name in imports_of(path)}
+    ours = {name.rpartition(".")[0] for name in used if name.startswith(("moesaic.", "moesaic_lab"))}
+    assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.profiling.steady"}
 
 
 def test_reports_read_nothing_of_training_but_its_metrics():
@@ -161,7 +183,7 @@ def documented_in_interfaces() -> set[str]:
     """Return the names of methods that an abstract class of the package documents."""
     return {
         method.name
-        for path in SOURCES
+        for path in [*SOURCES, *LAB_SOURCES]
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef) and node.name.startswith("Abstract")
         for method in node.body
@@ -232,9 +254,9 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     allowed = [
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
         "src/moesaic/comm/sockets_connect.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
-        "src/moesaic/testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
         "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
         "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
+        "lab/moesaic_testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
     ]
     assert found == allowed
 

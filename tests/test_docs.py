@@ -12,7 +12,7 @@ import pytest
 
 from moesaic.cli.main import COMMANDS, LABORATORY
 from moesaic.routing.routers import ON_MESH, ROUTERS
-from moesaic_lab import performance_page
+from moesaic_lab import performance_page, timeline_picture
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -21,6 +21,12 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def test_performance_page_is_what_the_results_say() -> None:
     assert performance_page.main(["--check"]) == 0, "run make docs and commit docs/performance.md"
+
+
+def test_the_picture_of_a_timeline_is_what_is_simulated() -> None:
+    text = timeline_picture.PICTURE.read_text(encoding="utf-8")
+    for name, timeline in timeline_picture.timelines().items():
+        assert timeline_picture.title(name, timeline) in text, "run make docs and commit docs/images/timeline.svg"
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

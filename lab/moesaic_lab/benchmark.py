@@ -10,17 +10,18 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
+from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic_lab.claims import Claim, Measurement
 from moesaic_lab.pictures import Panel, check_picture, write_picture
@@ -61,6 +62,19 @@ class EmulatedOptions(DrawnOptions):
 O = TypeVar("O", bound=BenchmarkOptions)  # noqa: E741
 C = TypeVar("C")
 F = TypeVar("F")
+T = TypeVar("T")
+N = TypeVar("N")
+
+
+class CanNarrow(Protocol):
+    """A configuration of which a part can be asked for."""
+
+    def narrowed(self: N, *, only: tuple[str, ...] = ..., repeats: int | None = ...) -> N:
+        """Return the part that was asked for."""
+        ...
+
+
+Narrowed = TypeVar("Narrowed", bound=CanNarrow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +184,65 @@ def words_of(only: str | None) -> tuple[str, ...]:
     return tuple(only.split(",")) if only else ()
 
 
+def read_parts(
+    path: Path,
+    whole: T,
+    *,
+    lists: Mapping[str, tuple[str, object]] | None = None,
+    tables: Mapping[str, object] | None = None,
+) -> T:
+    """Read the configuration of a benchmark from a TOML or JSON file.
+
+    Args:
+        path: of the file.
+        whole: the configuration with its defaults, a dataclass; the file may set its fields of plain values.
+        lists: name of a list of tables in the file, to the field that it becomes and what each table overrides. Lists of one
+            field follow each other.
+        tables: name of a table in the file, which is the field's too, to what it overrides.
+
+    Raises:
+        InputError: naming the file and the field.
+    """
+    table, source, made = read_table(path), f"config {path}", dict[str, Any]()
+    lists, tables = lists or {}, tables or {}
+    for name, (field, default) in lists.items():
+        value = table.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
+        read = (override(default, each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value))
+        made[field] = (*made.get(field, ()), *read)
+        names = [each.name for each in made[field] if hasattr(each, "name")]
+        if len(set(names)) < len(names):
+            raise InputError(f"{source}: two {name} have one name: give each its own")
+    for name, default in tables.items():
+        value = table.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
+        made[name] = override(default, value, source=source, prefix=f"{name}.")
+    parts = {*(field for field, _ in lists.values()), *tables}
+    plain = [name for name, value in vars(whole).items() if name not in parts and isinstance(value, int | float | str)]
+    unknown = [name for name in table if name not in plain]
+    if unknown:
+        known = [*lists, *tables, *plain]
+        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], known)}")
+    return replace(override(whole, table, source=source), **made)  # type: ignore[type-var]
+
+
+def narrowed_config(options: EmulatedOptions, read_config: Callable[..., Narrowed]) -> Narrowed:
+    """Return what of a configuration was asked for: the committed one's, if no other is named.
+
+    Args:
+        options: of the command.
+        read_config: reads a file, the committed one if it is given none.
+    """
+    config = read_config(Path(options.config)) if options.config else read_config()
+    return config.narrowed(only=words_of(options.only), repeats=options.repeats)
+
+
 def require_cluster() -> None:
     """Make sure that beds can run functions here.
 
@@ -177,7 +250,7 @@ def require_cluster() -> None:
         ModuleNotFoundError: without torch.
         InputError: if this machine cannot emulate clusters; one line says why and what would help.
     """
-    from moesaic.testbed import refusal
+    from moesaic_testbed import refusal
 
     import_module("torch")
     missing = refusal()

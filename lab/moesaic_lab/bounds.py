@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moesaic.cost.coded import coded_bytes
+from moesaic.cost.row_bytes import coded_bytes
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot
-from moesaic.testbed.bed import Bed
+from moesaic_testbed.bed import Bed
 
 Message = tuple[int, int, float]
 """Source rank, target rank, bytes."""

@@ -1,4 +1,4 @@
-"""`moesaic check` with its claims: cases, failures, planted bugs, worlds of processes.
+"""`moesaic check` with its claims, and with planted bugs, each of which its cases must notice.
 
 moesaic bench check --json benchmarks/results/check.json
 """
@@ -11,10 +11,16 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from moesaic.cli.check import DESCRIPTION, CheckOptions, as_dict, gather
+from moesaic.cli.check import CheckOptions, as_dict, gather
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
+from moesaic_lab.planted.mutants import judge_all, judge_all_on_gloo
+from moesaic_lab.tables import Column
 
+DESCRIPTION = (
+    "Run what `moesaic check` runs, and plant bugs in the library that its cases must notice. Exit code 1 if a case fails or "
+    "a bug escapes."
+)
 LEAST_CASES, LEAST_MUTANTS = 2000, 40
 NOTES = (
     "Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a world of processes is "
@@ -68,16 +74,36 @@ def claims(found: dict[str, Any]) -> list[Claim]:
     ]
 
 
+def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
+    """Plant every bug; return a row per bug: who caught it, and what its numbers look like."""
+    verdicts = list(judge_all(options.at_once, lambda name: told(f"planted: {name}")))
+    if options.gloo:
+        told("planted bugs that need processes")
+        verdicts += judge_all_on_gloo()
+    return [
+        {
+            "mutant": verdict.mutant.name,
+            "source": verdict.mutant.source,
+            "caught_by": verdict.caught_by,
+            "looks_like": "; ".join(str(finding) for finding in verdict.findings if finding.factor),
+        }
+        for verdict in verdicts
+    ]
+
+
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the worst error of every quantity."""
-    return Shown(title="Worst errors").of(rows(found)[: len(found["worst_errors"])])
+    """Return the worst error of every quantity, and the planted bugs."""
+    columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "looks_like")]
+    bugs = Shown(title="Planted bugs", columns=columns).of(found["mutants"])
+    return Shown(title="Worst errors").of(rows(found)[: len(found["worst_errors"])]) + bugs
 
 
 def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[str, Any]:
-    """Run the suite."""
+    """Run the suite and the planted bugs."""
     torch.set_num_threads(1)
-    told("cases, planted bugs, processes")
-    return as_dict(gather(cases))
+    told("cases, processes")
+    found = as_dict(gather(cases))
+    return found | {"mutants": planted(cases, told)}
 
 
 BENCHMARK = Benchmark(

@@ -33,11 +33,10 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
 from moesaic.plan import Plan
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, TopologyRouter
-from moesaic.testbed import cluster
-from moesaic.testbed.steady import hold_still
 from moesaic.train.config import TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer
@@ -50,6 +49,7 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, share
+from moesaic_testbed import cluster
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 NODES = LinkLevel(name="node", group=(0, 0, 1, 1), share=0.14)

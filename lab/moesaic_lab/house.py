@@ -246,7 +246,7 @@ def trace_path(package: Path) -> PathTrace:
 BENCHMARK = Benchmark(
     name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the transport.",
     options=BenchmarkOptions, notes=notes_of(__doc__), cases=once, rows=same, claims=claims, packages=(),
-    measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab" / "moesaic_lab", ROOT / "examples"]),
+    measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab", ROOT / "examples"]),
     columns=tuple(
         Shown(title=title, where={"what": (what,)}, columns=[Column(key=key, title=key, is_text=True) for key in keys])
         for title, what, keys in (

@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
-from moesaic.balance.experts.exact import exact as best_experts
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.balance.samples.exact import exact as best_samples
-from moesaic.balance.samples.exact import seconds
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
 from moesaic_lab.claims import Claim
+from moesaic_lab.exact_placements import best_experts, best_samples
 from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
@@ -63,9 +61,9 @@ def of_samples(draws: int) -> Rows:
             "weighed": Weighed(machine, least_gain=0.0),
             "weighed, as a run has it": Weighed(machine),
         }
-        best = [seconds(load, best_samples(load, intra, inter), intra, inter) for load in loads]
+        best = [load.seconds(best_samples(load, intra, inter), intra, inter) for load in loads]
         for name, placer in policies.items():
-            found = [seconds(load, placer.decide(load), intra, inter) for load in loads]
+            found = [load.seconds(placer.decide(load), intra, inter) for load in loads]
             rows.append({"part": "samples", "links": links, "method": name, **summary(found, best)})
     return rows
 

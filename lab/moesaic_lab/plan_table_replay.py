@@ -23,6 +23,7 @@ import numpy as np
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.plan.compile import compile_plan
 from moesaic.plan.findings import Settings
 from moesaic.plan.layouts import Pins
@@ -32,7 +33,6 @@ from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
 from moesaic.plan.predict import Predictor
 from moesaic.plan.search import search
-from moesaic.plan.step_costs import StepCostModel
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.plan.words import plan_in_words
 from moesaic.program.grid import Grid
@@ -94,7 +94,8 @@ def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dic
     job = job_for(place, trace, grid.world)
     pins = Pins(tp=1, ep=place.ep, etp=place.etp, innermost="etp")
     plans = [found.plan for found in search(job, cluster, Settings(pins=pins, keep=CANDIDATES)).ranking]
-    seconds, loads = simulated(job, StepCostModel(job, cluster, grid, Simulator(cluster)), plans, trace, layer, every)
+    around = StepCostModel(job.step_model(cluster, grid.dp), grid, Simulator(cluster))
+    seconds, loads = simulated(around, plans, trace, layer, every)
     seconds, loads = np.tile(seconds, (PASSES, 1)), loads * PASSES
     static = seconds.sum(axis=0)
     predictor = Predictor(job, cluster, grid, plans)
@@ -117,7 +118,7 @@ def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dic
 
 
 def simulated(
-    job: Job, around: StepCostModel, plans: Sequence[Plan], trace: Trace, layer: int, every: int
+    around: StepCostModel, plans: Sequence[Plan], trace: Trace, layer: int, every: int
 ) -> tuple[np.ndarray, list[float]]:
     """Return the seconds of every step under every plan, (steps, plans), and the copies of each step's busiest expert."""
     grid, workload = around.grid, around.model.layer

@@ -25,8 +25,6 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.samples import TwoStage
 from moesaic.configfile import override
-from moesaic.cost.emulated import CPU, UNSHAPED_GBPS
-from moesaic.testbed import cluster
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
@@ -39,23 +37,23 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.train import StepJob, StepMethod, step_times
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
+from moesaic_testbed import cluster
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
-MACHINE = {"intra_gbps": UNSHAPED_GBPS, "inter_gbps": INTER_GBPS, "tflops": CPU.tflops.of("fp32") / 1e12}
-ARBITER: dict[str, Any] = {"plan": {"replication": "arbiter"}}
-SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
-EXPERTS: dict[str, Any] = {"place_experts": {"every": 4, "machine": MACHINE}}
+ARBITER: dict[str, Any] = {"replication": "arbiter"}
+SAMPLES: dict[str, Any] = {"samples": "two_stage"}
+EXPERTS: dict[str, Any] = {"experts": "balanced", "experts_every": 4}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "nobody moves": {"balance": {"placement": "stay"}},
+    "nobody moves": {"samples": "stay"},
     "samples": SAMPLES,
     "samples, always": SAMPLES,
-    "samples, weighed": {"balance": {"placement": "weighed"}},
+    "samples, weighed": {"samples": "weighed"},
     "experts": EXPERTS,
     "arbiter": ARBITER,
     "all": SAMPLES | EXPERTS | ARBITER,
 }
-"""What is set beside the plain configuration; where rates are asked for they are those of the emulated cluster."""
+"""Fields of `balance` beside the plain configuration; where rates are asked for they are those of the emulated cluster."""
 ALWAYS = "samples, always"
 """Is asked in every pass and moves for the least gain, as published."""
 HOUR = datetime.timedelta(hours=1)
@@ -106,7 +104,7 @@ def pretrain(weights: Path, steps: int) -> None:
 def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     """Return what steps take on the emulated cluster."""
     steps, batch_size = options.repeats + 1, 4 * options.sequences
-    configs = {name: configuration(steps, batch_size, METHODS[name]) for name in options.methods}
+    configs = {name: configuration(steps, batch_size, {"balance": METHODS[name]}) for name in options.methods}
     placers = {ALWAYS: TwoStage(least_gain=0.0, rest=0)}
     plain = configs["plain"]
     corpus = load_corpus(plain.data)
@@ -142,7 +140,7 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
                 continue  # no option of a run
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
             told: dict[str, Any] = {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
-            runs[name] = replace(configuration(options.steps, 8, METHODS[name] | told), out=out)
+            runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | told), out=out)
         spawn(_process, args=(folder, list(runs.values())), nprocs=4)
         lines = {
             name: [line for line in read_metrics(Path(run.out)) if line["kind"] == "train"]

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
@@ -26,8 +25,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.passes.replicate import replicate
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program
 from moesaic.program.transpose import transpose
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, no_claims, once, same
@@ -81,7 +79,12 @@ def loads(grid: Grid, options: ReplicatedWeightsOptions) -> dict[str, np.ndarray
 
 
 def seconds(
-    program: Program, cluster: ClusterSpec, workload: Workload, grid: Grid, load: Load, replicated: np.ndarray | None
+    program: Program,
+    cluster: ClusterSpec,
+    workload: Workload,
+    grid: Grid,
+    load: CallLoad,
+    replicated: np.ndarray | None,
 ) -> float:
     """Return the simulated forward and backward pass of a program, before it is ordered."""
     shapes = LayoutIndex(grid, load.num_experts, replicates=replicated is not None)
@@ -100,14 +103,14 @@ def compare(name: str, nodes: int, options: ReplicatedWeightsOptions) -> list[Re
     )
     plain, rows = SCHEDULES["s1"](False), []
     for label, copies in loads(grid, options).items():
-        load = Load(grid, copies, workload.num_experts, options.hidden, options.dim)
+        load = CallLoad(grid, copies, workload.num_experts, options.hidden, options.dim)
         without = seconds(plain, cluster, workload, grid, load, None)
         found: list[float] = []
         for relays in (False, True):
             costs = ReplicationCosts(cluster=cluster, relays=relays)
             replicated = Shadow(costs).decide(load)
-            (board,) = boards(load, costs)
-            model = board.seconds(np.zeros_like(replicated)) / board.seconds(replicated)
+            (replica,) = replica_loads(load, costs)
+            model = replica.seconds(np.zeros_like(replicated)) / replica.seconds(replicated)
             program = replicate(plain, 1, grid if relays else None) if replicated.any() else plain
             simulated = seconds(program, cluster, workload, grid, load, replicated if replicated.any() else None)
             found += [model, without / simulated, int((replicated.sum(0) > 0).sum())]

@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.layer import MoE
 from moesaic.plan import Plan
+from moesaic.routing.router import token_choice
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import token_choice
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import Trainer

@@ -11,12 +11,11 @@ load of a rank under balance, memory over that of the plain layer there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moesaic.plan.plan import Plan
-from moesaic.testbed.cluster import Launcher
 from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
 from moesaic_lab.balance.job import BalanceJob
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod
@@ -24,6 +23,7 @@ from moesaic_lab.balance.run import BalanceCell, measure
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, no_claims, require_cluster, same
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, share
+from moesaic_testbed.cluster import Launcher
 
 NOTES = (
     "One layer, forward and backward, virtual compute, real bytes over emulated links; methods in turn, medians and the 95 % "
@@ -124,10 +124,8 @@ COLUMNS = (
 
 def cases(options: TokenBudgetOptions) -> list[BalanceJob]:
     """Return a job per load, those under balance first."""
-    config = read_config(options.config)
     loads = tuple(f"{options.bed}-{load:g}" for load in (0.0, *options.max_vio))
-    config = replace(config, only=loads).repeated(options.repeats)
-    config.check()
+    config = read_config(options.config).narrowed(only=loads, repeats=options.repeats)
     require_cluster()
     return jobs_of(config, options)
 

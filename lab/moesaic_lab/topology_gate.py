@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepModel, simulate_step
+from moesaic.cost.step import StepCostModel, StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.loads import simulate_counts
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, TopologyRouter, levels_of
 from moesaic.traces.load import max_violation
@@ -126,14 +126,8 @@ def seconds(counts: np.ndarray) -> float:
     """Return the simulated seconds of a training step whose layers are all routed so."""
     plan = compile_plan(Plan(), GRID)
     model = StepModel(num_layers=12, layer=WORKLOAD, seq_len=1024, vocab=50304)
-    sizes = tuple(
-        sizes_of(program, WORKLOAD, plan.grid, counts, shapes=plan.shapes(WORKLOAD.num_experts))
-        for program in (plan.forward, plan.backward)
-    )
-    done = simulate_step(
-        model, plan.forward, plan.backward, CLUSTER, plan.grid, sizes=(sizes[0], sizes[1]), simulator=Simulator(CLUSTER)
-    )
-    return done.seconds
+    simulator = Simulator(CLUSTER)
+    return StepCostModel(model, GRID, simulator).estimate(*simulate_counts(simulator, plan, WORKLOAD, counts)).seconds
 
 
 def row(name: str, options: TopologyGateOptions, found: dict[tuple[int, str], dict[str, Any]]) -> dict[str, Any]:

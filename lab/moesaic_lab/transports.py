@@ -22,11 +22,11 @@ from moesaic.comm.gloo import Gloo
 from moesaic.comm.sockets import Sockets
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.profiling.together import latest, start_together
-from moesaic.testbed.cluster import cluster
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, no_claims, once, same
 from moesaic_lab.measure import in_turn, paired
 from moesaic_lab.tables import Column, byte_size, milliseconds
+from moesaic_testbed.cluster import cluster
 
 SIZES = (512, 1 << 14, 1 << 17, 1 << 20)
 """Bytes of a message."""

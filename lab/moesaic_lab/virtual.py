@@ -20,7 +20,7 @@ from moesaic.codecs import CodecSpec
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
 from moesaic.profiling.idle import IdleExperts
-from moesaic.runtime.call import Codecs
+from moesaic.runtime.tasks import Codecs
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moesaic.routing.injection import collect_losses, set_loss_scale
     from moesaic.routing.losses import Importance, LoadBalance, ZLoss
     from moesaic.routing.routing import Routing
-    from moesaic.runtime.gradients import average_gradients
+    from moesaic.runtime.data_parallel import average_gradients
     from moesaic.runtime.routing_cache import checkpoint, replay_contexts
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ _HOMES = {
     "finish_step": "moesaic.layer",
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.plan",
-    "average_gradients": "moesaic.runtime.gradients",
+    "average_gradients": "moesaic.runtime.data_parallel",
     "clip_grad_norm_": "moesaic.parallel",
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
@@ -26,18 +26,16 @@ from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
-from moesaic.routing.route import Batch, Routed, route
+from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime import same_weights
-from moesaic.runtime.balance.samples.relocate import SampleMove
-from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.runtime.balance.samples.run import RelocatedCall, run_relocated
-from moesaic.runtime.data_ranks import DataRanks, Group, wrapped_by_ddp
-from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
-from moesaic.runtime.shard import shard_experts
+from moesaic.runtime.spread import described, shard_experts, take_first
+
+if TYPE_CHECKING:
+    from moesaic.runtime.expert_parallel import ExpertParallel
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
@@ -140,7 +138,7 @@ class MoE(InjectsLosses, RoutingCached):
 
     def parallelize(
         self,
-        mesh: AbstractMesh,
+        mesh: Mesh,
         plan: Plan | Compiled,
         policy: AbstractReplicationPolicy | None = None,
         *,
@@ -158,8 +156,8 @@ class MoE(InjectsLosses, RoutingCached):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
-            replication policy: under a plan that replicates copies, what decides which; None takes the policy that the
-            plan names.
+            policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
+                that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
@@ -168,14 +166,18 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        weights = same_weights.described(self, values=not broadcast)
+        from moesaic.runtime.balance.calls import calls_under
+        from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+
+        weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
+        calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
+            mesh.grid, mesh.transport, plan, self.experts, before, calls, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
-            same_weights.take_first(self, mesh.transport)
+            take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
             self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
             self.router.check(self.top_k)
@@ -220,8 +222,6 @@ class MoE(InjectsLosses, RoutingCached):
         top_k: int | None = None,
         capacity: AbstractCapacity | float | None = None,
         return_routing: bool = False,
-        move: SampleMove | None = None,
-        residual: Residual | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """Run the layer. On a mesh `torch.compile` leaves it out: what surrounds it is compiled, the layer runs eagerly.
 
@@ -233,55 +233,68 @@ class MoE(InjectsLosses, RoutingCached):
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call, a number for `Capacity.fixed`; None for the layer's.
             return_routing: also return the call's `Routing`.
-            move: x is of the samples of `move.before`, y of those of `move.after`; see `runtime/balance/samples/relocate.py`.
-            residual: what to add to y, moved as y is.
 
         Returns:
             y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low dtype); with `return_routing` the
             pair (y, routing).
         """
+        y, routing = self.call_with(self._compute, x, mask=mask, token_ids=token_ids, top_k=top_k, capacity=capacity)
+        return (y, routing) if return_routing else y
+
+    def call_with(
+        self,
+        compute: Callable[[RoutedCall], Tensor],
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        top_k: int | None = None,
+        capacity: AbstractCapacity | float | None = None,
+    ) -> tuple[Tensor, Routing]:
+        """Route x, let a function of the caller's compute the result, and inject the losses: `forward` around another middle.
+
+        What wraps the layer to run its experts in another way builds on this; hooks of the layer itself do not run.
+
+        Args:
+            compute: from the routed call to y of x's shape: all that the experts add, the shared one among them.
+            x, mask, token_ids, top_k, capacity: as for `forward`.
+
+        Returns:
+            (y, routing).
+        """
         self._check_call(x, mask, token_ids, top_k)
         if self.on_mesh is None:
-            return self._run(x, mask, token_ids, top_k, capacity, return_routing, move, residual)
-        from moesaic.runtime.eager import outside_graphs
+            return self._run(compute, x, mask, token_ids, top_k, capacity)
+        from moesaic.runtime.expert_parallel import outside_graphs
 
-        return outside_graphs(self._run, x, mask, token_ids, top_k, capacity, return_routing, move, residual)
+        return outside_graphs(self._run, compute, x, mask, token_ids, top_k, capacity)
 
     def _run(
         self,
+        compute: Callable[[RoutedCall], Tensor],
         x: Tensor,
         mask: Tensor | None,
         token_ids: Tensor | None,
         top_k: int | None,
         capacity: AbstractCapacity | float | None,
-        return_routing: bool,
-        move: SampleMove | None,
-        residual: Residual | None,
-    ) -> Tensor | tuple[Tensor, Routing]:
-        """Run a call whose arguments are checked; see `forward`."""
+    ) -> tuple[Tensor, Routing]:
+        """Run a call whose arguments are checked; see `call_with`."""
         x_TD = x.reshape(-1, self.dim)
         top_k, capacity = self._choices(top_k, capacity)
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
-        if move is None:
-            y_TD = self._run_experts(x_TD, routed, padded_rows)
-        else:
-            move.check(capacity)
-            riding = residual if self.shared is None else None  # what the shared expert adds must travel anyway
-            call = RelocatedCall(move, self.router, mask, token_ids, riding)
-            y_TD = run_relocated(self.on_mesh, self.experts, x_TD, routed, call)
-        y, added = y_TD.view(x.shape), None
-        if self.shared is not None:
-            added = self._run_shared(self.shared, x_TD, mask).view(x.shape)
-        if residual is not None and (move is None or not move.rides):
-            added = residual.x if added is None else residual.x + added
-        if added is not None:
-            y = y + (added if move is None else move.carry(added))
+        y = compute(RoutedCall(x, mask, token_ids, routed, padded_rows))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = self.inject_loss(y, routed.loss, share, compute_dtype(x) is torch.float16)
-        return (y, routing) if return_routing else y
+            y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
+        return y, routing
+
+    def _compute(self, call: RoutedCall) -> Tensor:
+        """The dispatch, expert and combine stages, and the shared expert: y of x's shape."""
+        y = self._run_experts(call.x.reshape(-1, self.dim), call.routed, call.padded_rows).view(call.x.shape)
+        added = self.run_shared(call.x, call.mask)
+        return y if added is None else y + added
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`.
@@ -364,12 +377,12 @@ class MoE(InjectsLosses, RoutingCached):
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if self.on_mesh is not None:
-            self.data_ranks.refuse_wrapped(self.experts.parameters())
+            self.on_mesh.refuse_ddp(self.experts.parameters())
         elif trains:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
-        batch = Batch(
+        batch = TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,
@@ -404,15 +417,22 @@ class MoE(InjectsLosses, RoutingCached):
             x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)
         )
 
-    def _run_shared(self, shared: AbstractExperts, x_TD: Tensor, mask: Tensor | None) -> Tensor:
-        """Pass every token that is not padding: (tokens, dim) -> (tokens, dim). Padding may hold anything, NaN included."""
-        padding = None if mask is None else ~mask.reshape(-1, 1)
+    def run_shared(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return what the shared expert makes of every token that is not padding, of x's shape; None without one.
+
+        Args:
+            x: (..., dim).
+            mask: x's shape without dim, bool, False for padding, which may hold anything, NaN included; None for none.
+        """
+        if self.shared is None:
+            return None
+        x_TD, padding = x.reshape(-1, self.dim), None if mask is None else ~mask.reshape(-1, 1)
         read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
-        added: Tensor = shared(read, None, ends).to(x_TD.dtype)
+        added: Tensor = self.shared(read, None, ends).to(x_TD.dtype)
         if self.shared_gate is not None:
             added = added * self.shared_gate(read).sigmoid().to(x_TD.dtype)
-        return added if padding is None else added.masked_fill(padding, 0.0)
+        return (added if padding is None else added.masked_fill(padding, 0.0)).view(x.shape)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:

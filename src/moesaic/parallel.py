@@ -28,7 +28,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
-from moesaic.runtime.gradients import expert_parameters
+from moesaic.runtime.data_parallel import expert_parameters
 
 __all__ = [
     "clip",

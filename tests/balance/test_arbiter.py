@@ -8,12 +8,9 @@ import itertools
 import numpy as np
 import pytest
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.balance.selector.options import name_of, option_plans, steps_of
-from moesaic.balance.selector.recipes import Choice, Recipe
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
+from moesaic.balance.selector.options import CallChoice, Recipe, name_of, option_plans, steps_of
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -30,17 +27,17 @@ def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbit
     return settings.start(plan, [each.plan for each in compile_plan(plan, grid).options])
 
 
-def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024) -> Load:
+def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024) -> CallLoad:
     """A load in which the i-th expert has a share of 1 / i^skew, drawn anew for each seed; even for 0."""
     experts = 4 * grid.ep
     copies = np.full((grid.world, experts), tokens // experts)
     if skew:
         shares = 1 / np.arange(1, experts + 1) ** skew
         copies = np.random.default_rng(seed).multinomial(tokens, shares / shares.sum(), size=grid.world)
-    return Load(grid, copies, experts, units // grid.etp, 512)
+    return CallLoad(grid, copies, experts, units // grid.etp, 512)
 
 
-def computed(verdict: Verdict, load: Load) -> np.ndarray:
+def computed(verdict: CallDecision, load: CallLoad) -> np.ndarray:
     """Copies that each place of ep computes."""
     replicated = (
         np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
@@ -112,7 +109,7 @@ def test_options_that_are_about_as_good_do_not_take_turns():
 def settled(arbiter: Arbitration, seconds: dict[str, float], last: str = "") -> str:
     """What seems best of options that the model gives these seconds, after another that ran last."""
     arbiter.last = dataclasses.replace(arbiter.last, name=last or arbiter.last.name)
-    arbiter._choices |= {name: Choice(name, 1, Recipe(shadows=True)) for name in seconds}
+    arbiter._choices |= {name: CallChoice(name, 1, Recipe(shadows=True)) for name in seconds}
     arbiter._settle(seconds, 0.0, among=seconds)
     return arbiter.last.name
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.balance.selector.recipes import Choice, Recipe
+from moesaic.balance.selector.options import CallChoice, Recipe
 from moesaic.cost.alpha_beta import Machine
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
@@ -23,9 +22,9 @@ def test_a_recipe_with_nothing_left_to_replicate_is_no_option() -> None:
     costs = ReplicationCosts(machine=machine)
     arbitration = Arbiter(costs=costs, part_us=0.0).start(Plan(replication="arbiter"), PLANS)
     copies = np.tile(np.array([400, 300, 20, 20, 20, 20, 20, 20]), (4, 1))
-    load = Load(grid, copies, 8, 16, 16)
+    load = CallLoad(grid, copies, 8, 16, 16)
     arbitration.choose(load)
-    arbitration.last = Choice("steps+shadow", 3, Recipe(shadows=True, counts=(0,)))  # nothing is worth replication
+    arbitration.last = CallChoice("steps+shadow", 3, Recipe(shadows=True, counts=(0,)))  # nothing is worth replication
     second = arbitration.choose(load)
     assert second.replicated is None
     assert PLANS[second.program].replication == "none"

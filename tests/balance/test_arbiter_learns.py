@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
-from moesaic.balance.selector.arbiter import UNANSWERED, Arbiter, Arbitration
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.selector.arbiter import UNANSWERED, Arbiter, Arbitration, CallDecision
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -31,15 +29,15 @@ def made(**options: object) -> Arbitration:
     return settings.start(PLAN, [each.plan for each in compile_plan(PLAN, GRID).options])
 
 
-def skewed(seed: int, skew: float = 1.0, tokens: int = 4096) -> Load:
+def skewed(seed: int, skew: float = 1.0, tokens: int = 4096) -> CallLoad:
     shares = 1 / np.arange(1, 17) ** skew
     copies = np.random.default_rng(seed).multinomial(tokens, shares / shares.sum(), size=GRID.world)
-    return Load(GRID, copies, 16, 256, 512)
+    return CallLoad(GRID, copies, 16, 256, 512)
 
 
-def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **how: object) -> list[Verdict]:
+def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **how: object) -> list[CallDecision]:
     """Decisions of calls whose times are known when the next one comes."""
-    found: list[Verdict] = []
+    found: list[CallDecision] = []
     told: Mapping[int, float] = {}
     for call in range(first, first + calls):
         load = skewed(call % 5, **how)  # type: ignore[arg-type]
@@ -52,7 +50,7 @@ def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **ho
     return found
 
 
-def settled(found: list[Verdict]) -> list[str]:
+def settled(found: list[CallDecision]) -> list[str]:
     return [each.option for each in found if not each.is_trial]
 
 
@@ -82,7 +80,7 @@ def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_b
 
 
 def options_of(arbiter: Arbitration) -> dict:
-    found = arbiter.weigher.boards(skewed(0))
+    found = arbiter.weigher.replica_loads(skewed(0))
     return {each.name: each for each in arbiter.weigher.all(found, arbiter.weigher.alone(found), anew=True)}
 
 

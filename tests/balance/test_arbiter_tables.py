@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.balance.replication.cost import Board, ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
-from moesaic.balance.replication.tables import NOTHING, Lendings, rows_of, shadows, shadows_at, spills, spread
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.tables import (
+    NOTHING,
+    Replications,
+    full_table,
+    rows_of,
+    shadows,
+    shadows_at,
+    spills,
+    spread,
+)
 from moesaic.balance.selector.cost import gathered_cost, is_even, replicated_cost, worst
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
@@ -22,93 +30,106 @@ QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0,
 """Computing is dear, links are quick and start at once."""
 
 
-def draw(seed: int) -> Load:
+def draw(seed: int) -> CallLoad:
     rng = np.random.default_rng(seed)
     grid = GRIDS[seed % len(GRIDS)]
     experts = grid.ep * int(rng.integers(1, 5))
     popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
     copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
-    return Load(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
+    return CallLoad(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
 
 
-def boards_of(seed: int, machine: Machine = QUICK) -> list[Board]:
-    return boards(draw(seed), ReplicationCosts(machine=machine))
+def boards_of(seed: int, machine: Machine = QUICK) -> list[ReplicaLoad]:
+    return replica_loads(draw(seed), ReplicationCosts(machine=machine))
 
 
-def every_table(board: Board) -> dict[str, Lendings]:
-    shadowed = shadows(board, at_most=3)
-    tables = {"nothing": NOTHING, "shadow": shadowed, "whole shadow": shadows(board, at_most=3, whole=True)}
+def every_table(replica: ReplicaLoad) -> dict[str, Replications]:
+    shadowed = shadows(replica, at_most=3)
+    tables = {"nothing": NOTHING, "shadow": shadowed, "whole shadow": shadows(replica, at_most=3, whole=True)}
     for limit in (1.0, 1.4):
         for near in (False, True):
-            tables[f"spill {limit} {near}"] = spills(board, NOTHING, limit, near_first=near)
-            tables[f"mix {limit} {near}"] = shadowed.joined(spills(board, shadowed, limit, near_first=near))
+            tables[f"spill {limit} {near}"] = spills(replica, NOTHING, limit, near_first=near)
+            tables[f"mix {limit} {near}"] = shadowed.joined(spills(replica, shadowed, limit, near_first=near))
     return tables
 
 
 def test_what_is_replicated_is_there_and_never_at_home():
     replicated = 0
     for seed in range(60):
-        for board in boards_of(seed):
-            for name, found in every_table(board).items():
+        for replica in boards_of(seed):
+            for name, found in every_table(replica).items():
                 assert (found.amount > 0).all(), name
-                assert (found.helper != board.load.home[found.expert]).all(), name
-                table = found.table(board.load.num_experts, len(board.origins))
-                assert (table.sum(2) <= board.copies).all(), name
+                assert (found.helper != replica.load.home[found.expert]).all(), name
+                table = found.table(replica.load.num_experts, len(replica.origins))
+                assert (table.sum(2) <= replica.copies).all(), name
                 replicated += int(table.sum())
     assert replicated > 10_000
 
 
-def test_tables_are_shared_among_the_ranks_of_a_place_as_boards_share_them():
-    for seed in range(40):
+def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray) -> None:
+    """Add to a table of all ranks, copy by copy: the ranks of a place in their order give to the helpers in theirs."""
+    for place, expert in zip(*np.nonzero(dense.sum(2))):
+        ranks = [int(rank) for rank in replica.origins[place] for _ in range(replica.load.copies[rank, expert])]
+        helpers = [helper for helper, amount in enumerate(dense[place, expert]) for _ in range(amount)]
+        for rank, helper in zip(ranks, helpers):
+            total[rank, expert, helper] += 1
+
+
+def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
+    for seed in range(12):
         found = boards_of(seed)
-        tables = [every_table(board)["mix 1.0 False"] for board in found]
-        table = spread(found, tables)
-        dense = [each.table(board.load.num_experts, len(board.origins)) for board, each in zip(found, tables)]
-        wanted = np.sum([board.spread(each) for board, each in zip(found, dense)], axis=0)
-        assert (table is None and not wanted.any()) or (table == wanted).all()
+        tables = [every_table(replica)["mix 1.0 False"] for replica in found]
+        wanted = np.zeros_like(full_table(found, tables))
+        for replica, each in zip(found, tables):
+            dense = each.table(replica.load.num_experts, len(replica.origins))
+            again = Replications.of(dense)
+            assert (again.table(replica.load.num_experts, len(replica.origins)) == dense).all()
+            shared_one_by_one(replica, dense, wanted)
+        assert (full_table(found, tables) == wanted).all()
+        assert (spread(found, tables) is None) == (not wanted.any())
 
 
 def test_rows_are_those_of_the_table():
     for seed in range(40):
-        for board in boards_of(seed):
-            ep, home = len(board.origins), board.load.home
-            for found in every_table(board).values():
-                table, rows = found.table(board.load.num_experts, ep), rows_of(board, found)
-                staying = board.copies - table.sum(2)
+        for replica in boards_of(seed):
+            ep, home = len(replica.origins), replica.load.home
+            for found in every_table(replica).values():
+                table, rows = found.table(replica.load.num_experts, ep), rows_of(replica, found)
+                staying = replica.copies - table.sum(2)
                 for place in range(ep):
                     assert (rows.home[:, place] == staying[:, home == place].sum(1)).all()
                 assert (rows.replicated == table.sum(1)).all()
-                assert (rows.fetched == board.sent(table.sum(0) > 0)).all()
+                assert (rows.fetched == replica.sent(table.sum(0) > 0)).all()
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.4])
 @pytest.mark.parametrize("near", [False, True])
 def test_spilling_holds_every_place_to_its_limit(limit: float, near: bool):
     for seed in range(60):
-        for board in boards_of(seed):
-            rows = rows_of(board, spills(board, NOTHING, limit, near_first=near))
-            total = int(board.copies.sum())
+        for replica in boards_of(seed):
+            rows = rows_of(replica, spills(replica, NOTHING, limit, near_first=near))
+            total = int(replica.copies.sum())
             assert rows.home.sum() + rows.replicated.sum() == total
-            assert (rows.home + rows.replicated).sum(0).max() <= np.ceil(total / len(board.origins) * limit)
+            assert (rows.home + rows.replicated).sum(0).max() <= np.ceil(total / len(replica.origins) * limit)
 
 
 def test_near_places_help_first_where_they_have_room():
-    load = Load(Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8)
-    (board,) = boards(load, ReplicationCosts(machine=QUICK))
-    assert set(spills(board, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
-    by_helper = spills(board, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1))
+    load = CallLoad(Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8)
+    (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+    assert set(spills(replica, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
+    by_helper = spills(replica, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1))
     assert by_helper.tolist() == [0, 72, 16, 0]
-    assert spills(board, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 72, 16, 0]
+    assert spills(replica, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 72, 16, 0]
     level = np.array([[40, 20, 0, 0]] * 4)
-    (board,) = boards(Load(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK))
-    assert spills(board, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 0, 70, 0]
-    assert spills(board, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1)).tolist() == [0, 10, 60, 0]
+    (replica,) = replica_loads(CallLoad(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK))
+    assert spills(replica, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 0, 70, 0]
+    assert spills(replica, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1)).tolist() == [0, 10, 60, 0]
 
 
 def test_helpers_compute_their_own_copies_before_those_of_others():
-    load = Load(Grid(world=4, ep=4), np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]), 4, 8, 8)
-    (board,) = boards(load, ReplicationCosts(machine=QUICK))
-    table = spills(board, NOTHING, 1.0).table(4, 4)
+    load = CallLoad(Grid(world=4, ep=4), np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]), 4, 8, 8)
+    (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+    table = spills(replica, NOTHING, 1.0).table(4, 4)
     assert table.sum((0, 1)).tolist() == [0, 12, 12, 12]
     assert [int(table[place, 0, place]) for place in (1, 2, 3)] == [5, 9, 4]
     assert int(table[0].sum()) == 18, "the home's own only where nobody else has any left"
@@ -117,20 +138,20 @@ def test_helpers_compute_their_own_copies_before_those_of_others():
 def test_the_best_prefix_of_shadows_is_found():
     helped = 0
     for seed in range(60):
-        for board in boards_of(seed, Machine(tflops=0.05, inter_gbps=30, intra_gbps=90)):
-            ep = len(board.origins)
-            found = shadows(board, at_most=2, tries=6)
-            away = np.where(np.arange(ep)[:, None] == board.load.home[None, :], 0, board.copies)
+        for replica in boards_of(seed, Machine(tflops=0.05, inter_gbps=30, intra_gbps=90)):
+            ep = len(replica.origins)
+            found = shadows(replica, at_most=2, tries=6)
+            away = np.where(np.arange(ep)[:, None] == replica.load.home[None, :], 0, replica.copies)
             pairs = sorted(zip(*np.nonzero(away)), key=lambda pair: (-away[pair], pair))[:6]
             held, taken = [0] * ep, [NOTHING]
             for place, expert in pairs:
                 if held[place] == 2:
                     continue
                 held[place] += 1
-                one = Lendings(*(np.array([each]) for each in (place, expert, place, away[place, expert])))
+                one = Replications(*(np.array([each]) for each in (place, expert, place, away[place, expert])))
                 taken.append(taken[-1].joined(one))
-            times = [board.seconds(each.table(board.load.num_experts, ep)) for each in taken]
-            assert board.seconds(found.table(board.load.num_experts, ep)) == pytest.approx(min(times))
+            times = [replica.seconds(each.table(replica.load.num_experts, ep)) for each in taken]
+            assert replica.seconds(found.table(replica.load.num_experts, ep)) == pytest.approx(min(times))
             helped += not found.is_empty
     assert helped > 15
 
@@ -139,14 +160,14 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
     """Six equally hot experts of one place: all are replicated for nothing, none for a price above what one saves."""
     copies = np.zeros((2, 12), dtype=np.int64)
     copies[1, :6] = 100
-    load = Load(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
+    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
     held = []
     for microseconds in (0.0, 1.0, 1e9):
-        (board,) = boards(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
-        (free,) = boards(load, ReplicationCosts(machine=QUICK))
-        (found,) = shadows_at(board, [microseconds * 1e-6])
+        (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
+        (free,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+        (found,) = shadows_at(replica, [microseconds * 1e-6])
         held.append(len(found.amount))
-        more = replicated_cost(board, found).seconds(1) - replicated_cost(free, found).seconds(1)
+        more = replicated_cost(replica, found).seconds(1) - replicated_cost(free, found).seconds(1)
         assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)
     assert held[0] > 0
     assert held == sorted(held, reverse=True)
@@ -157,60 +178,60 @@ def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
     """Every place gets each of them, and no prefix of the hottest experts is quicker."""
     found_any = 0
     for seed in range(40):
-        for board in boards_of(seed):
-            home, ep = board.load.home, len(board.origins)
-            away = np.where(np.arange(ep)[:, None] == home[None, :], 0, board.copies)
+        for replica in boards_of(seed):
+            home, ep = replica.load.home, len(replica.origins)
+            away = np.where(np.arange(ep)[:, None] == home[None, :], 0, replica.copies)
             hottest = np.argsort(-away.sum(0), kind="stable")[:3]
             tables = []
             for prefix in range(len(hottest) + 1):
-                table = np.zeros((ep, board.load.num_experts, ep), dtype=np.int64)
+                table = np.zeros((ep, replica.load.num_experts, ep), dtype=np.int64)
                 for expert in hottest[:prefix]:
                     table[np.arange(ep), expert, np.arange(ep)] = away[:, expert]
                 tables.append(table)
-            table = shadows(board, at_most=3, whole=True).table(board.load.num_experts, ep)
+            table = shadows(replica, at_most=3, whole=True).table(replica.load.num_experts, ep)
             assert any((table == each).all() for each in tables)
-            assert board.seconds(table) == pytest.approx(min(board.seconds(each) for each in tables))
+            assert replica.seconds(table) == pytest.approx(min(replica.seconds(each) for each in tables))
             found_any += int(table.any())
     assert found_any > 10
 
 
 def test_costs_are_those_of_the_board_where_messages_start_at_once():
     for seed in range(40):
-        for board in boards_of(seed):
-            for found in every_table(board).values():
-                cost = replicated_cost(board, found)
-                dense = found.table(board.load.num_experts, len(board.origins))
-                assert cost.seconds(1) == pytest.approx(board.seconds(dense))
+        for replica in boards_of(seed):
+            for found in every_table(replica).values():
+                cost = replicated_cost(replica, found)
+                dense = found.table(replica.load.num_experts, len(replica.origins))
+                assert cost.seconds(1) == pytest.approx(replica.seconds(dense))
 
 
 def test_the_cost_by_hand():
-    load = Load(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
-    (board,) = boards(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
+    (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
     flops, row, weights = 2 * 3 * 5 * 3 * 3, 5 * 2, 3 * 5 * 3 * 2
-    one = Lendings(*(np.array([each]) for each in (1, 0, 1, 4)))
-    cost = replicated_cost(board, one)
+    one = Replications(*(np.array([each]) for each in (1, 0, 1, 4)))
+    cost = replicated_cost(replica, one)
     assert (cost.compute, cost.rows) == (14 * flops, (6, 14))
     assert (cost.travel, cost.fetch) == (4 * (2 * row + 1), 2 * (weights + 1))
     assert (cost.token_bytes, cost.weight_bytes) == (4 * 2 * row, 2 * weights)
     assert cost.seconds(1) == cost.compute + cost.travel + cost.fetch
     assert cost.seconds(4) == cost.compute + cost.travel / 4 + cost.fetch
-    assert replicated_cost(board, NOTHING, chunks=3).travel == 4 * (4 * row + 3)
+    assert replicated_cost(replica, NOTHING, chunks=3).travel == 4 * (4 * row + 3)
 
 
 def test_gathered_weights_cost_what_adaptive_r_moves():
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
-    load = Load(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
+    load = CallLoad(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0)
-    (board,) = boards(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
-    alone = replicated_cost(board, NOTHING)
+    (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
+    alone = replicated_cost(replica, NOTHING)
     weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
-    one = gathered_cost(board, alone, 1)
+    one = gathered_cost(replica, alone, 1)
     assert (one.travel, one.compute, one.token_bytes) == (alone.travel / 2, alone.compute, alone.token_bytes // 2)
     assert (one.fetch, one.weight_bytes) == (3 * weights / 2, 3 * weights * 4), (
         "the other shard, there, again, and back"
     )
-    none = gathered_cost(board, alone, 0)
+    none = gathered_cost(replica, alone, 0)
     assert (none.travel, none.token_bytes) == (0, 0)
     assert none.compute == 10 * 2 * flops, "the busiest rank's own copies, both shards of each"
     assert none.fetch == 3 * (2 * weights + weights / 2)
@@ -218,7 +239,7 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
 
 
 def test_the_slowest_replica_counts_and_everybodys_bytes():
-    costs = [replicated_cost(board, NOTHING) for board in boards_of(2)]
+    costs = [replicated_cost(replica, NOTHING) for replica in boards_of(2)]
     assert len(costs) == 2
     both = worst(costs)
     assert both.seconds(1) == max(cost.seconds(1) for cost in costs)
@@ -231,8 +252,8 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     skewed[:, 0] += 10
 
     def answer(copies: np.ndarray, units: int) -> bool:
-        (board,) = boards(Load(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK))
-        return is_even(board, 0.05)
+        (replica,) = replica_loads(CallLoad(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK))
+        return is_even(replica, 0.05)
 
     assert answer(even, 64)
     assert not answer(skewed, 64)
@@ -242,10 +263,10 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
 def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     """Two replicas of two places with two origins each; only the first one's load is worth replication."""
     grid = Grid(world=8, tp=2, ep=2, etp=2)
-    load = Load(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
-    found = boards(load, ReplicationCosts())
+    load = CallLoad(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
+    found = replica_loads(load, ReplicationCosts())
     one = np.array([1])
-    replicated = [Lendings(one, np.array([0]), one, np.array([4])), NOTHING]
+    replicated = [Replications(one, np.array([0]), one, np.array([4])), NOTHING]
     table = spread(found, replicated)
     assert table is not None
     assert table[found[0].origins].sum() == 4

@@ -10,11 +10,11 @@ import pytest
 from moesaic.balance.policies import SAMPLE_PLACERS
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, PlacerOptions, SampleLoad, Stay, TwoStage, Weighed
 from moesaic.balance.samples.assign import assign, by_flow, by_seats
-from moesaic.balance.samples.exact import exact, gap, seconds
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
+from moesaic_lab.exact_placements import best_samples, sample_gap
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),
@@ -154,28 +154,32 @@ def test_stage_two_is_best_where_stage_one_has_no_say() -> None:
 @pytest.mark.parametrize("rates", [(1.0, 8.0), (1.0, 1.0), (8.0, 1.0), (0.0, 1.0)], ids=str)
 def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float]) -> None:
     load = random_load(grid, 3)
-    best = seconds(load, exact(load, *rates), *rates)
+    best = load.seconds(best_samples(load, *rates), *rates)
     for seed in range(10):
-        assert seconds(load, random_load(grid, seed).homes, *rates) >= best - 1e-9
+        assert load.seconds(random_load(grid, seed).homes, *rates) >= best - 1e-9
     for placer in (Stay(), BARE):
-        assert gap(load, placer, *rates) >= -1e-9
+        assert sample_gap(load, placer, *rates) >= -1e-9
     if rates[0]:
         weighed = Weighed(Machine(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]), least_gain=0.0)
-        assert min(gap(load, placer, *rates) for placer in (Stay(), BARE)) >= gap(load, weighed, *rates) >= -1e-9
+        assert (
+            min(sample_gap(load, placer, *rates) for placer in (Stay(), BARE))
+            >= sample_gap(load, weighed, *rates)
+            >= -1e-9
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_between_nodes_the_gap_to_the_integer_program_is_zero(slots: int) -> None:
     for seed in range(4):
         load = random_load(GRIDS[0], seed, slots, carried=2)
-        assert gap(load, BARE, 0.0, 1.0) == pytest.approx(0, abs=1e-9)
+        assert sample_gap(load, BARE, 0.0, 1.0) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_integer_program_finds_the_best_of_all() -> None:
     for seed, rates in itertools.product(range(3), [(1.0, 3.0), (2.0, 1.0)]):
         load = random_load(GRIDS[0], seed, slots=1)
-        best = min(seconds(load, homes, *rates) for homes in every_placement(load))
-        assert seconds(load, exact(load, *rates), *rates) == pytest.approx(best)
+        best = min(load.seconds(homes, *rates) for homes in every_placement(load))
+        assert load.seconds(best_samples(load, *rates), *rates) == pytest.approx(best)
 
 
 def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
@@ -208,7 +212,7 @@ def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps()
         }
         loads = [random_load(GRIDS[0], seed, slots=2) for seed in range(8)]
         means[name] = {
-            key: float(np.mean([gap(load, p, intra, inter) for load in loads])) for key, p in placers.items()
+            key: float(np.mean([sample_gap(load, p, intra, inter) for load in loads])) for key, p in placers.items()
         }
     assert means["slow within"]["two"] > 1 > 0.02 > means["slow within"]["weighed"]
     for name in ("equal", "fast within"):
@@ -251,7 +255,7 @@ def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
     load = random_load(GRIDS[0], 5)
     machine = Machine(intra_gbps=8, inter_gbps=1)
     found = Weighed(machine, least_gain=0.0).decide(load)
-    saved = 1 - seconds(load, found, 1 / 8, 1.0) / seconds(load, load.homes, 1 / 8, 1.0)
+    saved = 1 - load.seconds(found, 1 / 8, 1.0) / load.seconds(load.homes, 1 / 8, 1.0)
     assert saved > 0.05
     assert Weighed(machine, least_gain=saved + 0.01).decide(load) is load.homes
     assert Weighed(machine, least_gain=saved - 0.01).decide(load).same_as(found)
@@ -282,7 +286,7 @@ def test_samples_stay_within_their_copy_of_the_experts() -> None:
         load = random_load(grid, seed, slots=3)
         found = BARE.decide(load)
         assert (found.rank // 2 == load.homes.rank // 2).all()
-        assert (exact(load, 1.0, 2.0).rank // 2 == load.homes.rank // 2).all()
+        assert (best_samples(load, 1.0, 2.0).rank // 2 == load.homes.rank // 2).all()
 
 
 def test_the_same_load_gives_the_same_answer() -> None:

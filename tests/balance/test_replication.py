@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.policy import Replicated
-from moesaic.balance.replication.published import Published
-from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.replication.shadow import Published, Shadow
 from moesaic.balance.replication.spill import LeastLoaded, Spill
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
@@ -27,16 +25,16 @@ GRIDS = [
 ]
 
 
-def draw(seed: int) -> Load:
+def draw(seed: int) -> CallLoad:
     rng = np.random.default_rng(seed)
     grid = GRIDS[seed % len(GRIDS)]
     experts = grid.ep * int(rng.integers(1, 5))
     popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
     copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
-    return Load(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
+    return CallLoad(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
 
 
-def by_place(load: Load, replicated: np.ndarray) -> list[np.ndarray]:
+def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
     return [replicated[origins].sum(1) for origins in load.replicas]
 
 
@@ -60,29 +58,29 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
     helped = 0
     for seed in range(80):
         load = draw(seed)
-        for board, replicated in zip(boards(load, costs), by_place(load, kind(costs).decide(load))):
-            before, after = board.seconds(np.zeros_like(replicated)), board.seconds(replicated)
+        for replica, replicated in zip(replica_loads(load, costs), by_place(load, kind(costs).decide(load))):
+            before, after = replica.seconds(np.zeros_like(replicated)), replica.seconds(replicated)
             assert after <= before * (1 + 1e-12)
             helped += after < before * 0.99
     assert helped > 20
 
 
 def test_the_cost_by_hand():
-    load = Load(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
     costs = ReplicationCosts(machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3)
-    (board,) = boards(load, costs)
+    (replica,) = replica_loads(load, costs)
     flops = 2 * 3 * 5 * 3 * 3
     none = np.zeros((2, 2, 2), dtype=np.int64)
-    assert board.seconds(none) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
+    assert replica.seconds(none) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
     shadowed = none.copy()
     shadowed[1, 0, 1] = 4
-    assert board.seconds(shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
+    assert replica.seconds(shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
 
 
 def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
     """Row and column sums differ strictly: summing counts over the wrong axis would find no hot expert."""
     copies = np.array([[1, 50, 2, 3], [2, 60, 3, 4], [4, 70, 5, 6], [8, 80, 9, 10]])
-    load = Load(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
+    load = CallLoad(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
     for policy in (Shadow(FAST_WEIGHTS), Shadow(FAST_WEIGHTS, whole=True), Published(FAST_WEIGHTS)):
         replicated = policy.decide(load)
         assert [int(replicated[origin, 1, origin]) for origin in (0, 2, 3)] == [50, 70, 80]
@@ -90,7 +88,7 @@ def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
 
 def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
     copies = np.array([[40, 40, 0, 0], [40, 40, 0, 0], [40, 40, 0, 0], [40, 40, 0, 0]])
-    tied = Load(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
+    tied = CallLoad(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
     assert Shadow(FAST_WEIGHTS, whole=True).decide(tied).sum() == 240
     assert Published(FAST_WEIGHTS).decide(tied).sum() == 0
 
@@ -118,7 +116,7 @@ def test_the_published_rule_charges_the_weights_that_equation_8_charges():
     costs = ReplicationCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
     for _ in range(200):
         copies = random.multinomial(int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8)
-        load = Load(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
+        load = CallLoad(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
         right = algorithm_1(copies, dim, alpha, 1e10, 1e9 / 8)
         assert set(np.flatnonzero(Published(costs).decide(load).sum((0, 2)))) == right
         found.append(len(right))
@@ -126,7 +124,7 @@ def test_the_published_rule_charges_the_weights_that_equation_8_charges():
 
 
 def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
-    load = Load(Grid(world=4, ep=4), np.full((4, 16), 9), 16, units=2, dim=2)
+    load = CallLoad(Grid(world=4, ep=4), np.full((4, 16), 9), 16, units=2, dim=2)
     costs = ReplicationCosts(
         machine=Machine(tflops=1000, inter_gbps=1e-3, intra_gbps=1e-3), element_bytes=1, matrices=1
     )
@@ -150,7 +148,7 @@ def test_least_loaded_holds_every_place_to_its_limit(limit: float):
 
 
 def test_a_budget_is_kept_where_it_can_be():
-    load = Load(Grid(world=4, ep=4), np.array([[40, 0, 0, 0]] * 4), 4, units=8, dim=8)
+    load = CallLoad(Grid(world=4, ep=4), np.array([[40, 0, 0, 0]] * 4), 4, units=8, dim=8)
     replicated = LeastLoaded(budget=50).decide(load)
     assert 160 - replicated.sum() == 50
     assert replicated.sum((0, 1)).max() <= 50
@@ -167,6 +165,6 @@ def test_bad_limits_are_refused():
 
 
 def test_given_lendings_are_cut_to_what_there_is():
-    load = Load(Grid(world=2, ep=2), np.array([[3, 1], [2, 0]]), 2, units=1, dim=1)
+    load = CallLoad(Grid(world=2, ep=2), np.array([[3, 1], [2, 0]]), 2, units=1, dim=1)
     replicated = Replicated(np.full((2, 2, 2), 2)).decide(load)
     assert replicated.tolist() == [[[2, 1], [1, 0]], [[2, 0], [0, 0]]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.balance.replication.cost import Board, ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
@@ -24,9 +23,9 @@ def cluster(nodes: int, per_node: int, *links: Link) -> ClusterSpec:
     return ClusterSpec(nodes=nodes, devices_per_node=per_node, device=DEVICE, links=links)
 
 
-def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4) -> Board:
-    (board,) = boards(Load(grid, copies, copies.shape[1], units, dim), costs)
-    return board
+def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4) -> ReplicaLoad:
+    (replica,) = replica_loads(CallLoad(grid, copies, copies.shape[1], units, dim), costs)
+    return replica
 
 
 def test_equal_links_cost_what_the_machine_of_their_rate_says() -> None:
@@ -50,8 +49,8 @@ def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
     copies[0, 2] = copies[1, 3] = 1000
     seconds = {}
     for name, link in (("own", own), ("shared", shared)):
-        board = board_of(ReplicationCosts(cluster=cluster(2, 2, inside, link)), grid, copies)
-        seconds[name] = board.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - 1000 * board.seconds_per_copy
+        replica = board_of(ReplicationCosts(cluster=cluster(2, 2, inside, link)), grid, copies)
+        seconds[name] = replica.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - 1000 * replica.seconds_per_copy
     bytes_of_rank = 4 * 1000 * 4 * 2
     assert seconds["own"] == pytest.approx(bytes_of_rank * 8 / 25e9)
     assert seconds["shared"] == pytest.approx(2 * seconds["own"])
@@ -83,12 +82,12 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
     num_experts = 2 * grid.ep
     copies = np.full((grid.world, num_experts), 9)
     for _ in range(10):
-        load = Load(grid, copies, num_experts, 6, 4)
+        load = CallLoad(grid, copies, num_experts, 6, 4)
         helped = rng.random((num_experts, grid.ep)) < rng.choice([0.1, 0.4])
         helped[np.arange(num_experts), load.home] = False
         replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
-        board = boards(load, ReplicationCosts())[0]
-        replicated[board.origins[0, 0]] = helped
+        replica = replica_loads(load, ReplicationCosts())[0]
+        replicated[replica.origins[0, 0]] = helped
         program = replicate(SCHEDULES["s1"](), 1, grid)
         slots = {slot.name: slot for slot in program.slots}
         sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated, units=6)
@@ -98,7 +97,7 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
                 for source, target, rows in messages_of(task, slots, sizes):
                     if grid.coordinate(source, "etp") == 0:
                         places[grid.coordinate(source, "ep"), grid.coordinate(target, "ep")] += rows // 6
-        assert (board.sent(helped) == places).all()
+        assert (replica.sent(helped) == places).all()
 
 
 def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None:
@@ -113,9 +112,9 @@ def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None
     seconds = {}
     for relayed in (False, True):
         costs = ReplicationCosts(cluster=cluster(4, 4, *links), relays=relayed)
-        board = board_of(costs, grid, copies, units=512, dim=256)
-        replicated = Shadow(costs).decide(board.load)
-        seconds[relayed] = board.seconds(replicated) / board.seconds(np.zeros_like(replicated))
+        replica = board_of(costs, grid, copies, units=512, dim=256)
+        replicated = Shadow(costs).decide(replica.load)
+        seconds[relayed] = replica.seconds(replicated) / replica.seconds(np.zeros_like(replicated))
     assert relays(grid)
     assert seconds[True] < 0.8 * seconds[False] <= 0.8
 

@@ -14,8 +14,7 @@ from moesaic.balance.replication.bounded import (
     seconds,
     within_budget,
 )
-from moesaic.balance.replication.cost import ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.slices import cut
 from moesaic.cost.alpha_beta import Machine
@@ -133,14 +132,14 @@ def test_no_rows_are_one_slice() -> None:
     assert (found.num_slices, found.rows_over, found.copies(0).sum()) == (1, 0, 0)
 
 
-def rows_of(load: Load, replicated: np.ndarray) -> np.ndarray:
+def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
     """(ep,) rows that each place computes, one rank per place."""
     staying = load.copies.sum(0) - replicated.sum((0, 2))
     return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
 
 
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
-    load = Load(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
+    load = CallLoad(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
     given = np.zeros((4, 4, 4), dtype=np.int64)
     given[3, 0, 3] = 10
     replicated = within_budget(load, given, 60)
@@ -156,7 +155,7 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
 
 def test_replicated_weights_take_room() -> None:
     """While gradients are computed, weights and gradient at each helper; while weights travel, messages, and more at home."""
-    load = Load(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
+    load = CallLoad(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
     given = np.zeros((4, 4, 4), dtype=np.int64)
     assert limits_of_ranks(load, given, 100).tolist() == [100] * 4
@@ -175,14 +174,14 @@ def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None
     """One hot expert among small ones on an overloaded rank: it alone moves."""
     copies = np.zeros((4, 32), dtype=np.int64)
     copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
-    load = Load(GRIDS["ep 4"], copies, 32, units=1, dim=8)
+    load = CallLoad(GRIDS["ep 4"], copies, 32, units=1, dim=8)
     replicated = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
     assert replicated is not None
     assert np.flatnonzero(replicated.sum((0, 2))).tolist() == [3]
 
 
 def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
-    load = Load(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
+    load = CallLoad(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
     none = np.zeros((4, 4, 4), dtype=np.int64)
     costs = ReplicationCosts(machine=Machine(tflops=1e-3))
     whole, in_slices = seconds(load, costs, none, 1), seconds(load, costs, none, 4)
@@ -200,8 +199,8 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1
-    (board,) = boards(Load(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
-    replicated = overflow(board, 64)
+    (replica,) = replica_loads(CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
+    replicated = overflow(replica, 64)
     assert (replicated.sum(0) > 0).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
 
 

@@ -91,8 +91,8 @@ def test_the_plan_file_is_what_training_takes(files: list[str], ending: str, tmp
     mesh, plan = read_planned(path)
     assert plan == Plan(**best["plan"])
     assert mesh == {name: best["mesh"][name] for name in ("tp", "ep", "etp", "innermost")}
-    config = with_planned(TrainConfig(planner=PlannerConfig(file=str(path))))
-    assert (config.plan, config.mesh.ep, config.mesh.etp) == (plan, mesh["ep"], mesh["etp"])
+    config = with_planned(TrainConfig(planner=PlannerConfig(plan=str(path))))
+    assert (config.layer_plan, config.mesh.ep, config.mesh.etp) == (plan, mesh["ep"], mesh["etp"])
 
 
 def test_pinned_axes_and_choices_are_kept(files: list[str], capsys: pytest.CaptureFixture) -> None:

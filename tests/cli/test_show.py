@@ -112,6 +112,32 @@ def test_json_counts_weights_and_messages(capsys: pytest.CaptureFixture[str]) ->
     assert weights["collective"] == "gather"
 
 
+S1 = ["--plan.schedule", "s1", "--mesh.tp", "1", "--mesh.etp", "1", "--mesh.ep", "8"]
+
+
+def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """While all stay, rows move as they do without; beside them go the tokens' places, 4 bytes a copy."""
+    plain, found = shown(capsys, *S1, *SMALL), shown(capsys, *S1, *SMALL, "--samples", "4")
+    for name in ("forward", "backward"):
+        moved, stayed = ({row["task"]: row for row in each[name]["rows"]} for each in (found, plain))
+        assert found[name]["program"] == f"{plain[name]['program']}, relocating"
+        assert all(moved[task]["across_bytes"] == row["across_bytes"] for task, row in stayed.items())
+    assert {row["task"] for row in found["forward"]["rows"]} - {row["task"] for row in plain["forward"]["rows"]} == {
+        "index_home"
+    }
+    assert main(["show", *S1, *SMALL, "--samples", "4"]) == 0
+    assert "placed" in capsys.readouterr().out
+
+
+def test_what_a_slice_runs_again_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The dispatch and the experts of the forward program, and no combine."""
+    found = shown(capsys, *S1, *SMALL, "--plan.token-budget", "4")
+    assert list(found) == ["forward", "backward", "again"]
+    tasks = {name: [row["task"] for row in found[name]["rows"]] for name in found}
+    assert tasks["again"] == [task for task in tasks["forward"] if task in ("x_mine", "g", "h")]
+    assert 0 < found["again"]["seconds"] < found["forward"]["seconds"]
+
+
 def test_chunks_and_peer_groups_multiply_the_expert_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, "--plan.chunks", "3", "--plan.peer-groups", "2", *SMALL)
     assert found["forward"]["experts"] == found["backward"]["experts"] == 6
@@ -213,11 +239,15 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
         ("--plan.overlap-gather --plan.peer-groups 2", "overlap_gather clashes with split_peers"),
         ("--layer.tokens 0", "--layer.tokens 0: must be at least 1"),
         ("--layer.num-experts 3", "num_experts=3 does not split over mesh.ep=4"),
-        ("--layer.top-k 9", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
-        ("--layer.top-k 9 --plan.all-to-all multicast", "top_k=9 of num_experts=8: choose a number from 1 to 8"),
+        ("--layer.top-k 9", "--layer.top-k 9: choose at most --layer.num-experts 8"),
+        ("--layer.top-k 9 --plan.all-to-all multicast", "--layer.top-k 9: choose at most --layer.num-experts 8"),
         ("--cluster 25gb", "cluster '25gb' is unknown: did you mean 25gbe?"),
         ("--layer.dtype fp64", "cluster.device.tflops.fp64 is not given: add it, or choose one of"),
         ("--mesh.world 16 --mesh.ranks-per-node 8", "mesh.ranks_per_node=8 does not fit cluster 25gbe"),
+        ("--samples 4", "sample placement needs plan.schedule=s1"),
+        ("--plan.schedule s1 --samples 4", "--samples 4: needs --mesh.tp 1"),
+        ("--plan.schedule s1 --mesh.tp 1 --layer.tokens 4095 --samples 4", "samples among which a rank's 4095 tokens"),
+        ("--plan.schedule s1 --mesh.tp 1 --plan.token-budget 9 --samples 4", "clashes with plan.token_budget=9"),
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),

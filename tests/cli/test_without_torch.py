@@ -50,7 +50,6 @@ COMMANDS = {
     "plan": ["plan", "--model", "gpt-tiny", "--profile", "profile.json", *NARROW],
     "show": ["show", "--plan.schedule", "s1", "--mesh.world", "4", "--mesh.ep", "4", "--mesh.etp", "1", "--json"],
     "trace": ["trace", "show", str(TRACE), "--json"],
-    "testbed info": ["testbed", "info", "--json"],
 }
 """A quick use of each."""
 

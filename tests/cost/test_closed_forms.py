@@ -15,7 +15,8 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.collectives import in_turn_all_to_all, pipelined_all_to_all, pipelined_speedup
-from moesaic.cost.simulate import Simulated, Simulator, simulate
+from moesaic.cost.simulate import Simulator, simulate
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid

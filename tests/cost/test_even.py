@@ -19,7 +19,7 @@ from moesaic.cost.even import Even
 from moesaic.cost.movement import ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.symmetry import Digits, UnlikeError
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -31,7 +31,7 @@ from moesaic.program.all_to_all.all_to_all import AbstractAllToAll, Hop, Leg, No
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Lane, Layout, Op
 
 GRIDS = [
@@ -240,7 +240,7 @@ def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     world = cluster.world
     grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=cluster.devices_per_node)
     layer = Workload(tokens=4096, num_experts=64, top_k=2, dim=1024, hidden=2816)
-    for simulator in (Simulator(cluster), SweepSimulator(cluster)):
+    for simulator in (Simulator(cluster), sweep_simulator(cluster)):
         found = compiled(grid, all_to_all="ring")
         assert found is not None
         for program in (found.forward, found.backward):

@@ -13,7 +13,8 @@ from moesaic.cost.cluster import ClusterSpec, Host, Link
 from moesaic.cost.contention import Use, speeds
 from moesaic.cost.events import Events, graph_of
 from moesaic.cost.movement import Movement
-from moesaic.cost.simulate import Simulated, Simulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Load
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan

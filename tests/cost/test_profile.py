@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moesaic.cost.movement import movements_of
 from moesaic.cost.profile import (
     ClusterProfile,
     Errors,
@@ -20,8 +21,8 @@ from moesaic.cost.profile import (
     read_profile,
 )
 from moesaic.cost.profile_fit import Sample, fit_host, fit_link
-from moesaic.cost.profile_host import FEATURES, costs_vector
-from moesaic.cost.profile_simulate import ProfiledSimulator, _ahead
+from moesaic.cost.profile_host import FEATURES, costs_vector, host_features
+from moesaic.cost.profile_simulate import _ahead, profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -47,7 +48,7 @@ def compiled(plan: Plan = PLAIN) -> Compiled:
 
 def seconds(profile: ClusterProfile, plan: Plan = PLAIN, **options: float) -> float:
     made = compiled(plan)
-    return ProfiledSimulator(profile, **options).program_seconds(made.forward, LAYER, made.grid)
+    return profiled_simulator(profile, **options).run(made.forward, LAYER, made.grid).seconds
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -208,6 +209,24 @@ def test_links_that_cannot_be_are_refused(sizes: tuple[float, ...], times: list[
         fit_link(sizes, times, "a link")
 
 
+NO_NUMBERS = [float("nan"), float("inf"), -1.0]
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+@pytest.mark.parametrize(
+    ("section", "name"), [("products", "fp32"), ("products", "rows"), ("errors", "host_worst"), ("codecs", "int8")]
+)
+def test_a_file_with_a_number_that_cannot_be_measured_is_refused(
+    tmp_path: Path, section: str, name: str, number: float
+) -> None:
+    table = json.loads(json.dumps(asdict(PROFILE)))
+    table[section][name] = [number, *table[section][name][1:]] if section == "products" else number
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=rf"p\.json.*profile\.{section}\.{name}={number}: must be a finite number"):
+        read_profile(path, any_machine=True)
+
+
 FREE = replace(PROFILE, host=HostCosts())
 """Costs the host nothing."""
 
@@ -240,8 +259,8 @@ def test_virtual_accelerators_take_exactly_their_time() -> None:
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
     made = compiled()
-    simulator = ProfiledSimulator(PROFILE)
-    parts = [simulator.program_seconds(each, LAYER, made.grid) for each in (made.forward, made.backward)]
+    simulator = profiled_simulator(PROFILE)
+    parts = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
     layer = simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid)
     assert layer == pytest.approx(sum(parts) + 2.0 * 1e-3)
 
@@ -249,9 +268,10 @@ def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
 def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     """A linear dispatch on four ranks: three peers, each of rows and of gates; half the copies cross to other ranks."""
     made = compiled()
-    asked = ProfiledSimulator(PROFILE).asked(made.forward, LAYER, made.grid)
-    total = asked.features.sum(axis=(0, 1))
-    moves = sum(1 for moved in asked.movements if moved)
+    volumes = profiled_simulator(PROFILE).volumes(made.forward, LAYER, made.grid)
+    movements = movements_of(made.forward, volumes)
+    total = host_features(made.forward, volumes, movements).sum(axis=(0, 1))
+    moves = sum(1 for moved in movements if moved)
     assert moves == 3
     assert total[FEATURES.index("message")] == 2 * 6, "routing weights travel with their rows"
     copies = LAYER.tokens * LAYER.top_k * 3 / 4

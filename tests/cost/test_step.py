@@ -1,4 +1,4 @@
-"""Whole steps: parts add up, gradients hide where links idle, points lie under the roofline."""
+"""Whole steps: parts add up, gathering hides where links idle, points lie under the roofline."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cost.clusters import DEVICE, flat
+from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.collectives import (
     all_gather,
     all_reduce,
@@ -18,14 +19,16 @@ from moesaic.cost.collectives import (
     reduce,
     reduce_scatter,
 )
+from moesaic.cost.memory import Memory
 from moesaic.cost.roofline import ideal, semi_ideal
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import Step, StepModel, fill_gaps, reduce_seconds, simulate_step
+from moesaic.cost.step import Estimate, StepCostModel, StepModel, reduce_seconds
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.program.grid import Grid
-from moesaic.program.task import Lane
 
 LAYER = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 MODEL = StepModel(num_layers=4, layer=LAYER, seq_len=256, moe_every=2, vocab=1000)
@@ -33,51 +36,69 @@ GRID = Grid(world=8, ep=4, ranks_per_node=4)
 SPEC = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
 
 
-def step(model: StepModel = MODEL, **plan: object) -> Step:
+def runs(**plan: object) -> tuple[Simulated, Simulated]:
     compiled = compile_plan(Plan(**plan), GRID)  # type: ignore[arg-type]
-    return simulate_step(model, compiled.forward, compiled.backward, SPEC, compiled.grid)
+    simulator = Simulator(SPEC)
+    forward, backward = (
+        simulator.run(program, LAYER, compiled.grid) for program in (compiled.forward, compiled.backward)
+    )
+    return forward, backward
 
 
-def test_parts_add_up_and_the_timeline_covers_the_step() -> None:
+def around(model: StepModel = MODEL, spec: ClusterSpec = SPEC) -> StepCostModel:
+    return StepCostModel(model, GRID, Simulator(spec))
+
+
+def step(model: StepModel = MODEL, **plan: object) -> Estimate:
+    return around(model).estimate(*runs(**plan))
+
+
+def test_parts_add_up() -> None:
     found = step()
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.timeline.makespan == pytest.approx(found.seconds)
     assert set(found.parts) == {
-        "attention", "dense", "moe forward", "moe backward", "unembed", "gradients", "optimizer"
+        "attention", "dense", "moe forward", "moe backward", "unembed", "parameters", "optimizer"
     }  # fmt: skip
-    names = {span.task.split(":")[0] for span in found.timeline.spans}
-    assert {"layer1", "layer3", "layer1'", "layer3'", "dense0", "attention2", "gradients0", "optimizer"} <= names
-    assert "layer0" not in names
 
 
 def test_moe_parts_are_the_simulated_programs_times_the_layers() -> None:
-    compiled = compile_plan(Plan(), GRID)
-    forward = Simulator(SPEC).run(compiled.forward, LAYER, GRID).seconds
+    forward = runs()[0].seconds
     assert step().parts["moe forward"] == pytest.approx(2 * forward)
     twice = step(replace(MODEL, micro_batches=2))
     assert twice.parts["moe forward"] == pytest.approx(4 * forward)
-    again = step(replace(MODEL, checkpoint_activations=True))
-    assert again.parts["moe forward"] == pytest.approx(4 * forward)
-    assert again.memory.activations < step().memory.activations
+    recomputed = replace(MODEL, checkpoint_activations=True)
+    assert step(recomputed).parts["moe forward"] == pytest.approx(4 * forward)
+    assert memory(recomputed).activations < memory().activations
 
 
-def test_gradients_hide_behind_backward_and_never_gain_from_not_overlapping() -> None:
-    hidden, exposed = step(), step(replace(MODEL, overlap_gradients=False))
-    assert hidden.parts["gradients"] < exposed.parts["gradients"]
-    per_layer = 4 * 256 * 256 + 3 * 256 * 1024 / 2 + 256 * 8 / 2 + 2 * 1000 * 256 / 4
-    dense = reduce_seconds(SPEC, GRID, per_layer * 4, 1, 8)
+def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_recomputed() -> None:
+    plain, again = around(), around(replace(MODEL, checkpoint_activations=True))
+    assert again.attention == pytest.approx(4 / 3 * plain.attention)
+    assert again.dense == pytest.approx(4 / 3 * plain.dense)
+    assert again.unembed == plain.unembed
+
+
+@pytest.mark.parametrize(("layers", "every", "sparse"), [(4, 2, 2), (5, 2, 3), (4, 3, 2), (1, 1, 1)])
+def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(layers: int, every: int, sparse: int) -> None:
+    shape = ModelShape(num_layers=layers, moe=MoEShape(every=every))
+    assert sum(map(shape.is_sparse, range(layers))) == sparse
+    assert replace(MODEL, num_layers=layers, moe_every=every).moe_layers == sparse
+
+
+def test_gathering_parameters_hides_behind_computing_unless_one_thread_does_both() -> None:
+    on_gpu = step().parts["parameters"]
+    on_cpu = around(spec=replace(SPEC, host=Host(runs_compute=True))).estimate(*runs()).parts["parameters"]
+    assert on_gpu < on_cpu == pytest.approx(sum(around().sharding.values()))
+
+
+def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -> None:
+    per_block = 4 * 256 * 256 + 3 * 256 * 1024 / 2 + 256 * 8 / 2
+    dense = reduce_seconds(SPEC, GRID, per_block * 4, 1, 8)
     experts = reduce_seconds(SPEC, GRID, 8 / 4 * 3 * 256 * 512 * 4, 4, 2)
-    assert exposed.parts["gradients"] == pytest.approx(4 * dense + 2 * experts)
-    crossing = [span for span in hidden.timeline.spans if span.lane is Lane.INTER and ":" in span.task]
-    assert crossing
-
-
-def test_gradients_run_only_while_nothing_crosses() -> None:
-    busy = [(1.0, 2.0), (3.0, 5.0)]
-    assert fill_gaps(busy, 0.0, 0.5) == (0.0, 0.5)
-    assert fill_gaps(busy, 0.5, 1.0) == (0.5, 2.5)
-    assert fill_gaps(busy, 1.5, 1.5) == (2.0, 5.5)
-    assert fill_gaps(busy, 6.0, 1.0) == (6.0, 7.0)
+    ends = reduce_seconds(SPEC, GRID, 2 * 1000 * 256 * 4, 1, 8)
+    found = around().sharding
+    assert (found["dense"], found["experts"]) == (pytest.approx(3 / 2 * 4 * dense), pytest.approx(3 / 2 * 2 * experts))
+    assert found["ends"] == pytest.approx(3 / 2 * ends)
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
@@ -104,14 +125,18 @@ def test_collectives_by_hand() -> None:
     )
 
 
-def test_memory_counts_weights_by_their_shards() -> None:
-    memory = step().memory
+def memory(model: StepModel = MODEL) -> Memory:
+    compiled = compile_plan(Plan(), GRID)
+    return around(model).memory(compiled.forward, compiled.backward, compiled.grid)
+
+
+def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
+    found = memory()
     dense = 4 * 4 * 256**2 + 2 * 3 * 256 * 1024 + 2 * 256 * 8 + 2 * 1000 * 256
-    mine = dense + 2 * 8 / 4 * 3 * 256 * 512
-    assert memory.weights == pytest.approx(mine * 2)
-    assert memory.gradients == pytest.approx(mine * 4)
-    assert memory.optimizer == pytest.approx(mine * 12)
-    assert memory.total == sum(vars(memory).values())
+    held = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
+    assert found.weights == found.gradients == pytest.approx(held * 4)
+    assert found.optimizer == pytest.approx(held * 8)
+    assert found.total == sum(vars(found).values())
 
 
 def test_simulated_layers_lie_under_the_roofline() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
@@ -32,7 +32,7 @@ def test_a_sweep_has_the_times_of_the_simulator(plan: Plan, start_up: bool) -> N
     spec = read_cluster("tutel" if start_up else "parm-b", nodes=2)
     per_node = spec.devices_per_node
     grid = Grid(world=2 * per_node, tp=2, ep=per_node, etp=2, ranks_per_node=per_node)
-    made, sweep = compile_plan(plan, grid), SweepSimulator(spec)
+    made, sweep = compile_plan(plan, grid), sweep_simulator(spec)
     for layer in LAYERS:
         for program in (made.forward, made.backward):
             one, other = (s.run(program, layer, made.grid) for s in (Simulator(spec), sweep))
@@ -44,7 +44,7 @@ def test_a_sweep_has_the_times_of_the_simulator(plan: Plan, start_up: bool) -> N
 def test_two_layers_of_a_sweep_do_not_mix() -> None:
     spec = read_cluster("parm-b", nodes=2)
     grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
-    program, sweep = compile_plan(Plan(), grid).forward, SweepSimulator(spec)
+    program, sweep = compile_plan(Plan(), grid).forward, sweep_simulator(spec)
     found = [sweep.run(program, layer, grid).seconds for layer in (*LAYERS, *LAYERS)]
     assert found[:2] == found[2:]
     assert found[0] != found[1]

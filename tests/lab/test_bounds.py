@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.cost.coded import coded_bytes
+from moesaic.cost.row_bytes import coded_bytes
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES
-from moesaic.testbed.bed import Bed
 from moesaic_lab.bounds import Limit, link_limit, link_seconds, program_messages
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
+from moesaic_testbed.bed import Bed
+from program.even import even_sizes
 
 RATE = 25e6
 """Bytes per second of 200mbit."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from moesaic.cli.main import main
 from moesaic_lab.check import claims, rows
+from moesaic_lab.planted import mutants
 
 FOUND = {
     "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"replication": 2},
@@ -27,3 +33,18 @@ def test_worlds_of_processes_are_counted_and_listed() -> None:
     assert next(claim for claim in claims(made) if claim.name == "check.gloo_worlds").value == 3
     assert {"world": 4, "cases": 6} in rows(made)
     assert {"seed": 3, "failure": "output 1.0"} in rows(made)
+
+
+@pytest.fixture
+def planted_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "MUTANTS", (*mutants.MUTANTS[:2], mutants.Mutant("nothing", "own", "step", "nobody")))
+
+
+@pytest.mark.usefixtures("planted_few")
+def test_a_bug_that_escapes_is_a_claim_that_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "check", "--cases", "1", "--no-gloo", "--workers", "1", "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    caught = {row["mutant"]: row["caught_by"] for row in found["rows"] if "mutant" in row}
+    assert list(caught.values()) == ["numbers", "numbers", "nobody"]
+    claim = next(claim for claim in found["claims"] if claim["name"] == "check.mutants_caught")
+    assert (claim["value"], claim["target"], claim["holds"]) == (2, 3, False)

@@ -11,7 +11,6 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic.testbed import refusal
 from moesaic_lab.bounds import Limit
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.claims import claims
@@ -20,6 +19,7 @@ from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.programs import all_ep, dispatch
 from moesaic_lab.comm.run import CommCell, across, rows_of, tables
 from moesaic_lab.measure import Timing
+from moesaic_testbed import refusal
 
 
 def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> CommCell:
@@ -236,7 +236,7 @@ def test_the_command_refuses_before_it_measures(tmp_path, capsys):
 
 def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):
     line = "no emulated cluster on this machine: tc is missing: install iproute2"
-    monkeypatch.setattr("moesaic.testbed.refusal", lambda: line)
+    monkeypatch.setattr("moesaic_testbed.refusal", lambda: line)
     assert main(["bench", "comm"]) == 2
     assert capsys.readouterr().err == f"moesaic bench: {line}\n"
 

@@ -13,7 +13,6 @@ import torch
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.profiling.balanced import BalancedRouter, balanced_choice
-from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic_lab.bounds import program_messages
@@ -31,6 +30,7 @@ from moesaic_lab.layer.config import (
 from moesaic_lab.layer.job import BEST
 from moesaic_lab.layer.predict import COPIED_BYTES_PER_SECOND, LayerPredictor
 from moesaic_lab.layer.same import distinct
+from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLACE = LayerPlace(
@@ -187,14 +187,14 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
     place = replace(PLACE, gflops=2.0, coded_mb_per_second=1.0)
     grid, plan = all_ep(place), Plan(codec="bf16")
     made = compile_plan(plan, grid)
-    seconds = LayerPredictor(place, with_host=False).task_seconds(made.forward, made.grid, plan)
+    seconds = LayerPredictor(place, with_host=False).task_seconds(made.forward, made.grid)
     copies, row = 8 * 2, 8 * 4
     assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
     assert seconds["h@pack"] == pytest.approx(copies * row / 1e6 + copies * row / COPIED_BYTES_PER_SECOND)
     assert seconds["h@0"] == pytest.approx(
         2 * copies / 2 * row / 2 / 25e6
     )  # two ranks, half of it leaves, two bytes of four
-    with_host = LayerPredictor(place).task_seconds(made.forward, made.grid, plan)
+    with_host = LayerPredictor(place).task_seconds(made.forward, made.grid)
     assert all(with_host[name] > length for name, length in seconds.items())
 
 
@@ -203,7 +203,7 @@ def test_computing_does_not_depend_on_r(r: int | None) -> None:
     place = replace(PLACE, gflops=2.0)
     grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
     made = compile_plan(plan, grid)
-    seconds = LayerPredictor(place, with_host=False).task_seconds(made.backward, made.grid, plan)
+    seconds = LayerPredictor(place, with_host=False).task_seconds(made.backward, made.grid)
     (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
     assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)
 

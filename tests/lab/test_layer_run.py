@@ -15,9 +15,7 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
-from moesaic.program.all_to_all.volume import even_sizes
 from moesaic.program.grid import Grid
-from moesaic.testbed import refusal
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks
 from moesaic_lab.layer.cells import SINGLES
@@ -25,6 +23,8 @@ from moesaic_lab.layer.claims import claims
 from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob
 from moesaic_lab.layer.run import summed_up
+from moesaic_testbed import refusal
+from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLACE = LayerPlace(
@@ -130,7 +130,7 @@ def test_a_machine_without_rights_gets_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "no emulated cluster on this machine: tc is missing: install iproute2"
-    monkeypatch.setattr("moesaic.testbed.refusal", lambda: line)
+    monkeypatch.setattr("moesaic_testbed.refusal", lambda: line)
     assert main(["bench", "layer"]) == 2
     assert capsys.readouterr().err == f"moesaic bench: {line}\n"
 

@@ -23,9 +23,9 @@ from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
 from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
 
-SAMPLES: dict[str, Any] = {"balance": {"placement": "two_stage"}}
-EXPERTS: dict[str, Any] = {"place_experts": {"every": 1, "policy": "smartmoe"}}
-ARBITER: dict[str, Any] = {"plan": {"replication": "arbiter"}, "planner": {"cluster": "bed-2x2"}}
+SAMPLES: dict[str, Any] = {"samples": "two_stage"}
+EXPERTS: dict[str, Any] = {"experts": "smartmoe", "experts_every": 1}
+ARBITER: dict[str, Any] = {"replication": "arbiter"}
 
 
 class Anywhere(AbstractPlacer):
@@ -47,8 +47,8 @@ def job(steps: int) -> StepJob:
         tokens = torch.randint(0, 8, (8, 33), generator=random)
         batches.append((tokens[:, :-1].clone(), tokens[:, 1:].clone()))
 
-    def changed(**tables: Any) -> TrainConfig:
-        return override(config, tables, source="the test")
+    def changed(**balance: Any) -> TrainConfig:
+        return override(config, {"balance": balance, "planner": {"cluster": "bed-2x2"}}, source="the test")
 
     methods = {
         "plain": StepMethod(config=config),

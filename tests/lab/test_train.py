@@ -13,7 +13,6 @@ from moesaic.comm.recorder import Recorder
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
-from moesaic.testbed import Bed, refusal
 from moesaic_lab.train.claims import claims
 from moesaic_lab.train.config import COMMITTED, Candidate, LayoutConfig, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered
@@ -22,6 +21,7 @@ from moesaic_lab.train.ranks import MeasuredSystem, TrainFound, near_ones
 from moesaic_lab.train.run import TrainResults, cell_of, measurement_rows, ratio, tables
 from moesaic_lab.train.step import sum_node_first
 from moesaic_lab.train.systems import make_batch, make_model
+from moesaic_testbed import Bed, refusal
 
 REFUSAL = refusal()
 BED = Bed(nodes=2, ranks_per_node=1, inter="8mbit")

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moesaic.models.split import Norm, RowLinear, StackedLinear, local_part
-from moesaic.models.unembed import unembed
+from moesaic.models.split import Norm, RowLinear, StackedLinear, local_part, unembed
 
 
 def test_a_stacked_linear_is_several_linears():

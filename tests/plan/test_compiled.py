@@ -10,8 +10,12 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.compile import moving
 from moesaic.program.grid import Grid
+from moesaic.program.passes.relocate import INDEX
+from moesaic.program.task import Op
 from moesaic.program.text import to_text
+from moesaic.program.validate import validate
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 VARIANTS = [
@@ -136,3 +140,46 @@ def test_codecs_are_refused_where_redundant_copies_would_drift_apart(codec: str)
             compile_plan(plan, GRID)
         assert "\n" not in str(refusal.value)
     compile_plan(Plan(schedule="ted", **{codec: "int8"}), GRID)  # type: ignore[arg-type]
+
+
+MOVES = [Plan(), Plan(chunks=3, order="early"), Plan(peer_groups=2, all_to_all="hier2d"), Plan(order="exact", chunks=2)]
+
+
+@pytest.mark.parametrize("plan", MOVES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_samples_that_move_change_layouts_of_the_plans_own_programs(plan: Plan, bias: bool) -> None:
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    stays, moves = (compile_plan(plan, grid, bias=bias, moves_samples=each) for each in (False, True))
+    assert moves == moving(stays)
+    assert moves.digest != stays.digest
+    for one, other in ((stays.forward, moves.forward), (stays.backward, moves.backward)):
+        assert [task.name for task in one.tasks] == [task.name for task in other.tasks if task.name != INDEX]
+        validate(other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"token_budget": 5}, "clashes with plan.token_budget=5"),
+        ({"replication": "shadow"}, "clashes with plan.replication"),
+        ({"all_to_all": "deepep"}, "clashes with plan.all_to_all=deepep"),
+    ],
+)
+def test_plans_under_which_samples_cannot_move_say_so(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        compile_plan(Plan(**fields), Grid(world=4, ep=4, ranks_per_node=2), moves_samples=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replication", ["none", "shadow", "arbiter"])
+def test_what_a_slice_runs_again_is_compiled_with_the_plan(replication: str) -> None:
+    plan = Plan(token_budget=7, replication=replication, chunks=2)
+    compiled = compile_plan(plan, Grid(world=4, ep=4, ranks_per_node=2))
+    for each in (compiled, *compiled.options, *([compiled.unreplicated] if compiled.unreplicated else [])):
+        assert each.again is not None
+        validate(each.again)
+        names = [task.name for task in each.again.tasks]
+        assert names == [task.name for task in each.forward.tasks if task.name in names], "in the same order"
+        experts = [task.name for task in each.forward.tasks if task.op is Op.EXPERT]
+        assert set(experts) <= set(names)
+        assert not any(task.op is Op.COMBINE for task in each.again.tasks)
+    assert compile_plan(replace(plan, token_budget=None), compiled.grid).again is None

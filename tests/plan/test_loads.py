@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
@@ -24,9 +24,9 @@ SIMULATOR = Simulator(read_cluster("25gbe", nodes=2))
 
 
 class FromEverybody(AbstractReplicationPolicy):
-    """Lends half of the copies for each expert of the first place to the last one, whatever the load."""
+    """Replicates half of the copies for each expert of the first place to the last one, whatever the load."""
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
         replicated[:, load.home == 0, -1] = load.copies[:, load.home == 0] // 2
         return replicated

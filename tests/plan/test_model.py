@@ -92,7 +92,7 @@ def test_unknown_names_are_told_the_nearest() -> None:
 def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
     job = Job(batch_size=16, accumulation=3, model=ModelShape(moe=MoEShape(every=3, shared_hidden=7, experts="gelu")))
     found = job.step_model(CLUSTER, 4)
-    assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 1, 1)
+    assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
     assert found.inner == 2 * 256 + 7
     assert job.dense_layers == 2
     padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded", capacity_factor=1.5)))

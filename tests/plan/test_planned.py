@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from moesaic.cost.memory import Memory
+from moesaic.cost.step import Estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.findings import Found
 from moesaic.plan.planned import read_planned, write_planned
-from moesaic.plan.step_costs import Estimate
 from moesaic.program.grid import Grid
 
 FOUND = Found(

@@ -10,8 +10,9 @@ import pytest
 
 from moesaic.cli.plan import run
 from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Products
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -21,7 +22,6 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.model import PRESETS, Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.search import search
-from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 JOB = replace(PRESETS["gpt-tiny"], batch_size=16, accumulation=2)
@@ -52,12 +52,12 @@ def measured_seconds(found: Found, job: Job = JOB, profile: ClusterProfile = PRO
     """Return a layer's time as `moesaic bench model` predicts it."""
     made = compile_plan(found.plan, found.grid, host_runs_compute=True)
     layer = job.step_model(profile.to_cluster(), found.grid.dp).layer
-    return ProfiledSimulator(profile).layer_seconds(made.forward, made.backward, layer, made.grid)
+    return profiled_simulator(profile).layer_seconds(made.forward, made.backward, layer, made.grid)
 
 
 @pytest.fixture(scope="module")
 def by_profile() -> Result:
-    return search(JOB, PROFILE.to_cluster(), SETTINGS, simulator=ProfiledSimulator(PROFILE))
+    return search(JOB, PROFILE.to_cluster(), SETTINGS, simulator=profiled_simulator(PROFILE))
 
 
 def test_a_ranking_is_by_the_times_that_the_benchmark_of_the_model_predicts(by_profile: Result) -> None:
@@ -79,8 +79,8 @@ def test_the_described_cluster_would_choose_another_plan(by_profile: Result) -> 
 
 
 def test_nothing_is_busy_for_longer_than_a_step_and_no_floor_lies_above_one(by_profile: Result) -> None:
-    simulator = ProfiledSimulator(PROFILE)
-    around = StepCostModel(JOB, simulator.cluster, GRID, simulator)
+    simulator = profiled_simulator(PROFILE)
+    around = StepCostModel(JOB.step_model(simulator.cluster, GRID.dp), GRID, simulator)
     for found in by_profile.ranking:
         assert 0.1 < max(found.estimate.limits.values()) / found.seconds <= 1.0
         assert around.floor() <= found.seconds
@@ -88,13 +88,15 @@ def test_nothing_is_busy_for_longer_than_a_step_and_no_floor_lies_above_one(by_p
 
 def test_free_first_kilobytes_do_not_let_the_search_leave_the_best_layout_out() -> None:
     """A floor stays below the steps of its layout, and the best layout is found without pins."""
-    simulator, job = ProfiledSimulator(QUICK), replace(JOB, batch_size=256)
+    simulator, job = profiled_simulator(QUICK), replace(JOB, batch_size=256)
     settings = Settings(space=SearchSpace(schedules=("s1",), chunks=(1,), all_to_alls=("linear",)), reserve_gib=0.1)
     free = search(job, simulator.cluster, settings, simulator=simulator)
     for ep in (2, 4):
         best = search(job, simulator.cluster, replace(settings, pins=Pins(tp=1, ep=ep)), simulator=simulator).best
         assert free.best.seconds <= best.seconds
-        assert StepCostModel(job, simulator.cluster, best.grid, simulator).floor() <= best.seconds
+        assert (
+            StepCostModel(job.step_model(simulator.cluster, best.grid.dp), best.grid, simulator).floor() <= best.seconds
+        )
 
 
 def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +134,7 @@ def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.Capture
     job = replace(PRESETS["gpt-tiny"], batch_size=8)
     space = replace(LOSSLESS, schedules=("s1",), all_to_alls=("linear", "hier2d"), chunks=(1, 2), orders=("optsche",))
     settings = Settings(space=space, pins=Pins(tp=1, ep=4), reserve_gib=0.1)
-    best = search(job, PROFILE.to_cluster(), settings, simulator=ProfiledSimulator(PROFILE)).best
+    best = search(job, PROFILE.to_cluster(), settings, simulator=profiled_simulator(PROFILE)).best
     assert shown["plan"] == asdict(best.plan)
     assert shown["seconds"] == pytest.approx(best.seconds)
     assert shown["parts"]["routing"] == pytest.approx(2 * 2 * 1.6e-3), "two layers, two ranks to a core"
@@ -143,7 +145,7 @@ def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.Capture
 def test_more_nodes_than_a_profile_of_one_node_knows_are_refused() -> None:
     one = replace(PROFILE, nodes=1, outside=LinkCosts())
     with pytest.raises(InputError, match=r"nodes=2: the profile was measured on one node"):
-        ProfiledSimulator(one, nodes=2)
+        profiled_simulator(one, nodes=2)
 
 
 def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> None:
@@ -154,8 +156,8 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     predictor = Predictor.of(config, GRID, Plan(chunks=2), cluster="", profile=str(path), plans=3)
     assert predictor.plans[0] == Plan(chunks=2)
     job = replace(PRESETS["gpt-tiny"], batch_size=8)
-    simulator = ProfiledSimulator(PROFILE)
-    around = StepCostModel(job, simulator.cluster, GRID, simulator)
+    simulator = profiled_simulator(PROFILE)
+    around = StepCostModel(job.step_model(simulator.cluster, GRID.dp), GRID, simulator)
     even = []
     for plan in predictor.plans:
         made = compile_plan(plan, GRID, host_runs_compute=True)
@@ -178,24 +180,23 @@ def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
     free = replace(PROFILE, inside=fast, outside=fast, host=HostCosts(sharing=2.0), codecs=rates)
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
     made = compile_plan(Plan(codec=codec), GRID, host_runs_compute=True)
-    coded = ProfiledSimulator(free).program_seconds(made.forward, layer, made.grid)
+    coded = profiled_simulator(free).run(made.forward, layer, made.grid).seconds
     slow = replace(free, codecs={"int8": 1e9, "zfp": 0.5e8})
-    slower = ProfiledSimulator(slow).program_seconds(made.forward, layer, made.grid)
+    slower = profiled_simulator(slow).run(made.forward, layer, made.grid).seconds
     row_bytes = layer.tokens * layer.top_k * layer.dim * 4
     assert slower - coded == pytest.approx(2 * 2.0 * row_bytes / rates[codec], rel=1e-6)
     none = compile_plan(Plan(), GRID, host_runs_compute=True)
-    plain = ProfiledSimulator(free).program_seconds(none.forward, layer, none.grid)
+    plain = profiled_simulator(free).run(none.forward, layer, none.grid).seconds
     assert coded - plain == pytest.approx(slower - coded, rel=1e-3), "nothing else costs the host"
 
 
 def test_a_simulator_of_a_profile_is_one_of_its_cluster() -> None:
     made = compile_plan(Plan(chunks=2), GRID, host_runs_compute=True)
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
-    measured, described = ProfiledSimulator(PROFILE), Simulator(PROFILE.to_cluster())
+    measured, described = profiled_simulator(PROFILE), Simulator(PROFILE.to_cluster())
     ours, plain = (each.run(made.forward, layer, made.grid) for each in (measured, described))
-    assert ours.seconds == pytest.approx(measured.program_seconds(made.forward, layer, made.grid))
     assert [span.task for span in ours.timeline.spans] == [span.task for span in plain.timeline.spans]
     assert max(span.end for span in ours.timeline.spans) == pytest.approx(ours.seconds)
     assert ours.link_seconds.keys() == plain.link_seconds.keys()
-    quick = ProfiledSimulator(QUICK).run(made.forward, layer, made.grid)
+    quick = profiled_simulator(QUICK).run(made.forward, layer, made.grid)
     assert quick.limit <= quick.seconds < plain.seconds

@@ -11,6 +11,7 @@ import pytest
 from cost.clusters import DEVICE, flat, tree
 from moesaic.cost.memory import GIB
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.plan.candidates import SearchSpace
@@ -19,7 +20,6 @@ from moesaic.plan.layouts import Pins, layouts, replica_of
 from moesaic.plan.model import DataShape, Job, ModelShape, MoEShape
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import neighbours, search
-from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 from moesaic.program.text import to_text
 
@@ -83,7 +83,7 @@ def test_no_plan_goes_below_the_floor_of_its_layout(cluster) -> None:
     simulator = Simulator(cluster)
     tried = 0
     for grid in layouts(JOB, cluster):
-        around = StepCostModel(JOB, cluster, grid, simulator)
+        around = StepCostModel(JOB.step_model(cluster, grid.dp), grid, simulator)
         for plan in (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(gather_weights=0), Plan(all_to_all="multicast")):
             try:
                 compiled = compile_plan(plan, grid)
@@ -167,7 +167,8 @@ def test_parameters_lie_in_parts_on_all_ranks() -> None:
     shared = 2 * 64 * 3 * 256
     for ep, etp in ((1, 1), (4, 1), (4, 2)):
         grid = Grid(world=8, ep=ep, etp=etp, ranks_per_node=4)
-        memory = StepCostModel(JOB, CLUSTER, grid, simulator).memory(compile_plan(Plan(), grid))
+        made = compile_plan(Plan(), grid)
+        memory = StepCostModel(model, grid, simulator).memory(made.forward, made.backward, grid)
         held = (model.dense_parameters + shared + model.expert_parameters) / 8
         assert memory.weights == pytest.approx(4 * held)
         assert memory.optimizer == pytest.approx(8 * held)

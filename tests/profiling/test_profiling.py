@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Products
 from moesaic.cost.profile_host import FEATURES, costs_vector
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.errors import InputError
 from moesaic.profiling import compute as profile_compute
 from moesaic.profiling import profile as profiling
@@ -46,7 +46,7 @@ def measured() -> MeasuredMachine:
         },
         rest=REST,
     )
-    simulator = ProfiledSimulator(
+    simulator = profiled_simulator(
         replace(
             REST, nodes=2, ranks_per_node=2, inside=LinkCosts(one_sender=50e6, all_senders=25e6),
             outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),

@@ -12,13 +12,11 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.order.early import early
-from moesaic.program.order.exact import exact, search
+from moesaic.program.order.exact import exact, jobs_of, preemptive, search
 from moesaic.program.order.fifo import fifo
-from moesaic.program.order.jobs import jobs_of, preemptive
 from moesaic.program.order.optsche import optsche
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.task import Lane, Op, Program, Stage
 from moesaic.program.timeline import lay_out
 from moesaic.program.transpose import transpose

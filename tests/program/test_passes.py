@@ -18,8 +18,7 @@ from moesaic.program.passes.halve_reduce import halve_reduce
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.task import Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import collective, validate

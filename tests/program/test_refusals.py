@@ -13,8 +13,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.route_all_to_all import route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
+from moesaic.program.passes.split import split_capacity, split_peers
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 

@@ -14,7 +14,7 @@ from moesaic.plan.candidates import SearchSpace
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_peers import groups_inside_nodes, split_peers
+from moesaic.program.passes.split import groups_inside_nodes, split_peers
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op
 from moesaic.program.timeline import Span

@@ -11,7 +11,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Lane, Program
 from moesaic.program.timeline import LANES, Timeline, lay_out, to_trace
 from program.schemoe import random_program, schemoe

@@ -9,7 +9,7 @@ import pytest
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import ProgramError, validate, validate_pair, validate_ranks

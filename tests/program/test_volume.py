@@ -5,21 +5,21 @@ Notation: n the copies of a tensor group, p = ep, s = etp, m = tp; a node holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from moesaic.errors import InputError
+from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
-from moesaic.program.all_to_all.volume import Traffic, even_node_tokens, even_sizes, traffic
+from moesaic.program.all_to_all.volume import Traffic, traffic
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose
+from program.even import even_node_tokens, even_sizes
 
 TOKENS, EXPERTS, TOP_K = 64, 8, 2
 COPIES = TOKENS * TOP_K
@@ -287,14 +287,6 @@ def test_bytes_of_each_kind() -> None:
         assert moved.num_bytes(16, 2, unit_columns=48) == (3 * each, 5 * each)
 
 
-@pytest.mark.parametrize("make", [even_sizes, even_node_tokens])
-def test_more_copies_than_experts_are_refused(make: Callable[..., object]) -> None:
-    grid = Grid(world=4, ep=4, ranks_per_node=2)
-    options = {"tokens": 8, "num_experts": 4, "top_k": 5}
-    with pytest.raises(InputError, match="top_k=5 of num_experts=4: choose a number from 1 to 4"):
-        make(grid, **options)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_even_sizes_add_up_to_all_copies_and_tokens(schedule: str) -> None:
     grid = Grid(world=8, tp=2, ep=4, etp=2)
@@ -303,3 +295,23 @@ def test_even_sizes_add_up_to_all_copies_and_tokens(schedule: str) -> None:
     times = grid.tp if redundant else 1
     assert sum(sizes.num_rows(Layout(), rank) for rank in range(8)) == grid.dp * COPIES * times
     assert sum(sizes.num_rows(Layout(flow="tokens"), rank) for rank in range(8)) == grid.dp * TOKENS * times
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sizes_of_an_even_layer_are_those_by_hand(schedule: str, chunks: int) -> None:
+    """Of every slot on every rank; under multicast within the rounding of expected tokens."""
+    grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
+    layer = Workload(tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, dim=4, hidden=8)
+    for all_to_all in ("linear", "multicast") if schedule in ("s1", "s2") else ("linear",):
+        plan = compile_plan(Plan(schedule=schedule, chunks=chunks, all_to_all=all_to_all), grid)  # type: ignore[arg-type]
+        by_hand = even_sizes(
+            grid, redundant=plan.is_redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks,
+            node_tokens=even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks),
+            units=4,
+        )  # fmt: skip
+        for program in (plan.forward, plan.backward):
+            sizes = sizes_of(program, layer, grid)
+            for slot in program.slots:
+                for rank in range(grid.world):
+                    assert sizes.num_rows(slot.layout, rank) == by_hand.num_rows(slot.layout, rank), slot.name

@@ -13,7 +13,7 @@ pytest.importorskip("plotly")
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order.optsche import optsche
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Lane, Stage
 from moesaic.program.timeline import Span, Timeline, lay_out
 from moesaic.program.transpose import transpose

@@ -89,8 +89,8 @@ def test_a_value_of_the_configuration_cannot_end_the_page(tmp_path: Path) -> Non
 def test_a_dense_run_has_no_empty_charts(tmp_path: Path) -> None:
     page = Page(read_runs([dense_run(tmp_path / "dense")]))
     text = page.text()
-    assert len(page.charts) == NUM_RUN_CHARTS
-    assert all(len(made.data) for made in page.charts.values())
+    assert len(page.drawn.figures) == NUM_RUN_CHARTS
+    assert all(len(made.data) for made in page.drawn.figures.values())
     assert "<h2>Experts of" not in text
 
 
@@ -99,13 +99,13 @@ def test_a_run_without_evaluation_has_no_validation_chart(tmp_path: Path) -> Non
     text = page.text()
     assert "has no evaluation yet" in text
     assert "Validation loss over training time" not in text
-    assert len(page.charts) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
+    assert len(page.drawn.figures) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
 
 
 def test_a_run_with_only_an_evaluation_has_a_page(tmp_path: Path) -> None:
     page = Page(read_runs([write_run(tmp_path / "a", [eval_line(1, 2.0)])]))
     assert "a reaches 2.000 nats/byte after 1 steps" in page.text()
-    assert len(page.charts) == 2
+    assert len(page.drawn.figures) == 2
 
 
 def test_two_sparse_runs_of_one_name_are_compared_and_told_apart(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_two_sparse_runs_of_one_name_are_compared_and_told_apart(tmp_path: Path)
     assert "Balance compared" in text
     assert "a/moe" in text
     assert "b/moe" in text
-    assert len(page.charts) == NUM_RUN_CHARTS + 1 + 2 + 2 * (NUM_LAYER_CHARTS + 2)
+    assert len(page.drawn.figures) == NUM_RUN_CHARTS + 1 + 2 + 2 * (NUM_LAYER_CHARTS + 2)
 
 
 def test_configuration_is_flattened_into_words() -> None:
@@ -140,12 +140,12 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path) -> None
     path.write_text(page.text(), encoding="utf-8")
     dom, log = open_in_browser(path, tmp_path / "profile")
     assert complaints(log) == []
-    assert len(page.charts) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
-    for name in page.charts:
+    assert len(page.drawn.figures) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
+    for name in page.drawn.figures:
         assert re.search(rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"', dom)
     drawn = dom[dom.index("<main>") :]
-    assert drawn.count('class="main-svg"') >= len(page.charts)
-    traces = [trace.type for made in page.charts.values() for trace in made.data]
+    assert drawn.count('class="main-svg"') >= len(page.drawn.figures)
+    traces = [trace.type for made in page.drawn.figures.values() for trace in made.data]
     assert len(re.findall('class="trace scatter', drawn)) == traces.count("scatter")
     assert len(re.findall('<g class="hm"', drawn)) == traces.count("heatmap") == 2
     assert "&lt;moe&gt; &amp; co, validation" in drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moesaic.report.page import write_report
 from moesaic.report.plan_choices import SHOWN, choices_of, plans_section
 from moesaic.report.summary import summarise
 from report.folders import layer, sparse_run, train_line, write_run
@@ -33,20 +34,23 @@ def test_decisions_come_in_order_from_all_lines() -> None:
 
 
 def test_the_section_says_what_was_decided(tmp_path: Path) -> None:
-    text = plans_section(summarise(write_run(tmp_path / "run", LINES), "run"))
-    assert "2 changes of plan, 12 % of the steps on trial" in text
-    assert "<tr><th>22</th><td>trial over</td><td>4</td><td>s1, &lt;linear&gt;</td></tr>" in text
-    assert "<linear>" not in text
-    assert text.count("<tr><th>") == 3 + 1
+    section = plans_section(summarise(write_run(tmp_path / "run", LINES), "run"))
+    assert section is not None
+    assert "2 changes of plan, 12 % of the steps on trial" in section.text
+    (table,) = section.blocks
+    assert table.rows[-1] == ("22", "trial over", "4", "s1, <linear>")
+    assert len(table.rows) == 3
+    page = write_report([tmp_path / "run"]).read_text(encoding="utf-8")
+    assert "<tr><th>22</th><td>trial over</td><td>4</td><td>s1, &lt;linear&gt;</td></tr>" in page
+    assert "<linear>" not in page
 
 
 def test_only_the_last_decisions_are_shown(tmp_path: Path) -> None:
     many = [told(500, [[step, "load", step % 5, "s2, linear"] for step in range(100)])]
-    text = plans_section(summarise(write_run(tmp_path / "run", many), "run"))
-    assert text.count("<td>load</td>") == SHOWN
-    assert "<th>99</th>" in text
-    assert "<th>59</th>" not in text
+    section = plans_section(summarise(write_run(tmp_path / "run", many), "run"))
+    assert section is not None
+    assert [row[0] for row in section.blocks[0].rows] == [str(step) for step in range(100 - SHOWN, 100)]
 
 
 def test_a_run_whose_plan_stayed_has_no_section(tmp_path: Path) -> None:
-    assert plans_section(summarise(sparse_run(tmp_path / "run"), "run")) == ""
+    assert plans_section(summarise(sparse_run(tmp_path / "run"), "run")) is None

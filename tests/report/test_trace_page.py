@@ -7,10 +7,9 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.report.trace_page import drawn_layers, experts, in_words, violations, write_trace_page
-from moesaic.traces.file import write_segment
 from moesaic.traces.load import layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Trace, write_segment
 
 
 def made(name: str = "a trace", **changes: object) -> Trace:

@@ -12,8 +12,8 @@ from helpers import Scripted, agree, make_layer, run
 from moesaic import Capacity, Importance, LoadBalance, MoE, ZLoss, finish_step, set_loss_scale
 from moesaic.errors import InputError
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
+from moesaic.routing.router import token_choice
 from moesaic.routing.routing import Scores
-from moesaic.routing.selection import token_choice
 
 ALL_LOSSES = [
     LoadBalance(0.3),

@@ -13,11 +13,10 @@ from moesaic import Capacity, LoadBalance, Mesh, MoE, Plan
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, GShardTop2, SigmoidTopK, SoftmaxTopK, TopologyRouter
 from moesaic.routing.routers.topology import node_level
 from moesaic.routing.routing import Scores
-from moesaic.routing.selection import top_k_indices, top_k_indices_reference
 
 DIM, EXPERTS, TOKENS, ODD = 8, 4, 12, 5
 NODES = Grid(world=4, ep=4, ranks_per_node=2)

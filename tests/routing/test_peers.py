@@ -15,15 +15,15 @@ from torch import Tensor
 
 from helpers import TOP_K, make_router
 from moesaic import Mesh, MoE, Plan
-from moesaic.comm.collectives import all_gather, share_of
+from moesaic.comm.collectives import share_of
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
-from moesaic.routing.peers import AbstractPeers, kept_copies, places_before
-from moesaic.routing.route import Batch, Routed, route
+from moesaic.routing.peers import Peers, kept_copies, places_before
+from moesaic.routing.route import Routed, TokenInfo, route
 
 DIM, EXPERTS = 8, 4
 ONE_TOKEN_AT_A_TIME = ["softmax", "sigmoid", "switch", "group_limited", "cosine", "hash", "noisy", "gshard"]
@@ -37,19 +37,16 @@ CAPACITIES: dict[str, AbstractCapacity] = {
 }
 
 
-class Peers(AbstractPeers):
+class CountingPeers(Peers):
     """All ranks of a transport; counts how often they exchange."""
 
     def __init__(self, transport: AbstractTransport, slices: int = 1) -> None:
-        self.number, self.place = transport.world, transport.rank
-        self.slices, self.slice = slices, transport.rank % slices
-        self.digest = torch.zeros(4, dtype=torch.float64)
+        super().__init__(transport, Grid(world=transport.world, tp=slices), slices > 1, bytes(16))
         self.exchanges = 0
-        self._transport = transport
 
     def gather(self, message: Tensor) -> Tensor:
         self.exchanges += 1
-        return torch.stack(all_gather(self._transport, tuple(range(self.number)), message))
+        return super().gather(message)
 
 
 @dataclass(frozen=True)
@@ -83,14 +80,14 @@ def run(
     part: slice,
     capacity: AbstractCapacity,
     losses: Sequence[AbstractLoss] = LOSSES,
-    peers: AbstractPeers | None = None,
+    peers: Peers | None = None,
     **options: int | None,
 ) -> tuple[Routed, Tensor, list[Tensor]]:
     """Route a part of the tokens; returns gradients of the auxiliary loss for the input and the router too."""
     torch.manual_seed(7)
     router = make_router(name, DIM, EXPERTS).double()
     x = tokens.x[part].clone().requires_grad_()
-    batch = Batch(
+    batch = TokenInfo(
         valid_T=None if tokens.valid is None else tokens.valid[part],
         token_ids=tokens.ids[part],
         noise=None if tokens.noise is None else tokens.noise[part],
@@ -120,7 +117,7 @@ def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: 
     whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), CAPACITIES[capacity])
 
     def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
-        return run(name, tokens, tokens.part(transport.rank), CAPACITIES[capacity], peers=Peers(transport))
+        return run(name, tokens, tokens.part(transport.rank), CAPACITIES[capacity], peers=CountingPeers(transport))
 
     found = run_ranks(world, rank, seed=seed)
     together = [row for r, (routed, *_) in enumerate(found) for row in rows(routed, tokens.part(r).start)]
@@ -153,7 +150,7 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
     alone = [run(name, tokens, tokens.part(r), capacity, losses=())[0] for r in range(3)]
 
     def rank(transport: AbstractTransport) -> Routed:
-        return run(name, tokens, tokens.part(transport.rank), capacity, peers=Peers(transport))[0]
+        return run(name, tokens, tokens.part(transport.rank), capacity, peers=CountingPeers(transport))[0]
 
     found = run_ranks(3, rank)
     for r, routed in enumerate(found):
@@ -171,7 +168,10 @@ def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
 
     def both(transport: AbstractTransport) -> list[list[tuple[int, int, float]]]:
         made = [Capacity.fixed(0.5, order="score", scope=scope) for scope in ("mesh", "rank")]  # type: ignore[arg-type]
-        return [rows(run("softmax", tokens, tokens.part(transport.rank), c, peers=Peers(transport))[0]) for c in made]
+        return [
+            rows(run("softmax", tokens, tokens.part(transport.rank), c, peers=CountingPeers(transport))[0])
+            for c in made
+        ]
 
     for by_mesh, by_rank in run_ranks(2, both):
         assert by_mesh == by_rank
@@ -209,7 +209,7 @@ def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
             tokens.part(transport.rank),
             Dropless(),
             losses,
-            Peers(transport, slices),
+            CountingPeers(transport, slices),
             num_sequences=sequences,
             first_token=first,
             sequence_length=length,
@@ -229,7 +229,7 @@ def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
     tokens = draw("softmax", [3, 4], padded=False, seed=5)
 
     def rank(transport: AbstractTransport) -> tuple[int, int, bool]:
-        peers, router = Peers(transport), make_router("softmax", DIM, EXPERTS).double()
+        peers, router = CountingPeers(transport), make_router("softmax", DIM, EXPERTS).double()
         x = tokens.x[tokens.part(transport.rank)]
         options = {"top_k": 2, "capacity": Capacity.fixed(0.7), "losses": LOSSES, "peers": peers}
         first = route(router, x, **options)  # type: ignore[arg-type]
@@ -261,7 +261,7 @@ def test_different_numbers_of_sequences_are_refused_on_every_rank() -> None:
     def rank(transport: AbstractTransport) -> None:
         layer = MoE(8, 8, 4, 2, losses=(LoadBalance(0.1, level="sequence"),))
         layer.parallelize(Mesh(grid, transport), Plan())
-        with pytest.raises(InputError, match=r"needs equally many sequences on all ranks, got \[2, 3\]") as caught:
+        with pytest.raises(InputError, match=r"call\.sequences differs: 2 on rank 0, 3 on rank 1: pad") as caught:
             layer(torch.randn(2 + transport.rank, 5, 8))
         said.append(str(caught.value))
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.routing.selection import (
+from moesaic.routing.router import (
     chosen,
     linear_scores,
     normalized,

@@ -14,9 +14,8 @@ import pytest
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity, Dropless
-from moesaic.testing.cases import Case, draw_case, draw_top_k
+from moesaic.testing.cases import Case, draw_case, draw_top_k, fitting_top_k, looks_across_tokens
 from moesaic.testing.equivalence import failures, run_case
-from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 TWO_LEVELS = (
     Grid(world=4, ep=4, ranks_per_node=2),

@@ -14,8 +14,8 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic.runtime.node_tokens import find_node_tokens
-from moesaic.runtime.peers import CHUNKS
+from moesaic.routing.node_tokens import find_node_tokens
+from moesaic.routing.peers import CHUNKS
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),

@@ -12,8 +12,8 @@ from moesaic.testing.diagnosis import diagnose, factors_of, relatives, sizes_of
 from moesaic.testing.equivalence import failures, ran_case
 from moesaic.testing.expected import expect, expect_parts
 from moesaic.testing.factors import is_right
-from moesaic.testing.mutants import BASE, CASES
 from moesaic.testing.workload import draw_workload
+from moesaic_lab.planted.mutants import BASE, CASES
 
 
 @pytest.mark.parametrize("name", ["step", "chunks", "shared", "nodes", "placed", "recompute"])

@@ -11,11 +11,13 @@ from moesaic.plan import Plan
 from moesaic.program.task import Op
 from moesaic.program.text import from_text, to_text
 from moesaic.program.validate import validate
-from moesaic.runtime import compute, movements
+from moesaic.runtime import messages, tasks
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import compile_case, run_case
-from moesaic.testing.invariants import disagreements, dot_errors, is_reversible, observed, one_task, restores
-from moesaic.testing.mutants import CASES
+from moesaic.testing.invariants import disagreements, observed
+from moesaic_lab.planted.mutants import CASES
+
+from .dot_products import dot_errors, is_reversible, one_task, restores
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 5))
@@ -48,8 +50,8 @@ def test_every_movement_has_its_transpose(seed):
 def test_the_dot_test_notices_a_sum_that_is_none(monkeypatch):
     case = CASES["chunks"]
     calls = calls_of(case)
-    original = compute.placed
-    monkeypatch.setattr(movements, "placed", lambda a, p, n, r: original(a, p, n, r) * (2 if r else 1))
+    original = tasks.placed
+    monkeypatch.setattr(messages, "placed", lambda a, p, n, r: original(a, p, n, r) * (2 if r else 1))
     errors = dot_errors(compile_case(case), calls, 0)
     assert max(errors.values()) > 0.1
 

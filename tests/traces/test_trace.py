@@ -9,22 +9,31 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.traces.file import Segment, TraceShape, read_header, write_segment
 from moesaic.traces.load import drift, layer_loads, locality, max_violation
-from moesaic.traces.trace import Trace, differences, samples_of, segment_name, steps_in_words
+from moesaic.traces.trace import (
+    Trace,
+    TraceSegment,
+    TraceShape,
+    differences,
+    read_header,
+    samples_of,
+    segment_name,
+    steps_in_words,
+    write_segment,
+)
 
 SHAPE = TraceShape(num_layers=2, num_experts=5, top_k=2, sequences=4, seq_len=3, accumulation=2)
 
 
-def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2) -> Segment:
+def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2) -> TraceSegment:
     """Return random choices, distinct within a token; some second ones are held back."""
     random = np.random.default_rng(seed)
     rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[..., : shape.top_k]
     rows[..., -1] = np.where(random.random(rows.shape[:-1]) < 0.2, -1 - rows[..., -1], rows[..., -1])
-    return Segment(shape, "tokens", np.array(steps), rows, groups, {"router": "gshard"})
+    return TraceSegment(shape, "tokens", np.array(steps), rows, groups, {"router": "gshard"})
 
 
-def counted(segment: Segment) -> np.ndarray:
+def counted(segment: TraceSegment) -> np.ndarray:
     """Count copies per (sequence, expert), slowly."""
     shape = segment.shape
     found = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
@@ -58,7 +67,7 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path, experts):
 
 def test_counts_come_back(tmp_path):
     segment = tokens([0, 1])
-    write_segment(Segment(SHAPE, "counts", segment.steps, counted(segment), 4), tmp_path / "a.npz")
+    write_segment(TraceSegment(SHAPE, "counts", segment.steps, counted(segment), 4), tmp_path / "a.npz")
     trace = Trace.open(tmp_path / "a.npz")
     assert (trace.samples(1, 1, 0) == counted(segment)[1, 0, 1]).all()
     assert trace.counts(0, 0).shape == (4, 5)
@@ -82,7 +91,7 @@ def test_sizes_are_what_the_pages_say(tmp_path, holds, seq_len, experts, expecte
     assert shape.bytes_per_step(holds) == expected
     random = np.random.default_rng(0)
     table = random.integers(0, experts, (5, *shape.table(holds)))
-    write_segment(Segment(shape, holds, np.arange(5), table), tmp_path / "a.npz")
+    write_segment(TraceSegment(shape, holds, np.arange(5), table), tmp_path / "a.npz")
     assert 0.4 * 5 * expected < (tmp_path / "a.npz").stat().st_size < 1.02 * 5 * expected + 2000
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.errors import InputError
-from moesaic.traces.file import write_segment
 from moesaic.traces.load import layer_loads, max_violation
 from moesaic.traces.synthetic import (
     SyntheticRouting,
@@ -21,7 +20,7 @@ from moesaic.traces.synthetic import (
     make_trace,
     with_max_vio,
 )
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Trace, write_segment
 
 
 def workload(tokens: int = 1000, experts: int = 16, top_k: int = 2) -> Workload:

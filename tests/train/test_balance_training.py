@@ -25,15 +25,16 @@ links = [
 """
 """Computing and links so slow that where toy sizes are computed matters."""
 RUNS: dict[str, dict[str, dict]] = {
-    "arbiter": {"mesh": NODES, "plan": {"replication": "arbiter"}},
+    "arbiter": {"mesh": NODES, "balance": {"replication": "arbiter"}},
     "arbiter-tp": {
         "mesh": {"tp": 2, "ep": 2, "etp": 2, "ranks_per_node": 2},
-        "plan": {"schedule": "s2", "replication": "arbiter"},
+        "plan": {"schedule": "s2"},
+        "balance": {"replication": "arbiter"},
     },
-    "two-stage": {"mesh": NODES, "balance": {"placement": "two_stage"}},
-    "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"placement": "weighed"}},
-    "stay": {"mesh": {"ep": 2, "ranks_per_node": 2}, "balance": {"placement": "stay"}},
-    "both": {"mesh": NODES, "plan": {"replication": "arbiter"}, "balance": {"placement": "two_stage"}},
+    "two-stage": {"mesh": NODES, "balance": {"samples": "two_stage"}},
+    "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"samples": "weighed"}},
+    "stay": {"mesh": {"ep": 2, "ranks_per_node": 2}, "balance": {"samples": "stay"}},
+    "both": {"mesh": NODES, "balance": {"replication": "arbiter", "samples": "two_stage"}},
 }
 
 
@@ -101,31 +102,34 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
     [
         (
             {"mesh": {"tp": 2}},
-            r"balance\.placement=two_stage clashes with mesh\.tp=2, which splits a sample over ranks",
+            r"balance\.samples=two_stage clashes with mesh\.tp=2, which splits a sample over ranks",
         ),
         ({"model": {"moe": {"capacity": "fixed"}}}, r"clashes with model\.moe\.capacity=fixed, which drops copies"),
-        ({"plan": {"replication": "spill"}}, r"clashes with plan\.replication=spill, .*: choose none or arbiter"),
+        ({"balance": {"replication": "spill"}}, r"clashes with balance\.replication=spill, .*: choose none or arbiter"),
         ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
-        ({"planner": {"auto": True, "cluster": "bed-2x2"}}, r"clashes with planner\.auto, whose plans are predicted"),
+        (
+            {"planner": {"plan": "auto", "cluster": "bed-2x2"}},
+            r"clashes with planner\.plan=auto, whose plans are predicted",
+        ),
     ],
 )
 def test_what_cannot_go_with_placement_is_refused_at_once(tmp_path: Path, options: dict, line: str) -> None:
     with pytest.raises(InputError, match=line):
-        tiny(tmp_path, **options, balance={"placement": "two_stage"})
+        tiny(tmp_path, **{**options, "balance": {"samples": "two_stage", **options.get("balance", {})}})
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"balance\.margin=1\.5: choose a share of at least 0 and below 1"):
-        tiny(tmp_path, balance={"margin": 1.5})
-    with pytest.raises(InputError, match=r"balance\.placement=two_stage: one process has nowhere to move samples"):
-        run_quietly(tiny(tmp_path, balance={"placement": "two_stage"}))
+    with pytest.raises(InputError, match=r"balance\.experts_every=0: must be at least 1 step"):
+        tiny(tmp_path, balance={"experts_every": 0})
+    with pytest.raises(InputError, match=r"balance\.samples=two_stage: one process has nowhere to move samples"):
+        run_quietly(tiny(tmp_path, balance={"samples": "two_stage"}))
     assert not (tmp_path / "run").exists()
 
 
 def test_the_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        run_quietly(tiny(tmp_path, balance={"margin": 0.2}, out=str(tmp_path / "kept")))
+        run_quietly(tiny(tmp_path, balance={"learn": False}, out=str(tmp_path / "kept")))
     saved = json.loads((tmp_path / "kept" / "config.json").read_text())
-    usual = {"placement": "none", "memory": 0.25, "learn": True, "least_gain": 0.1, "rest": 15}
-    assert saved["balance"] == {**usual, "margin": 0.2}
+    usual = {"replication": "none", "token_budget": None, "samples": "none", "experts": "none", "experts_every": 50}
+    assert saved["balance"] == {**usual, "learn": False}

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from moesaic.train import clock as clock_module
-from moesaic.train.clock import Clock
+from moesaic.train import progress as clock_module
+from moesaic.train.progress import Clock
 
 
 class Time:

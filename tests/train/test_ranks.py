@@ -43,8 +43,6 @@ def test_a_mesh_of_several_ranks_needs_torchrun(mesh, needed):
 BAD_MESHES = {
     r"mesh.tp=0: must be at least 1": {"mesh": {"tp": 0}},
     r"mesh.ranks_per_node=0: must be at least 1": {"mesh": {"ranks_per_node": 0}},
-    r"mesh.pp=2: it is reserved": {"mesh": {"pp": 2}},
-    r"mesh.cp=2: it is reserved": {"mesh": {"cp": 2}},
     r"mesh.tp=3 does not divide model.num_heads=4": {"mesh": {"tp": 3}},
     r"mesh.ep=3 does not divide model.moe.num_experts=16": {"mesh": {"ep": 3}},
     r"mesh.etp=3 does not divide model.moe.hidden=256": {"mesh": {"etp": 3}},

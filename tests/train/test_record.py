@@ -18,8 +18,7 @@ from moesaic.traces.trace import Trace, samples_of, segment_name
 from moesaic.train import loop, record
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
-from moesaic.train.record import joined
-from moesaic.train.record_files import prune, shape_of
+from moesaic.train.record import joined, prune, shape_of
 from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, skip_measuring, snapshot, tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -23,16 +23,16 @@ BASE: dict[str, Any] = {
     "model": {"num_heads": 4, "num_layers": 3, "moe": {"num_experts": 8}},
 }  # fmt: skip
 NODES = {"ep": 4, "ranks_per_node": 2}
-MOVED = {"two_stage": {"balance": {"placement": "two_stage"}}}
-EXPERTS = {"place_experts": {"every": 1, "policy": "smartmoe"}}
-ARBITER = {"plan": {"replication": "arbiter"}}
+MOVED = {"samples": "two_stage"}
+EXPERTS = {"experts": "smartmoe", "experts_every": 1}
+ARBITER = {"replication": "arbiter"}
 TOLD: dict[str, dict[str, Any]] = {
-    "samples": MOVED["two_stage"],
-    "samples, recomputed": MOVED["two_stage"] | {"model": {"checkpoint_activations": True}},
-    "samples, two copies of the experts": MOVED["two_stage"] | {"mesh": {"ep": 2}},
-    "experts": EXPERTS,
-    "arbiter": ARBITER,
-    "all": {"balance": {"placement": "weighed"}} | EXPERTS | ARBITER,
+    "samples": {"balance": MOVED},
+    "samples, recomputed": {"balance": MOVED, "model": {"checkpoint_activations": True}},
+    "samples, two copies of the experts": {"balance": MOVED, "mesh": {"ep": 2}},
+    "experts": {"balance": EXPERTS},
+    "arbiter": {"balance": ARBITER},
+    "all": {"balance": {"samples": "weighed"} | EXPERTS | ARBITER},
 }
 """What moves in a run that is told its experts."""
 HOLDS = ("counts", "tokens")
@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
             runs[f"told {name}"] = on_four(folder, f"told {name}", **told, **how)
         for holds in HOLDS:
             run_quietly(configured(folder, f"one {holds}", record_routing=holds))
-            both = MOVED["two_stage"] | EXPERTS | {"record_routing": holds}
+            both = {"balance": MOVED | EXPERTS, "record_routing": holds}
             runs[f"four {holds}"] = on_four(folder, f"four {holds}", **both)
         first = runs["four tokens"]
         runs["again"] = replace(first, out=str(folder / "again"), replay_routing=first.out)

@@ -19,6 +19,7 @@ from moesaic.balance.samples import Given, Homes, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
+from moesaic.models.moving import MovingGPT
 from moesaic.plan import Plan
 from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.testing.processes import leave
@@ -69,7 +70,8 @@ def _compare(rank: int, sizes: dict[str, int]) -> dict[str, float]:
     for placer in (None, Given(given), TwoStage(least_gain=0.0)):
         torch.manual_seed(0)
         moe = MoEConfig(num_experts=4, top_k=2, hidden=8, z_loss=0.01)
-        model = GPT(ModelConfig(dim=8, num_layers=3, num_heads=2, seq_len=6, moe=moe, checkpoint_activations=True), 11)
+        shape = ModelConfig(dim=8, num_layers=3, num_heads=2, seq_len=6, moe=moe, checkpoint_activations=True)
+        model = MovingGPT(shape, 11)
         model.double()
         parallelize(model, mesh, Plan(chunks=2))
         relocator = None if placer is None else Relocator(mesh, placer)
@@ -77,7 +79,7 @@ def _compare(rank: int, sizes: dict[str, int]) -> dict[str, float]:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             results.append(_train(rank, model))
-        views += sum("(FSDPBlock) returned a view" in str(warning.message) for warning in seen)
+        views += sum("(FSDPMovingBlock) returned a view" in str(warning.message) for warning in seen)
     (plain, losses), *moved = results
     difference = max(
         float((each[name] - plain[name]).abs().max()) for each, _ in moved for name in plain if plain[name].numel()

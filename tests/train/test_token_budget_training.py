@@ -14,8 +14,8 @@ def test_one_process_trains_the_same_in_slices(tmp_path: Path, monkeypatch: pyte
     skip_measuring(monkeypatch)
     base = {"precision": "float64", "model": {"checkpoint_activations": True}}
     found = {}
-    for name, plan in (("plain", {}), ("sliced", {"token_budget": 11})):
-        config = tiny(tmp_path, **base, plan=plan, out=str(tmp_path / name))
+    for name, balance in (("plain", {}), ("sliced", {"token_budget": 11})):
+        config = tiny(tmp_path, **base, balance=balance, out=str(tmp_path / name))
         run_quietly(config)
         found[name] = losses(tmp_path / name)
     assert found["sliced"] == [(step, pytest.approx(loss, rel=1e-9)) for step, loss in found["plain"]]
@@ -30,6 +30,6 @@ def test_one_process_trains_the_same_in_slices(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_budget_below_one_token_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"plan\.token_budget=0: choose at least 1 token copy per rank") as found:
-        tiny(tmp_path, plan={"token_budget": 0})
+    with pytest.raises(InputError, match=r"balance\.token_budget=0: choose at least 1 token copy per rank") as found:
+        tiny(tmp_path, balance={"token_budget": 0})
     assert "\n" not in str(found.value)

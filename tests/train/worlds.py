@@ -7,7 +7,8 @@ import io
 import pickle
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from rich.console import Console
 from torch.distributed import FileStore
 from torch.multiprocessing.spawn import spawn
 
+from moesaic.balance.samples import PlacerOptions
 from moesaic.errors import InputError, TrainingError
 from moesaic.testing.processes import leave
-from moesaic.train import loop, machine
+from moesaic.train import balance, loop, machine
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import train
@@ -84,21 +86,18 @@ def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "
     assert difference(*states) < 1e-9
 
 
-def _eager(config: TrainConfig) -> TrainConfig:
-    """Let samples move for any gain, in every pass: toy samples gain too little to move them, and a policy would rest."""
-    return replace(config, balance=replace(config.balance, least_gain=0.0, rest=0))
-
-
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, prepare: Callable[[], object]) -> None:
     torch.set_num_threads(1)
     prepare()
+    # Samples move for any gain, in every pass: toy samples gain too little to move them, and a policy would rest.
+    balance.PlacerOptions = partial(PlacerOptions, least_gain=0.0, rest=0)
     for module in (loop, machine):
         module.matmul_flops_per_second = lambda *_, **__: 1e9
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     outcomes = []
-    for run in ([_eager(config) for config in run] for run in runs):
+    for run in runs:
         screen = io.StringIO()
         try:
             result = train(run[rank], console=Console(file=screen, width=200))

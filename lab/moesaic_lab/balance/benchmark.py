@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import COMMITTED, BalanceBenchConfig, read_config
+from moesaic_lab.balance.config import BalanceBenchConfig, read_config
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
 from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.simulated import Forecast, simulate
-from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, narrowed_config, require_cluster
 
 Both = tuple[list[BalanceCell], list[Forecast]]
 """What was measured, and what was simulated."""
@@ -19,9 +16,7 @@ Both = tuple[list[BalanceCell], list[Forecast]]
 
 def cases(options: EmulatedOptions) -> BalanceBenchConfig:
     """Return the cases that were asked for: "4x2-2"; those of a bed, "4x2"; "trace"; "simulated"."""
-    config = read_config(Path(options.config) if options.config else COMMITTED)
-    config = replace(config, only=words_of(options.only)).repeated(options.repeats)
-    config.check()
+    config = narrowed_config(options, read_config)
     if config.cases():
         require_cluster()
     return config

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import suggestion
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Tflops
 from moesaic.cost.emulated import CPU, emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.loads import recorded as recorded_routes
+from moesaic_lab.benchmark import read_parts
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
 SIMULATED = "simulated"
@@ -207,22 +207,27 @@ class BalanceBenchConfig:
             for place, label, load in wanted
         ]
 
-    def repeated(self, repeats: int | None) -> BalanceBenchConfig:
-        """Return the benchmark with another number of repeats everywhere, the close methods' too; None for the file's."""
-        if repeats is None:
-            return self
-        skewed = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.skewed)
-        recorded = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.recorded)
-        return replace(self, skewed=skewed, recorded=recorded)
+    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
+        """Return what was asked for.
 
-    def check(self) -> None:
-        """Raise InputError for a name in `only` that is none."""
+        Args:
+            only: cases, "4x2-2"; those of a bed, "4x2"; "trace"; "simulated"; () for everything.
+            repeats: everywhere, the close methods' too; None as the file says.
+
+        Raises:
+            InputError: for a name that is none.
+        """
         known = [SIMULATED] if self.simulated else []
         for place, label, _ in self._all():
             known += [place.name, label]
-        for word in self.only:
+        for word in only:
             if word not in known:
                 raise InputError(f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}")
+        if repeats is None:
+            return replace(self, only=only)
+        skewed = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.skewed)
+        recorded = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.recorded)
+        return replace(self, only=only, skewed=skewed, recorded=recorded)
 
     @property
     def simulates(self) -> bool:
@@ -261,28 +266,12 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    table, source = read_table(path), f"config {path}"
-    lists: dict[str, Any] = {}
-    for name, kind in (("skewed", Skewed), ("recorded", Recorded)):
-        value = table.pop(name, [])
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
-        lists[name] = tuple(
-            override(kind(), each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value)
-        )
-    simulated = table.pop(SIMULATED, None)
-    if simulated is not None and not isinstance(simulated, dict):
-        raise InputError(f"{source}: simulated must be a table: write [simulated] above its fields")
-    unknown = [name for name in table if name != "seed"]
-    if unknown:
-        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], ['seed', *lists, SIMULATED])}")
-    names = [place.name for of_kind in lists.values() for place in of_kind]
+    lists = {"skewed": ("skewed", Skewed()), "recorded": ("recorded", Recorded())}
+    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SIMULATED: SimulatedLoads()})
+    names = [place.name for place in (*made.skewed, *made.recorded)]
     if len(set(names)) < len(names):
-        raise InputError(f"{source}: two beds have one name: give each its own")
-    made = replace(override(BalanceBenchConfig(), table, source=source), **lists, folder=path.parent)
-    if simulated is not None:
-        made = replace(made, simulated=override(SimulatedLoads(), simulated, source=source, prefix="simulated."))
-    return made
+        raise InputError(f"config {path}: two beds have one name: give each its own")
+    return replace(made, folder=path.parent)
 
 
 def _recorded(place: Recorded, folder: Path) -> Routes:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.samples import TwoStage
 from moesaic.balance.selector.arbiter import Arbiter
@@ -22,10 +22,11 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import decisions_of
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
-from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.memory import peak_bytes
@@ -56,7 +57,7 @@ class Watched(AbstractReplicationPolicy):
         self.replicated: list[tuple[int, int]] = []
         """Experts and copies that each decision replicated."""
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return what the policy decides."""
         start = time.thread_time()
         replicated = self._policy.decide(load)
@@ -117,7 +118,7 @@ class Subject:
         if self.relocator is None:
             return self.layer(self.x), None
         trip = self.relocator.start([Following(router, self.layer.top_k)], self._samples, self._length)
-        return self.layer(self.x, move=trip.next()), trip
+        return MovingMoE(self.layer)(self.x, move=trip.next()), trip
 
     def step(self) -> None:
         """Run forward and backward of the next call of the case."""
@@ -130,7 +131,7 @@ class Subject:
         """Begin with the first call again, and count steps and decisions from here on."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self._trials += sum(each.is_trial for each in verdicts_of(self.layer.on_mesh.calls))
+        self._trials += sum(each.is_trial for each in decisions_of(self.layer.on_mesh.calls))
         if self.watched is not None:
             self.watched.seconds.clear()
             self.watched.replicated.clear()
@@ -151,7 +152,7 @@ class Subject:
                 replicated_experts=experts,
                 replicated_copies=copies,
             )
-        verdicts = verdicts_of(self.layer.on_mesh.calls)
+        verdicts = decisions_of(self.layer.on_mesh.calls)
         experts, copies = zip(*(_replicated(each.replicated) for each in verdicts[:calls]))
         return Decided(
             seconds=tuple(each.decision_seconds for each in verdicts),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, token_choice
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import token_choice
 
 
 class ToldRouter(AbstractRouter):

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
-from moesaic.testbed.cluster import Cluster, Launcher
 from moesaic_lab.balance.config import BalanceBenchConfig
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.methods import methods
 from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster, Launcher
 
 Progress = Callable[[str, int], object]
 """Told what is measured now, and how many cases are done."""

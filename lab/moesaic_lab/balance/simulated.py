@@ -9,21 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.simulate import Simulated as Span
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated as Span
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.config import SimulatedLoads
@@ -102,7 +100,10 @@ class Larger:
             machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
             matrices=self.layer.matrices,
         )  # fmt: skip
-        self._plans = {name: compile_plan(method.plan, self.grid) for name, method in self.methods.items()}
+        self._plans = {
+            name: compile_plan(method.plan, self.grid, moves_samples=method.moves_samples)
+            for name, method in self.methods.items()
+        }
         self._slots: SampleShapes | None = None
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
@@ -114,7 +115,7 @@ class Larger:
             for call in range(len(routes.experts)):
                 started = time.perf_counter()
                 copies = self._copies(routes, call, method)
-                load = Load(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+                load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
                 compiled, table = deciding(load)
                 decided.append(time.perf_counter() - started)
                 replicated.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
@@ -152,16 +153,17 @@ class Larger:
         """Simulate one call, forward and backward."""
         tokens = np.full(self.grid.world, self.layer.tokens)
         units, experts = self.layer.hidden, self.layer.num_experts
-        programs = (compiled.forward, compiled.backward)
         if method.moves_samples:
-            programs = (relocate(compiled.forward), relocate(compiled.backward))
             sizes: CallSizes = self._placed(routes, call)
         else:
             shapes = compiled.shapes(experts)
             sizes = CallSizes(
                 compiled.grid, copies, tokens, compiled.plan.chunks, units=units, replicated=replicated, shapes=shapes
             )
-        there, back = (self._simulator.run(each, self.layer, compiled.grid, sizes=sizes) for each in programs)
+        there, back = (
+            self._simulator.run(each, self.layer, compiled.grid, sizes=sizes)
+            for each in (compiled.forward, compiled.backward)
+        )
         return there, back
 
     def _placed(self, routes: Routes, call: int) -> PlacedSizes:
@@ -193,7 +195,7 @@ class _Deciding:
         self.option = ""
         """What the arbiter chose first."""
 
-    def __call__(self, load: Load) -> tuple[Compiled, np.ndarray | None]:
+    def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies."""
         if self._arbitration is not None:
             verdict = self._arbitration.choose(load)

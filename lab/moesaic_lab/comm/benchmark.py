@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, narrowed_config, require_cluster
 from moesaic_lab.comm.claims import claims
-from moesaic_lab.comm.config import COMMITTED, CommConfig, read_config
+from moesaic_lab.comm.config import CommConfig, read_config
 from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.run import NOTES, CommCell, rows_of, run, tables
 
 
 def cases(options: EmulatedOptions) -> CommConfig:
     """Return the sweeps that were asked for."""
-    config = read_config(Path(options.config) if options.config else COMMITTED)
-    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    config = narrowed_config(options, read_config)
     require_cluster()
     return config
 

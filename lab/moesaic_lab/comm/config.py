@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.testbed.bed import Bed
+from moesaic_lab.benchmark import read_parts
+from moesaic_testbed.bed import Bed
 
 Kind = Literal["exchange", "limit", "lanes", "dispatch"]
 KINDS: tuple[Kind, ...] = ("exchange", "limit", "lanes", "dispatch")
@@ -171,20 +172,4 @@ def read_config(path: Path = COMMITTED) -> CommConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    table = read_table(path)
-    sweeps = []
-    for kind in KINDS:
-        of_kind = table.pop(kind, [])
-        if not isinstance(of_kind, list) or not all(isinstance(each, dict) for each in of_kind):
-            raise InputError(f"config {path}: {kind} must be a list of tables: write [[{kind}]] above each")
-        sweeps += [_sweep(kind, each, path, number) for number, each in enumerate(of_kind)]
-    unknown = [name for name in table if name not in ("dim", "warmup", "seed")]
-    if unknown:
-        raise InputError(
-            f"config {path}: unknown field {unknown[0]}{suggestion(unknown[0], [*KINDS, 'dim', 'warmup'])}"
-        )
-    return replace(override(CommConfig(), table, source=f"config {path}"), sweeps=tuple(sweeps))
-
-
-def _sweep(kind: Kind, table: dict[str, Any], path: Path, number: int) -> Sweep:
-    return override(Sweep(kind=kind), table, source=f"config {path}", prefix=f"{kind}[{number}].")
+    return read_parts(path, CommConfig(), lists={kind: ("sweeps", Sweep(kind=kind)) for kind in KINDS})

@@ -12,7 +12,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.order.optsche import optsche
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.route_all_to_all import route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
+from moesaic.program.passes.split import split_capacity
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
 from moesaic.program.validate import validate

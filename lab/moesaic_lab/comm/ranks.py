@@ -19,9 +19,9 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import PlainExperts
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.call import Call, Environment, Value
+from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.runtime.executor import drive, interpret
-from moesaic.runtime.node_tokens import find_node_tokens
+from moesaic.runtime.tasks import Call, Environment, Value
 from moesaic_lab.bounds import Message
 from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange

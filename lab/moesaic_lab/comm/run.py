@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic.testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, Message, link_limit
 from moesaic_lab.comm.config import CommConfig, Sweep
 from moesaic_lab.measure import Timing, over_ranks
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
+from moesaic_testbed.cluster import Cluster, Launcher
 
 Progress = Callable[[str, int, int], object]
 """Told what is measured now, and which one it is of how many."""

@@ -128,8 +128,8 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
 
 
 def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
-    from moesaic.kernels.triton.launch import device_of
-    from moesaic.kernels.triton.search import load
+    from moesaic.kernels.triton.rows.launch import device_of
+    from moesaic_lab.gpu.search import load
     from moesaic_lab.gpu.tune import tune
 
     inputs = Inputs.random(layer, "cuda", torch.bfloat16)

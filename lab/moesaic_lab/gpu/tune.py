@@ -13,12 +13,12 @@ from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import outer_products
-from moesaic.kernels.triton.permute import sum_of_rows
-from moesaic.kernels.triton.search import Tuned, save, search
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.permute import sum_tokens
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.up import up
 from moesaic_lab.gpu.layers import Inputs
+from moesaic_lab.gpu.search import Tuned, save, search
 from moesaic_lab.gpu.shapes import GpuLayer
 from moesaic_lab.gpu.timing import seconds_of
 
@@ -81,8 +81,9 @@ def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, 
         doubled = 2 if shape.is_doubled or shape.is_paired else 1
         found[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
     order = sort(of.expert.view(-1), layer.num_experts)
+    starts = torch.arange(0, num_rows, layer.top_k, device=of.x.device)
     rows = torch.randn(num_rows, layer.dim, device=of.x.device, dtype=of.x.dtype)
-    seconds = seconds_of(lambda: sum_of_rows(rows, order[1], layer.top_k, None, rows.dtype))
+    seconds = seconds_of(lambda: sum_tokens(rows, order[1], starts, None, layer.top_k, rows.dtype))
     found["sum"] = {"ms": seconds * 1e3, "gb_per_s": (rows.nbytes + of.x.nbytes) / seconds / 1e9}
     found["sort"] = {"ms": seconds_of(lambda: sort(of.expert.view(-1), layer.num_experts)) * 1e3}
     return found

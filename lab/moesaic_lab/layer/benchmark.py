@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, narrowed_config, require_cluster
 from moesaic_lab.layer.claims import claims
-from moesaic_lab.layer.config import COMMITTED, LayerBenchConfig, read_config
+from moesaic_lab.layer.config import LayerBenchConfig, read_config
 from moesaic_lab.layer.pictures import panels
 from moesaic_lab.layer.rows import NOTES, all_rows, tables
 from moesaic_lab.layer.run import LayerCell, run
@@ -14,8 +12,7 @@ from moesaic_lab.layer.run import LayerCell, run
 
 def cases(options: EmulatedOptions) -> LayerBenchConfig:
     """Return the parts that were asked for."""
-    config = read_config(Path(options.config) if options.config else COMMITTED)
-    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    config = narrowed_config(options, read_config)
     require_cluster()
     return config
 

@@ -163,7 +163,7 @@ def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> 
     if plan.order == "exact":
 
         def rounded(program: Program, of_grid: Grid) -> dict[str, float]:
-            seconds = predictor.task_seconds(program, of_grid, plan)
+            seconds = predictor.task_seconds(program, of_grid)
             return {name: round(length / RESOLUTION) * RESOLUTION for name, length in seconds.items()}
 
         durations = rounded

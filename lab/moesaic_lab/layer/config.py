@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order
-from moesaic.testbed.bed import Bed
+from moesaic_lab.benchmark import read_parts
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
 PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")
@@ -196,28 +197,13 @@ def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    table = read_table(path)
-    source = f"config {path}"
-    parts: dict[str, Any] = {}
-    for name, kind in TABLES.items():
-        if name not in table:
-            continue
-        value = table.pop(name)
-        if name in LISTS:
-            if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-                raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
-            parts[name] = tuple(
-                override(kind(), each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value)
-            )
-        elif isinstance(value, dict):
-            parts[name] = override(kind(), value, source=source, prefix=f"{name}.")
-        else:
-            raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
-    plain = ("warmup", "seed")
-    unknown = [name for name in table if name not in plain]
-    if unknown:
-        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], [*TABLES, *plain])}")
-    return replace(override(LayerBenchConfig(), table, source=source), **parts)
+    lists = {name: (name, TABLES[name]()) for name in LISTS}
+    return read_parts(
+        path,
+        LayerBenchConfig(),
+        lists=lists,
+        tables={name: kind() for name, kind in TABLES.items() if name not in LISTS},
+    )
 
 
 def _repeated(part: Any, repeats: int) -> Any:

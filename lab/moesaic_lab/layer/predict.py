@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.plan import Crossing
-from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, messages_of
+from moesaic.cost.call_sizes import chunks_of, sizes_of
+from moesaic.cost.row_bytes import LayerShape, row_bytes
+from moesaic.cost.workload import Workload
+from moesaic.plan import Compiled
+from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Kind, Op, Program, Slot, Task
+from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.task import ONCE, Kind, Op, Program, Slot, Task
 from moesaic.program.timeline import lay_out
 from moesaic_lab.bounds import link_seconds
 from moesaic_lab.layer.config import LayerPlace
@@ -50,17 +49,16 @@ class LayerPredictor:
         self._shapes: dict[tuple[Grid, int], LayoutIndex] = {}
         self._sizes: dict[tuple[Grid, int, bool, bool], CallSizes] = {}
 
-    def task_seconds(self, program: Program, grid: Grid, plan: Plan) -> dict[str, float]:
+    def task_seconds(self, program: Program, grid: Grid) -> dict[str, float]:
         """Return the seconds of every task by name, as the busiest rank or link needs them.
 
         Args:
             program: forward or backward.
             grid: of the compiled plan.
-            plan: tells schedule, chunks and all-to-all.
         """
         slots = {slot.name: slot for slot in program.slots}
         codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-        sizes = self._sizes_of(plan, grid)
+        sizes = self._sizes_of(program, grid)
         found = {}
         in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
         for number, task in enumerate(program.tasks):
@@ -76,7 +74,7 @@ class LayerPredictor:
     def step_seconds(self, compiled: Compiled) -> float:
         """Return how long a step should take, forward and backward."""
         return sum(
-            lay_out(p, self.task_seconds(p, compiled.grid, compiled.plan), host_runs_compute=True).makespan
+            lay_out(p, self.task_seconds(p, compiled.grid), host_runs_compute=True).makespan
             for p in (compiled.forward, compiled.backward)
         )
 
@@ -108,25 +106,17 @@ class LayerPredictor:
         coding = num_bytes / (1e6 * self._place.coded_mb_per_second) if task.codec else 0.0
         return coding + num_bytes / COPIED_BYTES_PER_SECOND
 
-    def _sizes_of(self, plan: Plan, grid: Grid) -> CallSizes:
-        """Return the sizes of a call, visits being the expected ones."""
-        is_multicast = plan.crossing is Crossing.MULTICAST
-        redundant = plan.program.is_redundant
-        key = (grid, plan.chunks, redundant, is_multicast)
+    def _sizes_of(self, program: Program, grid: Grid) -> CallSizes:
+        """Return the sizes of a call under even routing."""
+        place, chunks = self._place, chunks_of(program)
+        is_cast = any(slot.layout.flow in ONCE for slot in program.slots)
+        key = (grid, chunks, program.is_redundant, is_cast)
         if key not in self._sizes:
-            place, size = self._place, (grid, plan.chunks)
-            if size not in self._shapes:
-                self._shapes[size] = LayoutIndex(grid, place.num_experts, plan.chunks)
-            layer: dict[str, Any] = {
-                "tokens": place.tokens_per_rank * grid.tp,
-                "num_experts": place.num_experts,
-                "top_k": place.top_k,
-                "num_chunks": plan.chunks,
-            }
-            node_tokens = even_node_tokens(grid, **layer) if is_multicast else None
-            made = even_sizes(
-                grid, redundant=redundant, **layer, node_tokens=node_tokens, units=place.hidden // grid.etp
-            )
-            made.shapes = self._shapes[size]
-            self._sizes[key] = made
+            if (grid, chunks) not in self._shapes:
+                self._shapes[grid, chunks] = LayoutIndex(grid, place.num_experts, chunks)
+            layer = Workload(
+                tokens=place.tokens_per_rank * grid.tp, num_experts=place.num_experts, top_k=place.top_k, dim=place.dim,
+                hidden=place.hidden, matrices=2, dtype="fp32",
+            )  # fmt: skip
+            self._sizes[key] = sizes_of(program, layer, grid, shapes=self._shapes[grid, chunks])
         return self._sizes[key]

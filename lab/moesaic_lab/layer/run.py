@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.testbed.cluster import Cluster, Launcher
 from moesaic_lab.bounds import Limit, link_limit
 from moesaic_lab.layer.cells import jobs
 from moesaic_lab.layer.config import LayerBenchConfig
 from moesaic_lab.layer.job import LayerFound, LayerJob, Switch
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
+from moesaic_testbed.cluster import Cluster, Launcher
 
 Progress = Callable[[str, int], object]
 """Told what is measured now, and how many jobs are done."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import suggestion
 from moesaic.cost.workload import Workload as Layer
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.testbed.bed import Bed
+from moesaic_lab.benchmark import read_parts
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "model.toml"
 PARTS = ("profile", "plans", "real", "speed")
@@ -132,20 +133,11 @@ def read_config(path: Path = COMMITTED) -> ModelBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    table = read_table(path)
-    source = f"config {path}"
-    lists: dict[str, list[Any]] = {}
-    for name, kind in (("beds", BedFields), ("cases", ModelCase)):
-        value = table.pop(name, None)
-        if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+    lists = {"beds": ("beds", BedFields()), "cases": ("cases", ModelCase())}
+    config, source = read_parts(path, ModelBenchConfig(), lists=lists), f"config {path}"
+    for name in lists:
+        if not getattr(config, name):
             raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
-        lists[name] = [override(kind(), each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value)]
-        names = [each.name for each in lists[name]]
-        if len(set(names)) < len(names):
-            raise InputError(f"{source}: two {name} have one name: give each its own")
-    config = replace(
-        override(ModelBenchConfig(), table, source=source), beds=tuple(lists["beds"]), cases=tuple(lists["cases"])
-    )
     known = [bed.name for bed in config.beds]
     for case in config.cases:
         if case.bed not in known:

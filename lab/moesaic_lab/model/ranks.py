@@ -16,9 +16,9 @@ from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
 from moesaic.profiling.balanced import BalancedRouter
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
-from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
 from moesaic_lab.model.config import ModelCase

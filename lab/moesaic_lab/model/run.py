@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from moesaic.cost.profile import ClusterProfile, read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
-from moesaic.testbed.cluster import Launcher
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
+from moesaic_testbed.cluster import Launcher
 
 SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
 """Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
@@ -113,7 +113,7 @@ def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
     """Return the predicted seconds of every plan."""
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
-    simulator = ProfiledSimulator(profile, virtual_flops=virtual)
+    simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {
         name: simulator.layer_seconds(each.forward, each.backward, case.layer(each.grid.tp), each.grid)
         for name, each in plans.items()
@@ -129,8 +129,8 @@ def described(plan: Plan) -> str:
 def _measure(
     keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile, ranks: object
 ) -> None:
-    from moesaic.testbed.cluster import Cluster
     from moesaic_lab.model import ranks as model_ranks
+    from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     plans = plans_of(case, bed)
@@ -149,7 +149,7 @@ def _measure(
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
     from moesaic.profiling import profile as measuring
-    from moesaic.testbed.cluster import Cluster
+    from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     path = _profile_path(keep, bed)

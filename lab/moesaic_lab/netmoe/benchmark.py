@@ -23,21 +23,21 @@ import numpy as np
 import torch
 
 from moesaic.balance.samples import Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.balance.samples.exact import gap
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.testbed import cluster
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
+from moesaic_lab.exact_placements import sample_gap
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
+from moesaic_testbed import cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
@@ -174,7 +174,7 @@ def gaps() -> Rows:
         machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
         policies = {"nobody moves": Stay(), "two_stage": TwoStage(**ALWAYS), "weighed": Weighed(machine, **ALWAYS)}
         for name, placer in policies.items():
-            found = [gap(load, placer, intra, inter) for load in loads]
+            found = [sample_gap(load, placer, intra, inter) for load in loads]
             row = {"links": links, "method": name, "cases": len(found), "gap_median": statistics.median(found)}
             rows.append(row | {"gap_worst": max(found)})
     return rows

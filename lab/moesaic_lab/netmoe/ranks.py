@@ -21,13 +21,14 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.testbed.steady import hold_still
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
 from moesaic_lab.virtual import Accelerator, virtual_experts
@@ -138,7 +139,7 @@ class Stack:
             trip = self.trips[name] = relocator.start(followings, len(self.x), self.x.shape[1])
         x: Tensor = self.x
         for layer in layers:
-            x = layer(x, move=None if trip is None else trip.next(), residual=Residual(x))
+            x = MovingMoE(layer)(x, move=None if trip is None else trip.next(), residual=Residual(x))
         x.backward(torch.ones_like(x))
         self.x.grad = None
         for parameter in self.layers.parameters():

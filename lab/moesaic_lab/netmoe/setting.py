@@ -21,9 +21,9 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.compile import moving
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
@@ -145,7 +145,7 @@ class Costs:
     def __init__(self, setting: Setting, cluster: ClusterSpec) -> None:
         self.setting, self._layer = setting, setting.on_a_rank
         self._plain: Compiled = compile_plan(Plan(), setting.grid, host_runs_compute=cluster.host.runs_compute)
-        self._moving = (relocate(self._plain.forward), relocate(self._plain.backward))
+        self._moving = moving(self._plain)
         self._shapes = SampleShapes(setting.grid, self._layer.num_experts, setting.slots, 1)
         self._simulator = Simulator(cluster)
 
@@ -169,7 +169,7 @@ class Costs:
             of_call = PlacedShapes(self._shapes, lambda targets=targets: targets)  # type: ignore[misc]
             table = counts[before.samples]
             sizes = PlacedSizes(self.setting.grid, table, self.setting.layer.tokens, of_call, self._layer.hidden)
-            calls += [(program, sizes) for program in self._moving]
+            calls += [(program, sizes) for program in (self._moving.forward, self._moving.backward)]
         return self._summed(calls)
 
     def hidden_seconds(self) -> float:

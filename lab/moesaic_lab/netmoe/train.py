@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.experts import ExpertRates
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
-from moesaic.models.gpt import GPT
+from moesaic.models.moving import MovingGPT
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts.place import ExpertPlacement
-from moesaic.testbed.steady import hold_still
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, place_samples
+from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
 from moesaic.train.config import TrainConfig
 from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer
@@ -96,22 +95,25 @@ class Training:
         method = job.methods[name]
         config, element_bytes = method.config, 4
         torch.manual_seed(config.seed)
-        self.mesh, self.model = mesh, GPT(config.model, job.vocab)
+        self.mesh, self.model = mesh, make_model(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
-        parallelize(self.model, mesh, config.plan, policy_of=partial(make_arbiter, config))
+        parallelize(self.model, mesh, config.layer_plan, policy_of=partial(make_arbiter, config))
         place_samples(self.model, mesh, config)
-        if method.placer is not None and self.model.relocator is not None:
-            self.model.relocator.placer = method.placer
+        self.relocator = self.model.relocator if isinstance(self.model, MovingGPT) else None
+        if method.placer is not None and self.relocator is not None:
+            self.relocator.placer = method.placer
         tiny = 1e-30  # a rate of 0 is refused; this one changes no bit
         self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=tiny), torch.device("cpu"))
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.experts_moved = 0
         self._placement: ExpertPlacement | None = None
-        placing = config.place_experts
-        if placing.every:
-            placer = EXPERT_PLACERS[placing.policy](ExpertRates(machine=placing.machine, element_bytes=element_bytes))
-            self._placement = ExpertPlacement(self.layers, mesh, self._optimizer, every=placing.every, placer=placer)
+        placing = config.balance
+        if placing.experts != "none":
+            placer = EXPERT_PLACERS[placing.experts](rates_of(config, mesh.grid, element_bytes))
+            self._placement = ExpertPlacement(
+                self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
+            )
 
     def step(self, batch: Batch) -> float:
         """Take a step; returns the loss of this rank's own samples."""
@@ -131,7 +133,7 @@ class Training:
         """Return what the arbiters chose since the last call, by option."""
         found: dict[str, int] = {}
         for layer in self.layers:
-            for verdict in verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls):
+            for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
                 found[verdict.option] = found.get(verdict.option, 0) + 1
         return found
 
@@ -169,8 +171,7 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
 
 def _of_trip(training: Training) -> dict[str, float]:
     """Return what the last forward pass decided about samples."""
-    relocator = training.model.relocator
-    trip = None if relocator is None else relocator.trip
+    trip = None if training.relocator is None else training.relocator.trip
     counted = [] if trip is None else [move.copies is not None for move in trip.moves]
     if trip is None or not all(counted):  # where a policy rests, or an arbiter left samples in place
         return dict.fromkeys(("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0)

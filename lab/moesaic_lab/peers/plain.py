@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
-from moesaic.runtime.shard import shard_experts
+from moesaic.runtime.spread import shard_experts
 from moesaic_lab.peers.exchange import AbstractExchange
 
 

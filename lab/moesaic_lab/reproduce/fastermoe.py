@@ -15,8 +15,9 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.collectives import broadcast, reduce
 from moesaic.cost.compute import rates_of
-from moesaic.cost.simulate import Simulated, Simulator
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import reduce_seconds
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid

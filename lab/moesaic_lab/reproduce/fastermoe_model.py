@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.balance.replication.published import Rates, shadows_of
+from moesaic.balance.replication.shadow import ShadowRates, shadows_of
 
 Rule = Literal["printed", "corrected"]
 
@@ -31,9 +31,11 @@ class FasterMoEMachine:
     element_bytes: int = 4
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ShadowRates:
         """Of equations 7 and 8: three passes of products, four all-to-alls, weights there and gradients back."""
-        return Rates(copy=3 * self.compute_seconds(1), trip=4 * self.move_seconds(1), weights=2 * self.weight_seconds())
+        return ShadowRates(
+            copy=3 * self.compute_seconds(1), trip=4 * self.move_seconds(1), weights=2 * self.weight_seconds()
+        )
 
     def compute_seconds(self, rows: float) -> float:
         """Eq. 1: one pass of the busiest worker's experts, two products of 2 B D alpha D operations."""

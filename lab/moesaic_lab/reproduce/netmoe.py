@@ -12,12 +12,13 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
+from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, sample_counts
 from moesaic.plan import Plan, compile_plan
-from moesaic.program.all_to_all.volume import even_sizes, traffic
+from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Stage
 from moesaic.program.timeline import Span
@@ -61,7 +62,7 @@ def before_mib(devices: int, dim: int) -> tuple[float, float]:
     """Return the MiB that one all-to-all of rows moves (inside nodes, between nodes), all ranks together, even routing."""
     grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
     made = compile_plan(Plan(), grid)
-    sizes = even_sizes(grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=TOP_K)
+    sizes = sizes_of(made.forward, layer, grid)
     names = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
     stage = {task.name: task.stage for task in made.forward.tasks}
     inside, across = 0, 0

@@ -16,7 +16,7 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.memory import GIB, layer_memory
-from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
@@ -61,7 +61,7 @@ class Testbed:
     def __init__(self, book: Book, name: str) -> None:
         self.name, self.top_k = name, round(book.constant("parm.top_k"))
         self.cluster = testbed(book, name)
-        self.simulator = SweepSimulator(self.cluster)
+        self.simulator = sweep_simulator(self.cluster)
         self._compiled: dict[tuple[str, Grid], Compiled] = {}
 
     def compiled(self, schedule: str, grid: Grid) -> Compiled:

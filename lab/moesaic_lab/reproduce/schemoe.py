@@ -14,7 +14,7 @@ from dataclasses import replace
 from moesaic.cost.cluster import ClusterSpec, Host, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.memory import GIB
-from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import AllToAll
@@ -62,7 +62,7 @@ class ScheMoECluster:
         plain, scheduled = cluster(book), cluster(book, issue_us=book.constant("schemoe.issue"))
         two_lanes = replace(scheduled, host=replace(scheduled.host, messages="together"))
         self._simulators = {
-            "tutel": SweepSimulator(plain), "schemoe": SweepSimulator(scheduled), "two lanes": SweepSimulator(two_lanes)
+            "tutel": sweep_simulator(plain), "schemoe": sweep_simulator(scheduled), "two lanes": sweep_simulator(two_lanes)
         }  # fmt: skip
         self._compiled: dict[Plan, Compiled] = {}
 
@@ -129,7 +129,7 @@ def exchange_seconds(spec: ClusterSpec, algorithm: AllToAll, workload: Workload)
         workload: whose rows.
     """
     program = compile_plan(Plan(all_to_all=algorithm), GRID).forward
-    volumes = SweepSimulator(spec).volumes(program, workload, GRID)
+    volumes = sweep_simulator(spec).volumes(program, workload, GRID)
     slots = {slot.name: slot for slot in program.slots}
     each = []
     for task in program.tasks:

@@ -13,8 +13,9 @@ import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.sweep import SweepSimulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.sweep import sweep_simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import AllToAll
@@ -86,7 +87,7 @@ class TutelCluster:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self._simulators: dict[tuple[int, float | None, int], SweepSimulator] = {}
+        self._simulators: dict[tuple[int, float | None, int], Simulator] = {}
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
     def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
@@ -100,7 +101,7 @@ class TutelCluster:
         rows = None if flexible else layer.rows_per_message
         key = (layer.gpus, rows, connections(layer.gpus, plan.all_to_all))
         if key not in self._simulators:
-            self._simulators[key] = SweepSimulator(cluster(self.book, layer.gpus, rows, key[2]))
+            self._simulators[key] = sweep_simulator(cluster(self.book, layer.gpus, rows, key[2]))
         if (plan, layer.grid) not in self._compiled:
             self._compiled[plan, layer.grid] = compile_plan(plan, layer.grid)
         made = self._compiled[plan, layer.grid]

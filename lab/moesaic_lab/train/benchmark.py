@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, narrowed_config, require_cluster
 from moesaic_lab.train.claims import claims
-from moesaic_lab.train.config import COMMITTED, TrainBenchConfig, read_config
+from moesaic_lab.train.config import TrainBenchConfig, read_config
 from moesaic_lab.train.pictures import panels
 from moesaic_lab.train.run import NOTES, TrainResults, measurement_rows, run, tables
 
 
 def cases(options: EmulatedOptions) -> TrainBenchConfig:
     """Return the cases that were asked for, by name."""
-    config = read_config(Path(options.config) if options.config else COMMITTED)
-    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    config = narrowed_config(options, read_config)
     if config.cases:
         require_cluster()
     return config

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan
+from moesaic_lab.benchmark import read_parts
 
 if TYPE_CHECKING:
-    from moesaic.testbed import Bed
+    from moesaic_testbed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "train.toml"
 Pass = Literal["training", "inference"]
@@ -164,7 +165,7 @@ class TrainBenchConfig:
 
     def bed(self, case: TrainCase) -> Bed:
         """Return the emulated cluster of a case."""
-        from moesaic.testbed import Bed
+        from moesaic_testbed import Bed
 
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
 
@@ -196,22 +197,5 @@ def read_config(path: Path = COMMITTED) -> TrainBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    table, source = read_table(path), f"config {path}"
-    made: dict[str, Any] = {}
-    for name, field, kind in (("candidate", "candidates", Candidate), ("case", "cases", TrainCase)):
-        tables = table.pop(name, None)
-        if tables is None:
-            continue
-        if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-            raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
-        made[field] = tuple(
-            override(kind(), each, source=source, prefix=f"{name}[{number}].") for number, each in enumerate(tables)
-        )
-    layout = table.pop("layout", None)
-    if layout is not None:
-        made["layout"] = override(LayoutConfig(), layout, source=source, prefix="layout.")
-    known = ("nodes", "ranks_per_node", "seed", "tolerance")
-    unknown = [name for name in table if name not in known]
-    if unknown:
-        raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], [*known, 'candidate', 'case'])}")
-    return replace(override(TrainBenchConfig(), table, source=source), **made)
+    lists = {"candidate": ("candidates", Candidate()), "case": ("cases", TrainCase())}
+    return read_parts(path, TrainBenchConfig(), lists=lists, tables={"layout": LayoutConfig()})

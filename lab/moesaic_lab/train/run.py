@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from moesaic.testbed import Bed
-from moesaic.testbed.cluster import Launcher
 from moesaic_lab.bounds import Limit, Message, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 from moesaic_lab.train.config import TrainBenchConfig, TrainCase
+from moesaic_testbed import Bed
+from moesaic_testbed.cluster import Launcher
 
 if TYPE_CHECKING:
     from moesaic_lab.train.layout import LayoutPoint

@@ -20,12 +20,10 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
-from moesaic.models.swin import SwinMoE
-from moesaic.models.swin_config import SwinConfig
 from moesaic.plan import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Dropless
-from moesaic.runtime.gradients import expert_parameters
+from moesaic.runtime.data_parallel import expert_parameters
 from moesaic.train.presets import demo
 from moesaic_lab.peers.absence import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
@@ -33,6 +31,8 @@ from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExch
 from moesaic_lab.peers.plain import PlainExpertParallel
 from moesaic_lab.train.config import Candidate, TrainBenchConfig, TrainCase
 from moesaic_lab.train.step import GivenBatch, TimedStep
+from moesaic_lab.vision.config import SwinConfig
+from moesaic_lab.vision.swin import SwinMoE
 
 VOCAB_SIZE = 256
 """Bytes, as in the demo."""

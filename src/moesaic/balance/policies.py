@@ -7,8 +7,7 @@ from collections.abc import Callable
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertRates, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.published import Published
-from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.replication.shadow import Published, Shadow
 from moesaic.balance.replication.spill import LeastLoaded, Spill
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions, Stay, TwoStage, Weighed
 from moesaic.balance.selector.arbiter import Arbiter
@@ -28,11 +27,11 @@ SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
     "two_stage": lambda options: TwoStage(options.least_gain, rest=options.rest),
     "weighed": lambda options: Weighed(options.machine, least_gain=options.least_gain, rest=options.rest),
 }
-"""Where samples live after a layer: what builds a policy from the options of the run, by the name that `balance.placement`
+"""Where samples live after a layer: what builds a policy from the options of the run, by the name that `balance.samples`
 takes."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
     "balanced": Balanced,
     "smartmoe": lambda _: SmartMoE(),
 }
-"""Where experts live: what builds a policy from the rates of the run, by the name that `place_experts.policy` takes."""
+"""Where experts live: what builds a policy from the rates of the run, by the name that `balance.experts` takes."""

@@ -11,7 +11,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
@@ -41,7 +41,7 @@ def simulator_of(grid: Grid, *, cluster: str, profile: str) -> Simulator:
     if cluster:
         found = Simulator(read_cluster(cluster, nodes=nodes))
     else:
-        found = ProfiledSimulator(read_profile(Path(profile), any_machine=True), nodes=nodes)
+        found = profiled_simulator(read_profile(Path(profile), any_machine=True), nodes=nodes)
     if found.cluster.devices_per_node != per_node:
         raise InputError(
             f"{source} has nodes of {found.cluster.devices_per_node} devices, this run {per_node} ranks on a node: choose a "

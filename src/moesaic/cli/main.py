@@ -24,13 +24,13 @@ COMMANDS = {
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "check": "prove on this machine that every plan computes what the plain layer computes",
     "trace": "look at recorded routing, or make some up",
-    "testbed": "run a command on an emulated cluster on this machine",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
 """Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""
 LABORATORY = {
     "bench": "measure ways to run a layer against each other and against the limit of the links",
     "reproduce": "published figures of five papers beside what the simulator says",
+    "testbed": "run a command on an emulated cluster on this machine",
 }
 """Subcommands of the package moesaic-lab."""
 GROUP = "moesaic.commands"
@@ -90,7 +90,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
 
 
-_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report"}
+_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report", "jinja2": "report"}
 
 
 def _usage() -> str:

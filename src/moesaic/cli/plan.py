@@ -19,7 +19,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.cost.memory import GIB
 from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
@@ -132,7 +132,7 @@ def _simulator(options: PlanOptions) -> Simulator:
         if options.cluster:
             raise InputError("--profile and --cluster both say what the cluster is: give one of them")
         # Planning for another machine than this one is what a profile is for.
-        return ProfiledSimulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
+        return profiled_simulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
     return Simulator(read_cluster(options.cluster, nodes=options.nodes))

@@ -8,21 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
-from moesaic.cost.alpha_beta import LayerShape
+from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
-from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes, traffic
+from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
+from moesaic.program.placed import PlacedShapes, PlacedSizes, SampleShapes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
@@ -68,6 +72,8 @@ class LayerOptions:
         for name in ("tokens", "dim", "hidden", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise InputError(f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.top_k > self.num_experts:
+            raise InputError(f"--layer.top-k {self.top_k}: choose at most --layer.num-experts {self.num_experts}")
 
     @property
     def workload(self) -> Workload:
@@ -92,6 +98,9 @@ class ShowOptions:
     """The mesh that it runs on."""
     layer: LayerOptions = LayerOptions()
     """The layer that it runs."""
+    samples: int = 0
+    """Samples of each rank that may live elsewhere after the layer (NetMoE), as many tokens each; shown with all staying. 0:
+    results go back to where tokens came from."""
     cluster: str = "25gbe"
     """What the times are simulated on: a preset, or a file that ends in .toml; docs/planning.md describes both."""
     plan_file: str | None = None
@@ -118,12 +127,19 @@ def run(arguments: Sequence[str]) -> int:
         )
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
-    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute)
-    sizes = _sizes(plan, compiled.grid, options.layer)
+    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute, moves_samples=options.samples > 0)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
+    if compiled.again is not None:
+        programs["again"] = compiled.again
     layer, simulator = options.layer.workload, Simulator(cluster)
+    sizes = sizes_of(compiled.forward, layer, compiled.grid)
+    if options.samples:
+        sizes = _by_sample(sizes, plan, options.layer, options.samples)
     rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
-    timelines = {name: simulator.run(program, layer, compiled.grid).timeline for name, program in programs.items()}
+    timelines = {
+        name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
+        for name, program in programs.items()
+    }
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
@@ -146,24 +162,19 @@ def _cluster(options: ShowOptions) -> ClusterSpec:
     return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
 
 
-def _sizes(plan: Plan, grid: Grid, layer: LayerOptions) -> CallSizes:
-    """Return sizes under even routing, which leaves nothing to replicate."""
-    node_tokens = None
-    if plan.crossing is Crossing.MULTICAST:
-        node_tokens = even_node_tokens(
-            grid, tokens=layer.tokens, num_experts=layer.num_experts, top_k=layer.top_k, num_chunks=plan.chunks
+def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
+    """Return the same sizes with every run of copies told apart by sample, all samples staying where they are."""
+    grid = sizes.grid
+    share, rest = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
+    if rest or layer.tokens % slots or grid.tp > 1:
+        raise InputError(
+            f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's {layer.tokens} tokens and each "
+            f"expert's {layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
         )
-    return even_sizes(
-        grid,
-        redundant=plan.program.is_redundant,
-        tokens=layer.tokens,
-        num_experts=layer.num_experts,
-        top_k=layer.top_k,
-        num_chunks=plan.chunks,
-        node_tokens=node_tokens,
-        units=layer.hidden // grid.etp,
-        replicates=plan.replication != "none",
-    )
+    copies = np.full((grid.world, slots, layer.num_experts), share)
+    homes = Homes.start(grid.world, slots)
+    shapes = PlacedShapes(SampleShapes(grid, layer.num_experts, slots, plan.chunks), lambda: homes.targets(homes))
+    return PlacedSizes(grid, copies, layer.tokens // slots, shapes, layer.hidden // grid.etp)
 
 
 def _moved(program: Program, sizes: CallSizes, shape: LayerShape) -> list[dict[str, Any]]:

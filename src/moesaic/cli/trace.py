@@ -16,10 +16,9 @@ from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
-from moesaic.traces.file import write_segment
 from moesaic.traces.load import LayerLoad, layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
-from moesaic.traces.trace import Trace, steps_in_words
+from moesaic.traces.trace import Trace, steps_in_words, write_segment
 
 USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace make FILE.npz [options]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,8 @@ torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
 config.json takes that run up again), or from both: the file overrides the preset, flags override both.
---plan-file FILE takes the plan that moesaic show --write wrote; --plan FILE mesh and plan that moesaic plan --write wrote;
---plan auto changes plans while training, see --planner.
+--plan FILE takes the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
+see --planner.
 The defaults shown below are those of the preset and file that were given."""
 
 
@@ -59,13 +58,12 @@ def _should_say(place: Launch, error: Exception) -> bool:
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
     from moesaic.configfile import override, read_table, suggestion
-    from moesaic.plan.files import read_plan
     from moesaic.train.config import TrainConfig
     from moesaic.train.presets import PRESETS
 
-    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan-file", "--plan"))
+    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))
     if "--plan" in chosen:
-        words = (["--planner.auto"] if chosen["--plan"] == "auto" else ["--planner.file", chosen["--plan"]]) + words
+        words = ["--planner.plan", chosen["--plan"], *words]
     config = TrainConfig()
     if "--preset" in chosen:
         name = chosen["--preset"]
@@ -75,8 +73,6 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     if "--config" in chosen:
         path = Path(chosen["--config"])
         config = override(config, read_table(path), source=str(path))
-    if "--plan-file" in chosen:
-        config = replace(config, plan=read_plan(Path(chosen["--plan-file"])))
     return parse(TrainConfig, words, prog="moesaic train", description=DESCRIPTION, default=config)
 
 

@@ -24,8 +24,6 @@ from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 
-__all__ = ["Mesh", "check_same", "open_transport"]
-
 DeviceType = Literal["cpu", "cuda"]
 
 LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import row_bytes
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.movement import AbstractVolumes
+from moesaic.cost.row_bytes import row_bytes
 from moesaic.program.task import Kind, Op, Slot, Task
 
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
+from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.topology import Topology
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Axis
-from moesaic.program.shapes import Move
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, Move
 from moesaic.program.task import Layout, Op, Slot, Task
 
 Legs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

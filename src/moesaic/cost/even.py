@@ -7,22 +7,30 @@ their packets pass. Nothing here is as long as the number of ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.boxes import box_of, pieces_of_step, steps_of
+from moesaic.cost.call_sizes import chunks_of, node_tokens_per_node
+from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.hops import HopPaths, hop_paths
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.regular import check_regular
+from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.symmetry import Digits, Pairs, UnlikeError
-from moesaic.cost.topology import Topology
+from moesaic.cost.topology import Topology, check_fit
+from moesaic.cost.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Move
-from moesaic.program.task import Flow, Layout, Op, Slot, Task
+from moesaic.program.sizes import Move
+from moesaic.program.task import Flow, Layout, Op, Program, Slot, Task
+
+MAX_RANKS_APART = 512
+"""Ranks that are told apart at most where one cannot stand for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,3 +255,84 @@ def _any_chunk(move: Move) -> Move:
         replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
     )
     return Move(source, target, move.group, move.reduce)
+
+
+class _Key(NamedTuple):
+    """What an even workload's rows depend on."""
+
+    grid: Grid
+    workload: Workload
+    chunks: int
+    redundant: bool
+    apart: bool
+
+
+class AbstractEvenLayers(ABC):
+    """Where a simulator takes the rows and messages of even layers from."""
+
+    @abstractmethod
+    def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the rows and messages of a program under even routing.
+
+        Args:
+            program: forward or backward.
+            workload: of the layer.
+            grid: the mesh, etp factored as the plan wants it.
+
+        Raises:
+            UnlikeError: if one rank cannot stand for the others.
+            InputError: if the mesh does not fit the cluster.
+        """
+
+
+class EvenLayers(AbstractEvenLayers):
+    """Every layer for itself; what does not depend on the plan is worked out once.
+
+    Args:
+        cluster: on what.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._cluster = cluster
+        self._topologies: dict[tuple[int, int | None, int], Topology] = {}
+        self._found: dict[_Key, AbstractVolumes] = {}
+        self._paths: dict[tuple[object, ...], HopPaths] = {}
+
+    def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the rows and messages of a program under even routing."""
+        apart = any(slot.layout.step is not None for slot in program.slots)
+        key = _Key(grid, workload, chunks_of(program), program.is_redundant, apart)
+        if key not in self._found:
+            piece = piece_rows(workload, grid, key.chunks, key.redundant)
+            topology = self._topology(grid, self._block(grid, apart))
+            self._found[key] = Even(
+                grid, topology, workload.shape, workload.num_experts, piece, self._paths, apart=apart
+            )
+        return self._found[key]
+
+    def _topology(self, grid: Grid, block: int) -> Topology:
+        key = (grid.world, grid.ranks_per_node, block)
+        if key not in self._topologies:
+            self._topologies[key] = Topology(self._cluster, grid.world, grid.ranks_per_node, block=block)
+        return self._topologies[key]
+
+    def _block(self, grid: Grid, apart: bool) -> int:
+        """Return how many ranks stand for all: a node's; with ranks told apart, those behind the largest switch."""
+        per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
+        above = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
+        fitting = [run for run in above if per_node < run <= min(grid.world, MAX_RANKS_APART)]
+        return max([per_node, *fitting]) if apart else per_node
+
+
+def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> PieceRows:
+    """Return the rows of a piece under even routing."""
+    share = 1 if redundant else grid.tp
+    nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
+    return PieceRows(
+        copies=workload.copies / workload.num_experts / share,
+        tokens=workload.tokens / share,
+        node_tokens=node_tokens_per_node(workload, nodes, chunks) / share,
+        rank_tokens=node_tokens_per_node(workload, grid.ep, chunks) / share,
+        units=workload.hidden / grid.etp,
+        chunks=chunks,
+    )

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape
+from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.topology import Load, Topology
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 

@@ -12,6 +12,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 
 from moesaic.codecs import codec_spec
@@ -120,6 +121,12 @@ class Products:
             rates = getattr(self, name)
             if rates and len(rates) != len(self.rows):
                 raise InputError(f"profile.products.{name} has {len(rates)} rates for {len(self.rows)} numbers of rows")
+            for rate in rates:
+                check_above_zero(f"profile.products.{name}", rate)
+        for rows in self.rows:
+            check_above_zero("profile.products.rows", rows)
+        if any(first >= second for first, second in pairwise(self.rows)):
+            raise InputError(f"profile.products.rows={list(self.rows)}: write them ascending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +141,10 @@ class Errors:
     """Movements of sizes that were held out, at worst."""
     spread: float = 0.0
     """Interquartile range of repeats over their median, at worst."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_not_negative(f"profile.errors.{each.name}", getattr(self, each.name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`ProfiledSimulator`: programs on a machine that was profiled, with the costs that tasks have for its host.
+"""`ProfileTiming`: when a program's tasks run on a machine that was profiled, with the costs that they have for its host.
 
 Rows, links and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
 processor time of every task, its messages and its bytes, stretched where ranks share cores. Two effects depend on when
@@ -9,19 +9,18 @@ the transport's own threads take their part of the cores while it carries someth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
 from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.profile import ClusterProfile
 from moesaic.cost.profile_host import FEATURES, costs_vector, host_features, is_lossy, layer_features
-from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.workload import Workload
-from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import AbstractTiming, Simulated, account
 from moesaic.program.task import Op, Program, Slot, Task
 
 MOST_TAKEN = 0.5
@@ -30,33 +29,17 @@ Movements = list[list[Movement]]
 """Of each task."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a program asks of a machine."""
-
-    volumes: AbstractVolumes
-    movements: Movements
-    features: np.ndarray
-    """(tasks, actors, features), see `FEATURES`."""
-
-
-class ProfiledSimulator(Simulator):
-    """Predicts times on a profiled machine; takes the place of a simulator wherever one is asked for.
+class ProfileTiming(AbstractTiming):
+    """Times of a machine that was profiled.
 
     Args:
         profile: what was measured.
-        nodes: of the same kind; None for as many as were measured.
+        cluster: links and devices of the profile, as `ClusterProfile.to_cluster` returns them.
         virtual_flops: operations per second of virtual accelerators, which take no processor time; None: experts multiply.
-
-    Raises:
-        InputError: if there are several nodes and the profile is of one.
     """
 
-    def __init__(
-        self, profile: ClusterProfile, *, nodes: int | None = None, virtual_flops: float | None = None
-    ) -> None:
-        super().__init__(profile.to_cluster(nodes))
-        self.profile, self._virtual_flops = profile, virtual_flops
+    def __init__(self, profile: ClusterProfile, cluster: ClusterSpec, virtual_flops: float | None = None) -> None:
+        self.profile, self._cluster, self._virtual_flops = profile, cluster, virtual_flops
         self._costs = costs_vector(profile.host, with_transport=False)
 
     @property
@@ -64,64 +47,30 @@ class ProfiledSimulator(Simulator):
         """What a layer's forward and backward pass take outside its programs: routing, the exchange of counts, autograd."""
         return float(layer_features() @ self._costs) * self.profile.host.sharing
 
-    def asked(self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None) -> Asked:
-        """Return what a program asks of host and links; arguments as of `Simulator.run`."""
-        return _asked(program, self.volumes(program, workload, grid, sizes=sizes))
+    @property
+    def starts_early(self) -> bool:
+        return True
 
-    def program_seconds(
-        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
-    ) -> float:
-        """Return how long a program takes, forward or backward, until the last rank has ended."""
-        if not program.tasks:
-            return 0.0
-        volumes = self.volumes(program, workload, grid, sizes=sizes)
-        return float(self._events(program, workload, volumes)[0].ends.max())
-
-    def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
-        """Return how long a layer takes, routing, forward and backward pass.
-
-        Args:
-            forward, backward: of a compiled plan.
-            workload: of the layer, even routing.
-            grid: of the compiled plan.
-        """
-        return self.around_seconds + sum(self.program_seconds(each, workload, grid) for each in (forward, backward))
-
-    def _simulate(self, program: Program, workload: Workload, volumes: AbstractVolumes) -> Simulated:
-        """Return the plain simulator's account of links and lanes, at the times of the profiled machine.
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+        """Return the program laid out in time.
 
         A link is taken for no longer than the program runs: its first kilobytes may be free. What the one thread of a rank
         does counts as computing.
         """
-        plain = super()._simulate(program, workload, volumes)
-        if not program.tasks:
-            return plain
-        events, thread = self._events(program, workload, volumes)
-        ends = events.ends.max(axis=0)
-        last, most = int(ends.argmax()), float(ends.max())
-        spans = tuple(
-            replace(span, start=float(start), end=float(end))
-            for span, start, end in zip(plain.timeline.spans, events.starts[:, last], events.ends[:, last])
-        )
-        return Simulated(
-            timeline=replace(plain.timeline, spans=spans),
-            ends=ends,
-            compute_seconds=min(float(thread.sum(axis=0).max()), most),
-            link_seconds={name: min(seconds, most) for name, seconds in plain.link_seconds.items()},
-            lane_seconds={name: min(seconds, most) for name, seconds in plain.lane_seconds.items()},
-        )
-
-    def _events(self, program: Program, workload: Workload, volumes: AbstractVolumes) -> tuple[Events, np.ndarray]:
-        """Return the program's events, and the seconds that each task takes of its rank's thread, (tasks, actors)."""
-        asked = _asked(program, volumes)
-        issue = asked.features @ self._costs * self.profile.host.sharing
+        movements = movements_of(program, volumes)
+        features = host_features(program, volumes, movements)
+        issue = features @ self._costs * self.profile.host.sharing
         slots = {slot.name: slot for slot in program.slots}
-        compute = np.array([self._computing(task, slots, volumes, workload.dtype) for task in program.tasks])
+        compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks]).reshape(
+            issue.shape
+        )
         graph = graph_of(program, host_runs_compute=True)
-        first = _run(graph, issue, compute, asked.movements)
-        busy = _busy(first, asked.movements)
-        issue = issue * self._stretch(first, asked, issue, busy)
-        return _run(graph, issue, compute, self._early(first, asked, issue)), issue + compute
+        first = _run(graph, issue, compute, movements)
+        if program.tasks:
+            issue = issue * self._stretch(first, features, issue, _busy(first, movements))
+        events = _run(graph, issue, compute, self._early(first, volumes, movements, issue))
+        most = float(events.ends.max(initial=0.0))
+        return account(program, volumes, movements, events, (issue + compute).sum(axis=0), at_most=most)
 
     def _computing(self, task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, dtype: str) -> np.ndarray:
         """Return the seconds of products, and of codecs that lose precision, (actors,); the rest is the host's."""
@@ -136,15 +85,13 @@ class ProfiledSimulator(Simulator):
 
     def _rates(self, dtype: str) -> Rates:
         if self._virtual_flops is None:
-            return rates_of(self.cluster, dtype)
+            return rates_of(self._cluster, dtype)
         return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
 
-    def _stretch(self, first: Events, asked: Asked, issue: np.ndarray, busy: np.ndarray) -> float:
+    def _stretch(self, first: Events, features: np.ndarray, issue: np.ndarray, busy: np.ndarray) -> float:
         """Return how much longer the host's work takes because the transport's threads want the cores too."""
         carried = float((busy[:, 1] - busy[:, 0]).sum())
-        wanted = (
-            asked.features[:, :, FEATURES.index("transport_byte")].sum(axis=0).max() * self.profile.host.transport_byte
-        )
+        wanted = features[:, :, FEATURES.index("transport_byte")].sum(axis=0).max() * self.profile.host.transport_byte
         if not carried or not issue.any():
             return 1.0
         taken = min(wanted * self.profile.host.sharing / carried, MOST_TAKEN)
@@ -152,22 +99,22 @@ class ProfiledSimulator(Simulator):
         meanwhile = sum(_overlap(start - length, start, busy) for start, length in zip(starts, spent))
         return 1 + meanwhile / float(spent.sum()) * taken / (1 - taken)
 
-    def _early(self, first: Events, asked: Asked, issue: np.ndarray) -> Movements:
+    def _early(self, first: Events, volumes: AbstractVolumes, movements: Movements, issue: np.ndarray) -> Movements:
         """Return the movements, those shortened before which their links were idle.
 
         Of ranks that share a core the first has done its host work while the others still wait for the core, and what it
         exchanges with other cores' first ranks travels meanwhile.
         """
-        names, sharing = asked.volumes.topology.names, max(self.profile.host.sharing, 1.0)
+        names, sharing = volumes.topology.names, max(self.profile.host.sharing, 1.0)
         last: dict[int, float] = {}
         order = sorted(
             (float(first.starts[number, moved.actors[0]]), number, part)
-            for number, parts in enumerate(asked.movements)
+            for number, parts in enumerate(movements)
             for part, moved in enumerate(parts)
         )
-        found = [list(parts) for parts in asked.movements]
+        found = [list(parts) for parts in movements]
         for start, number, part in order:
-            moved = asked.movements[number][part]
+            moved = movements[number][part]
             links, actor = moved.load.links.tolist(), moved.actors[0]
             since = max((last.get(link, 0.0) for link in links), default=0.0)
             last.update(dict.fromkeys(links, float(first.ends[number, actor])))
@@ -184,11 +131,6 @@ class ProfiledSimulator(Simulator):
         """Return the host's work in an interval, tasks being issued just before they start."""
         starts = first.starts[:, actor]
         return float(np.maximum(np.minimum(starts, until) - np.maximum(starts - issue, since), 0.0).sum())
-
-
-def _asked(program: Program, volumes: AbstractVolumes) -> Asked:
-    movements = movements_of(program, volumes)
-    return Asked(volumes, movements, host_features(program, volumes, movements))
 
 
 def _run(graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]) -> Events:
@@ -229,3 +171,20 @@ def _ahead(carried: np.ndarray, worked: float, ranks: int) -> np.ndarray:
     later = 1 - (np.arange(ranks) / ranks) ** 2
     ends = (moments[None, :] + carried[:, None] * later[None, :]).max(axis=1)
     return np.maximum(worked + carried - ends, 0.0)
+
+
+def profiled_simulator(
+    profile: ClusterProfile, *, nodes: int | None = None, virtual_flops: float | None = None
+) -> Simulator:
+    """Return a simulator of a profiled machine.
+
+    Args:
+        profile: what was measured.
+        nodes: of the same kind; None for as many as were measured.
+        virtual_flops: as for `ProfileTiming`.
+
+    Raises:
+        InputError: if there are several nodes and the profile is of one.
+    """
+    cluster = profile.to_cluster(nodes)
+    return Simulator(cluster, timing=ProfileTiming(profile, cluster, virtual_flops))

@@ -1,27 +1,30 @@
-"""A whole training step: attention and dense layers, MoE layers forward and backward, gradient reduction, optimizer.
+"""A whole training step: attention and dense layers, MoE layers forward and backward, parameters, optimizer; and its memory.
 
-Layers follow one another, so a step is laid out layer by layer; equal layers are simulated once. Gradients are reduced in
-the background where the links between nodes are idle: dense ones over the data-parallel ranks, experts' over the copies of
-the experts, both as reduce-scatter inside nodes, all-reduce between, all-gather inside.
+What an MoE layer takes is simulated; everything else of a step is added up here, on one layout. Parameters, gradients and
+moments lie in parts on all data-parallel ranks, as `moesaic train` keeps them (FSDP2): dense ones over dp, experts over edp.
+They are gathered before a block runs, forward and backward, and gradients are scattered after it, in every micro-batch. So
+many copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.call_sizes import node_tokens_per_node
+from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
-from moesaic.cost.simulate import Simulated, Simulator
-from moesaic.cost.topology import Topology
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
+from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Lane, Program, Stage
-from moesaic.program.timeline import Span, Timeline
+from moesaic.program.task import Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class StepModel:
     seq_len: int
     """Tokens of a sequence."""
     moe_every: int = 1
-    """Each how-many-th block has an MoE layer; the others are dense."""
+    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
     dense_hidden: int = 0
     """Inner width of dense feed-forward layers; 0 for top_k times the experts'."""
     vocab: int = 0
@@ -44,18 +47,16 @@ class StepModel:
     """Accumulated before the optimizer steps."""
     checkpoint_activations: bool = False
     """Keep each block's input only and run its forward pass again in backward."""
-    overlap_gradients: bool = True
-    """Reduce gradients while backward runs; False: after it."""
-    gradient_bytes: int = 4
-    """Of an element, as it is reduced."""
-    optimizer_bytes: int = 12
-    """Per parameter: 12 for Adam with a float32 copy of the weights, 8 without."""
+    shared_hidden: int = 0
+    """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
+    parameter_bytes: int = 4
+    """Of a parameter, of its gradient, and of each of Adam's two moments."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "seq_len", "moe_every", "micro_batches", "gradient_bytes"):
+        for name in ("num_layers", "seq_len", "moe_every", "micro_batches", "parameter_bytes"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("dense_hidden", "vocab", "optimizer_bytes"):
+        for name in ("dense_hidden", "vocab", "shared_hidden"):
             if getattr(self, name) < 0:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 0")
         if self.layer.tokens % self.seq_len:
@@ -66,8 +67,8 @@ class StepModel:
 
     @property
     def moe_layers(self) -> int:
-        """MoE layers."""
-        return self.num_layers // self.moe_every
+        """MoE layers; the last block has one."""
+        return -(-self.num_layers // self.moe_every)
 
     @property
     def inner(self) -> int:
@@ -88,209 +89,326 @@ class StepModel:
         return self.moe_layers * self.layer.num_experts * self.layer.matrices * self.layer.dim * self.layer.hidden
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step laid out in time."""
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A step under a plan."""
 
-    timeline: Timeline
-    """Of one rank, micro-batch after micro-batch, tasks of a pass as they were simulated."""
     seconds: float
     parts: dict[str, float]
-    """Seconds by part: attention, dense, moe forward, moe backward, gradients (what is not hidden), optimizer."""
-    memory: Memory
+    """Seconds by part; they add up."""
+    limits: dict[str, float]
+    """Seconds that the step cannot go below for one reason each: computing, a link, gathering parameters."""
+
+    @property
+    def bottleneck(self) -> str:
+        """The reason that limits it most."""
+        return max(self.limits, key=lambda name: self.limits[name])
 
 
-def simulate_step(
-    model: StepModel,
-    forward: Program,
-    backward: Program,
-    cluster: ClusterSpec,
-    grid: Grid,
-    *,
-    sizes: tuple[CallSizes, CallSizes] | None = None,
-    simulator: Simulator | None = None,
-) -> Step:
-    """Simulate a training step.
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the mean of steps under one plan: of their times, parts and limits."""
+
+    def mean(tables: list[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for table in tables for name in table)
+        return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
+
+    return Estimate(
+        seconds=sum(each.seconds for each in estimates) / len(estimates),
+        parts=mean([each.parts for each in estimates]),
+        limits=mean([each.limits for each in estimates]),
+    )
+
+
+class StepCostModel:
+    """What a step has around its MoE programs, on one layout.
 
     Args:
         model: what is trained.
-        forward: program of its MoE layers, lowered and in order.
-        backward: of their gradients.
-        cluster: what it runs on.
-        grid: the mesh, etp factored as the plan wants it.
-        sizes: of the two programs, for skewed counts; the same in every layer.
-        simulator: of the cluster, to share what it has worked out.
+        grid: the layout.
+        simulator: of the cluster; one of a profile predicts the MoE layers by what was measured.
 
     Raises:
-        InputError: as `simulate` does.
+        InputError: if the layout does not fit the cluster, or the dtype's rate is not known.
     """
-    simulator = simulator or Simulator(cluster)
-    there = simulator.run(forward, model.layer, grid, sizes=sizes[0] if sizes else None)
-    back = simulator.run(backward, model.layer, grid, sizes=sizes[1] if sizes else None)
-    block = _Blocks(model, cluster, grid)
-    written = _Writer(model.num_layers)
-    for _ in range(model.micro_batches):
-        for layer in range(model.num_layers):
-            _forward(written, model, block, there, layer)
-        if model.vocab:
-            written.compute("unembed", 3 * block.unembed, Stage.ROUTE)
-        for layer in reversed(range(model.num_layers)):
-            if model.checkpoint_activations:
-                _forward(written, model, block, there, layer)
-            if _is_sparse(model, layer):
-                written.simulated(f"layer{layer}'", back, "moe backward")
-            else:
-                written.compute(f"dense{layer}'", 2 * block.dense, Stage.EXPERT)
-            written.compute(f"attention{layer}'", 2 * block.attention, Stage.ROUTE)
-            written.done_backward(layer)
-    hidden_from = written.now
-    _reduce(written, model, cluster, grid)
-    written.parts["gradients"] = written.now - hidden_from
-    written.compute("optimizer", _optimizer(model, cluster, grid), Stage.ROUTE, "optimizer")
-    return Step(
-        timeline=Timeline(
-            f"step of {forward.name}", tuple(sorted(written.spans, key=lambda span: (span.start, span.end)))
-        ),
-        seconds=written.now,
-        parts=written.parts,
-        memory=step_memory(model, forward, backward, simulator, grid, sizes=sizes[0] if sizes else None),
-    )
 
+    def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
+        self.model, self.grid, self.simulator, self.cluster = model, grid, simulator, simulator.cluster
+        check_fit(self.cluster, grid.world, grid.ranks_per_node)
+        self._rates = rates_of(self.cluster, model.layer.dtype)
+        self._passes = 4 if model.checkpoint_activations else 3
+        attention, dense, unembed = self._block_seconds()
+        self.attention = self._all_passes(attention, model.num_layers)
+        self.dense = self._all_passes(dense, model.num_layers - model.moe_layers)
+        self.unembed = 3 * unembed
+        self.shared = self._shared()
+        self.routing = simulator.timing.around_seconds
+        """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
+        pass replays its routing and counts nothing."""
 
-def step_memory(
-    model: StepModel,
-    forward: Program,
-    backward: Program,
-    simulator: Simulator,
-    grid: Grid,
-    *,
-    sizes: CallSizes | None = None,
-    token_budget: int | None = None,
-) -> Memory:
-    """Return what a rank needs, at most `token_budget` rows at its experts at once.
+    @property
+    def again(self) -> int:
+        """Forward passes of a block per micro-batch: 2 where backward recomputes."""
+        return self._passes - 2
 
-    Attention with fused scores keeps 15 values of a token's width a layer, a dense feed-forward layer its input and its
-    inner activations (Korthikanti et al. 2022, section 4.1, without the scores).
-    """
-    layer = model.layer
-    tokens, width = layer.tokens, layer.dim * layer.element_bytes
-    volumes = simulator.volumes(forward, layer, grid, sizes=sizes)
-    kept, buffers = layer_memory(forward, backward, volumes, token_budget)
-    dense = tokens * (width + (layer.matrices - 1) * model.inner * layer.element_bytes) / grid.tp
-    per_block = 7.5 * tokens * width / grid.tp
-    blocks = model.num_layers * per_block + model.moe_layers * kept + (model.num_layers - model.moe_layers) * dense
-    if model.checkpoint_activations:
-        blocks = model.num_layers * tokens * width / grid.tp + per_block + max(kept, dense)
-    parameters = _parameters(model, grid)
-    return Memory(
-        weights=parameters * layer.element_bytes,
-        gradients=parameters * model.gradient_bytes,
-        optimizer=parameters * model.optimizer_bytes,
-        activations=blocks,
-        buffers=buffers + (tokens * model.vocab * 4 / grid.tp),
-    )
+    def estimate(self, there: Simulated, back: Simulated) -> Estimate:
+        """Return a step's time.
 
+        Args:
+            there: the forward program of an MoE layer.
+            back: its backward program.
+        """
+        count, layers = self.model.micro_batches, self.model.moe_layers
+        forward, backward = self.again * there.seconds, back.seconds
+        parts = {
+            "attention": count * self.attention,
+            "dense": count * self.dense,
+            "unembed": count * self.unembed,
+            "shared experts": count * self.shared,
+            "routing": count * layers * self.routing,
+            "moe forward": count * layers * forward,
+            "moe backward": count * layers * backward,
+            "parameters": count * self._exposed(there, back),
+            "optimizer": self.optimizer_seconds,
+        }
+        experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
+        computing = (
+            count * (self.attention + self.dense + self.unembed + self.shared + experts) + self.optimizer_seconds
+        )
+        limits = {"compute": computing, "gathering parameters": count * sum(self.sharding.values())}
+        for name in sorted({*there.link_seconds, *back.link_seconds}):
+            seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
+            limits[name] = count * layers * seconds
+        return Estimate(
+            seconds=sum(parts.values()),
+            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+            limits=limits,
+        )
 
-class _Blocks:
-    """Seconds of the parts of a block outside the MoE layer, forward."""
+    def memory(self, forward: Program, backward: Program, grid: Grid, *, token_budget: int | None = None) -> Memory:
+        """Return what a rank needs.
 
-    def __init__(self, model: StepModel, cluster: ClusterSpec, grid: Grid) -> None:
-        rates = rates_of(cluster, model.layer.dtype)
-        tokens, dim, size = model.layer.tokens, model.layer.dim, model.layer.element_bytes
+        Attention with fused scores keeps 15 values of a token's width a layer, a dense feed-forward layer its input and its
+        inner activations (Korthikanti et al. 2022, section 4.1, without the scores).
+
+        Args:
+            forward: the lowered program of an MoE layer.
+            backward: the lowered program of its gradients.
+            grid: the layout, etp factored as the plan wants it.
+            token_budget: rows that a rank's experts hold at most.
+        """
+        model, layer = self.model, self.model.layer
+        tokens, width = layer.tokens, layer.dim * layer.element_bytes
+        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), token_budget)
+        inner = tokens * (width + (layer.matrices - 1) * model.inner * layer.element_bytes) / grid.tp
+        per_block = 7.5 * tokens * width / grid.tp
+        blocks = model.num_layers * per_block + model.moe_layers * kept + (model.num_layers - model.moe_layers) * inner
+        if model.checkpoint_activations:
+            blocks = model.num_layers * tokens * width / grid.tp + per_block + max(kept, inner)
+        size, held = model.parameter_bytes, self._held_parameters
+        dense, experts = self._block_parameters
+        cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
+        kept_casts = 1 if model.checkpoint_activations else model.moe_layers
+        gathered = dense * (grid.dp > 1) + experts * (grid.edp > 1)
+        return Memory(
+            weights=held * size,
+            gradients=held * size,
+            optimizer=held * 2 * size,
+            activations=blocks + kept_casts * cast,
+            # two blocks' parameters, one block's gradients
+            buffers=buffers + (tokens * model.vocab * 4 / grid.tp) + 3 * gathered * size,
+        )
+
+    @property
+    def least_bytes(self) -> float:
+        """What a rank needs whatever the plan: parameters, gradients, moments, and the residual stream."""
+        stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
+        return self._held_parameters * 4 * self.model.parameter_bytes + self.model.num_layers * stream
+
+    @cached_property
+    def compute_bound(self) -> float:
+        """Seconds of computing of a step, experts in one product each."""
+        return self._outside + self.model.micro_batches * self.model.moe_layers * self._passes * self._expert_seconds
+
+    @cached_property
+    def link_bound(self) -> float:
+        """Seconds of the fullest link of a step if every token crossed it once for all experts behind it, or the weights
+        did where they are fewer bytes; parameters and gradients included."""
+        count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
+        return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
+
+    def floor(self, *, compression: float = 1.0) -> float:
+        """Return seconds that no plan on this layout goes below: what is computed outside the MoE layers, and of each of
+        their passes computing, crossing, or gathering behind it, whichever is more.
+
+        On a profiled machine crossing does not count: there a part of the bytes may be through before the last rank has come.
+
+        Args:
+            compression: bytes of a row over those that a codec sends.
+        """
+        compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
+        if self.simulator.timing.starts_early:
+            crossing = 0.0
+        attention = self.attention / self._passes / self.model.num_layers
+        gathering = [moves * (sum(self._unit_seconds) - attention) for moves in (1, 2)]
+        passes = (self.again - 1) * max(compute, crossing)
+        passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
+        return self._outside + self.model.micro_batches * self.model.moe_layers * passes
+
+    @cached_property
+    def sharding(self) -> dict[str, float]:
+        """Seconds per micro-batch of gathering parameters twice and scattering gradients, for each kind of unit, alone."""
+        dense, experts = self._unit_seconds
+        model = self.model
+        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self.grid.dp) / 2
+        return {"dense": 3 * model.num_layers * dense, "experts": 3 * model.moe_layers * experts, "ends": 3 * ends}
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Seconds of reading and writing parameters and moments and reading gradients, each rank its part."""
+        per_parameter = 7 * self.model.parameter_bytes
+        return self._held_parameters * per_parameter / (self.cluster.device.memory_gigabytes_per_second * 1e9)
+
+    @property
+    def _outside(self) -> float:
+        each = self.attention + self.dense + self.unembed + self.shared
+        return self.model.micro_batches * each + self.optimizer_seconds
+
+    def _block_seconds(self) -> tuple[float, float, float]:
+        """Return the seconds of a forward pass of attention, of a dense feed-forward layer, and of the output."""
+        model, grid, layer = self.model, self.grid, self.model.layer
+        tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rows = np.array([float(tokens)])
+        # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
+        over_tp = reduce_seconds(self.cluster, grid, tokens * dim * size, 1, grid.tp)
 
         def product(flops_per_row: float, weights: float) -> float:
-            return float(rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])
+            return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])
 
         scores = 2 * 2 * model.seq_len * dim / 2
-        copies = 10 * tokens * dim * size / grid.tp / rates.memory
-        self.attention = product(8 * dim * dim + scores, 4 * dim * dim) + copies + _sum_over_tp(model, cluster, grid)
-        inner = model.layer.matrices * dim * model.inner
-        self.dense = product(2 * inner, inner) + copies / 2 + _sum_over_tp(model, cluster, grid)
-        self.unembed = product(2 * dim * model.vocab, dim * model.vocab) if model.vocab else 0.0
+        copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
+        inner = layer.matrices * dim * model.inner
+        return (
+            product(8 * dim * dim + scores, 4 * dim * dim) + copies + over_tp,
+            product(2 * inner, inner) + copies / 2 + over_tp,
+            product(2 * dim * model.vocab, dim * model.vocab) if model.vocab else 0.0,
+        )
 
+    def _all_passes(self, seconds: float, layers: int) -> float:
+        """Return the seconds of some layers, forward and backward, from those of one forward pass."""
+        total = 0.0
+        for passes in [1] * layers + ([1, 2] if self.model.checkpoint_activations else [2]) * layers:
+            total += passes * seconds
+        return total
 
-class _Writer:
-    """The step while it grows."""
+    def _exposed(self, there: Simulated, back: Simulated) -> float:
+        """Return the seconds per micro-batch in which parameters and gradients move and nothing else goes on.
 
-    def __init__(self, num_layers: int) -> None:
-        self.now = 0.0
-        self.spans: list[Span] = []
-        self.parts: dict[str, float] = {}
-        self.crossings: list[tuple[float, float]] = []
-        self.backward_ends: dict[int, float] = dict.fromkeys(range(num_layers), 0.0)
+        A block's parameters are gathered while the block before it runs, where its movements leave the links idle; on CPU,
+        where one thread issues everything, nothing hides.
+        """
+        dense, experts = self._unit_seconds
+        attention = self.attention / self._passes / self.model.num_layers
+        total = self.sharding["ends"]
+        for layers, gathered, inner in (
+            (self.model.moe_layers, dense + experts, (there, back)),
+            (self.model.num_layers - self.model.moe_layers, dense, None),
+        ):
+            for moves, passes, index in ((1, 1, 0), (2, 2, 1)):
+                run = None if inner is None else inner[index]
+                idle = passes * attention + (0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0))
+                hidden = 0.0 if self.cluster.host.runs_compute else idle
+                total += layers * max(moves * gathered - hidden, 0.0)
+        return total
 
-    def compute(self, name: str, seconds: float, stage: Stage, part: str | None = None) -> None:
-        """Append a stretch of computing."""
-        if seconds > 0:
-            self.spans.append(Span(name, Lane.COMPUTE, None, stage, self.now, self.now + seconds))
-            key = part or name.rstrip("'0123456789")
-            self.parts[key] = self.parts.get(key, 0.0) + seconds
-            self.now += seconds
+    @cached_property
+    def _unit_seconds(self) -> tuple[float, float]:
+        """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
+        dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
+        over_dp = reduce_seconds(self.cluster, self.grid, dense, self.grid.tp, self.grid.dp)
+        over_edp = reduce_seconds(self.cluster, self.grid, experts, self.grid.ep * self.grid.etp, self.grid.edp)
+        return over_dp / 2, over_edp / 2
 
-    def simulated(self, prefix: str, done: Simulated, part: str) -> None:
-        """Append a simulated program."""
-        for span in done.timeline.spans:
-            moved = replace(span, task=f"{prefix}:{span.task}", start=self.now + span.start, end=self.now + span.end)
-            self.spans.append(moved)
-            if span.lane is Lane.INTER and span.end > span.start:
-                self.crossings.append((moved.start, moved.end))
-        self.parts[part] = self.parts.get(part, 0.0) + done.seconds
-        self.now += done.seconds
+    @property
+    def _block_parameters(self) -> tuple[float, float]:
+        """Parameters of a block on a rank before they are cut over data-parallel ranks: dense ones, experts'."""
+        model, layer = self.model, self.model.layer
+        dense = (model.dense_parameters - 2 * model.vocab * layer.dim) / model.num_layers / self.grid.tp
+        dense += self.model.shared_hidden * layer.matrices * layer.dim * model.moe_layers / model.num_layers
+        return dense, model.expert_parameters / model.moe_layers / (self.grid.ep * self.grid.etp)
 
-    def done_backward(self, layer: int) -> None:
-        """Note when a layer's gradients are there; the last micro-batch counts."""
-        self.backward_ends[layer] = self.now
+    @property
+    def _root_bytes(self) -> float:
+        """Bytes of the embedding and the output."""
+        return 2 * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
 
+    @property
+    def _held_parameters(self) -> float:
+        shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
+        dense = self.model.dense_parameters / self.grid.tp + shared
+        return dense / self.grid.dp + self.model.expert_parameters / self.grid.world
 
-def _forward(written: _Writer, model: StepModel, block: _Blocks, there: Simulated, layer: int) -> None:
-    written.compute(f"attention{layer}", block.attention, Stage.ROUTE)
-    if _is_sparse(model, layer):
-        written.simulated(f"layer{layer}", there, "moe forward")
-    else:
-        written.compute(f"dense{layer}", block.dense, Stage.EXPERT)
+    def _shared(self) -> float:
+        """Return the seconds per micro-batch of shared experts, which every rank of a tensor group computes whole."""
+        layer, hidden = self.model.layer, self.model.shared_hidden
+        if not hidden:
+            return 0.0
+        work = layer.matrices * layer.dim * hidden
+        once = self._rates.product_seconds(np.array([float(layer.tokens)]), 2.0 * work, work * layer.element_bytes)
+        return self.model.moe_layers * self._passes * float(once[0])
 
+    @cached_property
+    def _expert_seconds(self) -> float:
+        """Seconds of one forward pass of a rank's experts, each in one product."""
+        layer, grid = self.model.layer, self.grid
+        rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
+        work = layer.matrices * layer.dim * layer.hidden / grid.etp
+        each = self._rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        return float(each[0]) * layer.num_experts / grid.ep
 
-def _is_sparse(model: StepModel, layer: int) -> bool:
-    return (model.num_layers - 1 - layer) % model.moe_every == 0
+    @property
+    def _links(self) -> list[Link]:
+        """Levels that every message out of a run of devices uses."""
+        crosses = self.grid.world > self.cluster.devices_per_node
+        return [
+            link for link in self.cluster.links
+            if not link.shared and link.carries != "inside" and link.devices <= self.cluster.devices_per_node
+            and (crosses or link.carries == "all")
+            and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
+        ]  # fmt: skip
 
+    @cached_property
+    def _crossing_seconds(self) -> float:
+        return max([0.0, *map(self._crossing, self._links)])
 
-def _reduce(written: _Writer, model: StepModel, cluster: ClusterSpec, grid: Grid) -> None:
-    """Append the reduction of each layer's gradients, into idle time between crossings where it may overlap."""
-    dense = model.dense_parameters / model.num_layers / grid.tp * model.gradient_bytes
-    experts = model.expert_parameters / max(model.moe_layers, 1) / (grid.ep * grid.etp) * model.gradient_bytes
-    over_dp = reduce_seconds(cluster, grid, dense, grid.tp, grid.dp)
-    over_edp = reduce_seconds(cluster, grid, experts, grid.ep * grid.etp, grid.edp)
-    free = 0.0
-    for layer in reversed(range(model.num_layers)):
-        needed = over_dp + (over_edp if _is_sparse(model, layer) else 0.0)
-        if needed == 0:
-            continue
-        ready = max(free, written.backward_ends[layer] if model.overlap_gradients else written.now)
-        start, free = fill_gaps(written.crossings, ready, needed)
-        written.spans.append(Span(f"gradients{layer}", Lane.INTER, None, Stage.COMBINE, start, free))
-    written.now = max(written.now, free)
+    def _crossing(self, link: Link) -> float:
+        """Return the seconds that a link takes one way, each token crossing it once, or the experts' weights."""
+        layer, grid = self.model.layer, self.grid
+        where = self._run_of(link)
+        runs = grid.ep * grid.etp // where
+        elsewhere = runs - max(1, grid.tp // where)
+        if elsewhere <= 0 or layer.num_experts < runs:
+            return 0.0
+        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * where / grid.world
+        weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
+        return min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where / link.slowest
 
+    def _sharding(self, link: Link) -> float:
+        """Return the seconds per micro-batch that gathering parameters and scattering gradients takes of a link."""
+        dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
+        units = (
+            (self.model.num_layers * dense, self.grid.tp, self.grid.dp),
+            (self.model.moe_layers * experts, self.grid.ep * self.grid.etp, self.grid.edp),
+            (self._root_bytes, self.grid.tp, self.grid.dp),
+        )
+        total, where = 0.0, self._run_of(link)
+        for num_bytes, stride, ranks in units:
+            inside = min(ranks, max(1, where // stride))
+            total += where / inside * num_bytes * (1 - inside / ranks)
+        return 3 * total * link.devices / where / link.slowest
 
-def fill_gaps(busy: list[tuple[float, float]], ready: float, seconds: float) -> tuple[float, float]:
-    """Return when work starts and ends that runs only while nothing else does.
-
-    Args:
-        busy: (start, end) of what goes first, in order, none overlapping another.
-        ready: from when on it may run.
-        seconds: that it takes.
-    """
-    start, now, left = None, ready, seconds
-    for begins, ends in busy:
-        if ends <= now:
-            continue
-        if begins > now:
-            start = now if start is None else start
-            if begins - now >= left:
-                return start, now + left
-            left -= begins - now
-        now = max(now, ends)
-    return (now if start is None else start), now + left
+    def _run_of(self, link: Link) -> int:
+        """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""
+        return self.cluster.devices_per_node if link.carries == "outside" else link.devices
 
 
 def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:
@@ -325,18 +443,3 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
         np.concatenate([np.full(per_node, float(steps[number])) for number in keep]),
     )
     return load.alone
-
-
-def _sum_over_tp(model: StepModel, cluster: ClusterSpec, grid: Grid) -> float:
-    """Return the seconds of the all-reduce that ends a layer split over tp (Megatron-LM, Shoeybi et al. 2019)."""
-    return reduce_seconds(cluster, grid, model.layer.tokens * model.layer.dim * model.layer.element_bytes, 1, grid.tp)
-
-
-def _parameters(model: StepModel, grid: Grid) -> float:
-    return model.dense_parameters / grid.tp + model.expert_parameters / (grid.ep * grid.etp)
-
-
-def _optimizer(model: StepModel, cluster: ClusterSpec, grid: Grid) -> float:
-    """Reads and writes weights and state once, reads gradients."""
-    per_parameter = 2 * (model.layer.element_bytes + model.optimizer_bytes) + model.gradient_bytes
-    return _parameters(model, grid) * per_parameter / (cluster.device.memory_gigabytes_per_second * 1e9)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape, row_bytes
 from moesaic.cost.call_sizes import chunks_of
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.even import PieceRows
+from moesaic.cost.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
 from moesaic.cost.movement import AbstractVolumes, Movement, ends_of
-from moesaic.cost.simulate import Simulator, piece_rows
+from moesaic.cost.row_bytes import LayerShape, row_bytes
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Load, Topology
 from moesaic.cost.workload import Workload
 from moesaic.program.grid import Grid
@@ -113,17 +113,21 @@ class Scaled(AbstractVolumes):
         return self._piece.of(layout) / (self._family.pieces[0].of(layout) or 1.0)
 
 
-class SweepSimulator(Simulator):
-    """A simulator for many even layers per mesh and program; its times are those of `Simulator`.
+class SweptLayers(AbstractEvenLayers):
+    """Many even layers per mesh and program; a simulator that takes them has the times of one that does not.
 
     Codecs that code rows in blocks round up message by message, which pieces do not show: up to one block per message.
+
+    Args:
+        cluster: on what.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        super().__init__(cluster)
+        self._each = EvenLayers(cluster)
         self._families: dict[tuple[object, ...], _Family] = {}
 
-    def _even_volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+    def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the rows and messages of a program under even routing."""
         chunks, redundant = chunks_of(program), program.is_redundant
         apart = any(slot.layout.step is not None for slot in program.slots)
         key = (grid, workload.num_experts, chunks, redundant, apart)
@@ -132,10 +136,15 @@ class SweepSimulator(Simulator):
                 Workload(tokens=size, num_experts=workload.num_experts, top_k=1, dim=1024, hidden=size)
                 for size in (_REFERENCE, 2 * _REFERENCE)
             ]
-            one, two = (super(SweepSimulator, self)._even_volumes(program, each, grid) for each in made)
+            one, two = (self._each.volumes(program, each, grid) for each in made)
             pieces = [piece_rows(each, grid, chunks, redundant) for each in made]
             self._families[key] = _Family(one, two, (pieces[0], pieces[1]))
         return Scaled(self._families[key], workload.shape, piece_rows(workload, grid, chunks, redundant))
+
+
+def sweep_simulator(cluster: ClusterSpec) -> Simulator:
+    """Return a simulator for many even layers per mesh and program."""
+    return Simulator(cluster, even=SweptLayers(cluster))
 
 
 def _line(one: Movement, two: Movement, sizes: list[float]) -> _Line:

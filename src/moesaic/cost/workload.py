@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import LayerShape
 from moesaic.cost.cluster import ELEMENT_BYTES, Dtype, check_above_zero
+from moesaic.cost.row_bytes import LayerShape
 from moesaic.errors import InputError
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.experts.dtensor import is_dtensor
 from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
@@ -236,9 +236,22 @@ def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: fl
         bias.zero_()
 
 
-def compute_dtype(rows: Tensor) -> torch.dtype:
-    """Return the dtype of the products: autocast's where it is on, else that of the rows."""
-    device_type = rows.device.type
-    if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return rows.dtype
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the products for rows of a dtype on a device: autocast's where it is on, else that of the rows."""
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether a tensor is a `DTensor`. For a plain one PyTorch's package for them, which takes a second, is not imported."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -85,7 +85,7 @@ class StackedExperts(AbstractExperts):
     def compute(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> Tensor:
-        dtype = compute_dtype(rows)
+        dtype = compute_dtype(rows.dtype, rows.device)
         sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return expert_ffn(self._work(sharded, common, rows.to(dtype), gates, ends, shards))
 
@@ -99,7 +99,7 @@ class StackedExperts(AbstractExperts):
         *,
         weight_first: bool = False,
     ) -> Tensor:
-        dtype = compute_dtype(x)
+        dtype = compute_dtype(x.dtype, x.device)
         sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         gates = weight.index_select(0, permutation.order)
         work = self._work(sharded, common, x.to(dtype), gates, permutation.ends, 1)

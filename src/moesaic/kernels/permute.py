@@ -57,7 +57,7 @@ def sort_by_expert(
         rows_per_token: R / T when every token has that many rows, token after token; else None.
     """
     if kind_of(expert.device) == "triton":
-        from moesaic.kernels.triton.sort import sort
+        from moesaic.kernels.triton.rows.sort import sort
 
         order, row, _ = (each.long() for each in sort(expert, len(counts)))
     else:
@@ -136,7 +136,7 @@ def sum_rows(
         )
         return summed
     if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
-        from moesaic.kernels.triton.permute import sum_tokens
+        from moesaic.kernels.triton.rows.permute import sum_tokens
 
         return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
     by_token = rows.index_select(0, dispatch.by_token).to(accumulate)

@@ -2,7 +2,7 @@
 
 Operations that have several implementations ask here and import what they are told, so that Triton is imported where it runs
 and nowhere else: the expert stage (`expert_kernel`), the order of rows and their sums (`permute.py`), the choice of experts
-(`routing/selection.py`), and the codecs.
+(`routing/router.py`), and the codecs.
 """
 
 from __future__ import annotations

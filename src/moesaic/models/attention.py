@@ -1,4 +1,4 @@
-"""Causal self-attention with rotary positions (Su et al., "RoFormer", 2021) and a key-value cache for decoding."""
+"""What mixes positions: causal attention with rotary positions, and a short causal convolution in front of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.models.short_conv import RecentTokens
 from moesaic.models.split import RowLinear, StackedLinear
 
 
@@ -77,3 +76,42 @@ class Attention(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class RecentTokens:
+    """The last inputs of one convolution when decoding; (batch, width - 1, dim)."""
+
+    def __init__(self) -> None:
+        self.inputs: Tensor | None = None
+
+
+class ShortConv(nn.Module):
+    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`; starts as the identity.
+
+    Args:
+        dim: width of the residual stream.
+        width: positions that an output sees, its own included.
+    """
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.zeros(width - 1, dim))
+
+    def forward(self, x: Tensor, recent: RecentTokens | None = None) -> Tensor:
+        """Mix each position with the ones before it.
+
+        Args:
+            x: (batch, positions, dim).
+            recent: what came before x; zeros where nothing did.
+        """
+        reach, length = len(self.taps), x.shape[1]
+        if recent is not None and recent.inputs is not None:
+            padded = torch.cat([recent.inputs, x], dim=1)
+        else:
+            padded = F.pad(x, (0, 0, reach, 0))
+        if recent is not None:
+            recent.inputs = padded[:, length:]
+        y = x
+        for k in range(1, reach + 1):
+            y = y + padded[:, reach - k : reach - k + length] * self.taps[k - 1].to(x.dtype)
+        return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
-from moesaic.models.attention import Attention, KeyValueCache
+from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.short_conv import ShortConv
-from moesaic.models.split import Norm, local_part
-from moesaic.models.unembed import unembed
+from moesaic.models.split import Norm, local_part, unembed
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited_sigmoid
 from moesaic.routing.routing import Routing
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
-from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.routing_cache import checkpoint
 
 
@@ -89,24 +85,24 @@ class Block(nn.Module):
             self.ffn = Dense(config.dim, config.active_hidden, config.moe.experts)
 
     def forward(
-        self,
-        x: Tensor,
-        tokens: Tensor | None,
-        mask: Tensor | None,
-        cache: KeyValueCache | None,
-        move: SampleMove | None = None,
+        self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Routing | None]:
-        x = self.conv(x, None if cache is None else cache.recent)
-        x = x + self.attention(self.attention_norm(x), cache)
+        x = self.attend(x, cache)
         if isinstance(self.ffn, MoE):
-            residual = None if move is None else Residual(x, self.ffn_norm)
-            y, routing = self.ffn(
-                self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True, move=move, residual=residual
-            )
-            # A tensor of its own, for FSDP's hooks are lost where somebody changes a view in place. And a record without a
-            # graph: FSDP would start its backward at every output that has one.
-            return x + y if move is None else y.clone(), replace(routing, weight=routing.weight.detach())
+            y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)
+            return x + y, without_graph(routing)
         return x + self.ffn(self.ffn_norm(x)), None
+
+    def attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return what stands in front of the feed-forward layer's norm: (batch, positions, dim), as x is."""
+        x = self.conv(x, None if cache is None else cache.recent)
+        attended: Tensor = x + self.attention(self.attention_norm(x), cache)
+        return attended
+
+
+def without_graph(routing: Routing) -> Routing:
+    """Return a record without a graph: FSDP would start its backward pass at every output of a block that has one."""
+    return replace(routing, weight=routing.weight.detach())
 
 
 class GPT(nn.Module):
@@ -120,15 +116,16 @@ class GPT(nn.Module):
         vocab_size: rows of the embedding, which is also the output matrix.
     """
 
+    block: ClassVar[type[Block]] = Block
+    """What its blocks are."""
+
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
         self.norm = Norm(config.dim)
-        self.relocator: Relocator | None = None
-        """Moves samples between ranks in forward passes without caches; None: each rank keeps its own."""
         self.reset_parameters()
 
     @torch.no_grad()
@@ -160,36 +157,40 @@ class GPT(nn.Module):
             caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
         """
         x = self.embedding(tokens)
-        trip = None if self.relocator is None else self._start_trip(self.relocator, tokens, caches)
         routings: list[Routing] = []
-        # A recomputation would extend the caches a second time.
-        recompute = self.config.checkpoint_activations and caches is None and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
-            cache = None if caches is None else caches[index]
-            move: SampleMove | None = None
-            ids: Tensor | None = tokens
-            valid = mask
-            if trip is not None and isinstance(block.ffn, MoE):
-                ids = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
-                valid = None if mask is None else trip.bring(mask)
-                move = trip.next()
-            run = partial(checkpoint, block) if recompute else block
-            x, routing = run(x, ids, valid, cache, move)
+            assert isinstance(block, Block)
+            x, routing = self.run_block(block, x, tokens, mask, None if caches is None else caches[index])
             if routing is not None:
                 routings.append(routing)
         logits = unembed(self.norm(x), self.embedding.weight)
-        loss = None if targets is None else _loss(logits, targets, trip)
-        return GPTOutput(logits, loss, routings)
+        return GPTOutput(logits, None if targets is None else self.loss(logits, targets), routings)
 
-    def _start_trip(self, relocator: Relocator, tokens: Tensor, caches: list[KeyValueCache] | None) -> SampleTrip:
-        if caches is not None:
-            raise InputError(
-                "sample placement clashes with key-value caches, which stay on their rank: set model.relocator = None to decode"
-            )
-        layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
-        orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
-        followings = [Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)]
-        return relocator.start(followings, *tokens.shape)
+    def run_block(
+        self,
+        block: Block,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        **more: Any,
+    ) -> tuple[Tensor, Routing | None]:
+        """Run a block, without keeping its activations where the model recomputes them; arguments as of the block."""
+        # A recomputation would extend the cache a second time.
+        recompute = self.config.checkpoint_activations and cache is None and torch.is_grad_enabled()
+        run = partial(checkpoint, block) if recompute else block
+        result: tuple[Tensor, Routing | None] = run(x, tokens, mask, cache, **more)
+        return result
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over the targets that are not -1, in at least float32.
+
+        Args:
+            logits: (batch, positions, vocab_size).
+            targets: (batch, positions) int64.
+        """
+        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -214,19 +215,6 @@ class GPT(nn.Module):
         12 * num_layers * dim * length / 2 for causal attention.
         """
         return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
-
-
-def _loss(logits: Tensor, targets: Tensor, trip: SampleTrip | None) -> Tensor:
-    """Return the mean cross-entropy of this rank's targets that are not -1.
-
-    Where other ranks' samples are here, each counts as in the mean of its own rank, so that the mean over ranks is the same.
-    """
-    precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    if trip is None or trip.homes.same_as(trip.home):
-        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
-    weights = trip.bring((1 / (targets != -1).sum().to(precise.dtype)).expand(len(targets)))
-    losses = F.cross_entropy(precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none")
-    return (losses.view(len(targets), -1).sum(1) * weights).sum()
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:

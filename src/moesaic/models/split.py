@@ -1,4 +1,4 @@
-"""Layers that tensor parallelism splits: each rank computes with the part of the weight, or of the positions, that it has.
+"""Layers that tensor parallelism splits, and the logits of a vocabulary that it splits: each rank computes with its part.
 
 They compute on plain tensors; the sums and copies around them belong to whoever splits them. (DTensor arithmetic would do
 both, slower on a CPU, and its view rules never return for an empty batch in torch 2.13.)
@@ -7,12 +7,13 @@ both, slower on a CPU, and its view rules never return for an empty batch in tor
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 class StackedLinear(nn.Module):
@@ -79,3 +80,38 @@ def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, differentiable; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def unembed(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits of all tokens of the vocabulary.
+
+    Args:
+        x: (batch, positions, dim), the same on all ranks that share the embedding.
+        weight: (vocab_size, dim); where it is split, by its rows, a DTensor of one mesh dimension.
+
+    Returns:
+        (batch, positions, vocab_size), the same on all those ranks.
+    """
+    if not isinstance(weight, DTensor):
+        return F.linear(x, weight)
+    mesh = weight.device_mesh
+    part = F.linear(use_differently(x, mesh), local_part(weight))
+    logits: Tensor = GatherVocabulary.apply(part, mesh, weight.shape[0])
+    return logits
+
+
+class GatherVocabulary(torch.autograd.Function):
+    """All ranks' logits from each rank's part; as all use them alike, a rank's gradient is its part of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, vocab_size: int) -> Tensor:
+        ctx.mesh = mesh
+        shape = torch.Size((*part.shape[:2], vocab_size))
+        stride = (shape[1] * vocab_size, vocab_size, 1)
+        split = DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+        return split.full_tensor().clone()  # FSDP warns of a module that returns a view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole = DTensor.from_local(gradient, ctx.mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(2)]).to_local(), None, None

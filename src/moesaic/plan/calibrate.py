@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesaic.balance.rates import machine_of
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import ALONE
 from moesaic.cost.call_sizes import copies_by_rank, sizes_of
@@ -43,7 +42,7 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
     )
     grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=SKEW, seed=0)
     copies = copies_by_rank(compiled.forward, grid, counts)
-    load = Load(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+    load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
     arbitration = Arbiter(costs=costs, part_us=0.0, learn=False).start(
         compiled.plan, [each.plan for each in compiled.options]
     )

@@ -12,7 +12,7 @@ from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.split_peers import groups_inside_nodes
+from moesaic.program.passes.split import groups_inside_nodes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ import numpy as np
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import CODECS
-from moesaic.cost.alpha_beta import LayerShape, Machine, estimate
+from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.plan import Crossing, Plan
-from moesaic.program.all_to_all.volume import even_node_tokens, even_sizes
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
 from moesaic.program.grid import Grid
@@ -28,14 +29,15 @@ from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.halve_reduce import halve_reduce
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
+from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split_capacity import split_capacity
-from moesaic.program.passes.split_peers import split_peers
-from moesaic.program.shapes import LayoutIndex
+from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.passes.up_to_experts import up_to_experts
+from moesaic.program.sizes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
-from moesaic.program.transpose import transpose
+from moesaic.program.transpose import saved, transpose
 from moesaic.program.validate import validate
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
@@ -57,8 +59,10 @@ class Compiled:
     """Of a plan that replicates copies: the same one without replication, for calls in which nothing is replicated."""
     options: tuple[Compiled, ...] = ()
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
+    again: Program | None = None
+    """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
 
-    @property
+    @cached_property
     def is_multicast(self) -> bool:
         """Whether the program reads visits."""
         return self.plan.crossing is Crossing.MULTICAST
@@ -115,6 +119,7 @@ def compile_plan(
     bias: bool = False,
     durations: Durations | None = None,
     host_runs_compute: bool = False,
+    moves_samples: bool = False,
 ) -> Compiled:
     """Compile a plan for a mesh.
 
@@ -124,10 +129,14 @@ def compile_plan(
         bias: the experts also have parameters that their shards hold in common.
         durations: for the exact order; None takes those of a middling layer by the default rates of `cost.Machine`.
         host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
+        moves_samples: results go to their samples' next homes; see `moving`.
 
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
+    if moves_samples:
+        stays = compile_plan(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+        return moving(stays)
     unreplicated = None
     if plan.replication != "none":
         options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
@@ -146,15 +155,41 @@ def compile_plan(
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
         if plan.order == "exact":
-            program = exact(
-                program, (durations or partial(_nominal, plan))(program, grid), host_runs_compute=host_runs_compute
-            )
+            program = exact(program, (durations or _nominal)(program, grid), host_runs_compute=host_runs_compute)
         else:
             program = ORDERS[plan.order](program, None)
         program = side_by_side(program)
         validate(program)
         programs.append(program)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated)
+    again = None if plan.token_budget is None else up_to_experts(programs[0], saved(logical))
+    if again is not None:
+        validate(again)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+
+
+def moving(compiled: Compiled) -> Compiled:
+    """Return the same programs with every result delivered to the rank where its sample lives next (`passes/relocate`).
+
+    Args:
+        compiled: of a plan under which samples stay.
+
+    Raises:
+        InputError: for a plan under which samples cannot move.
+    """
+    plan = compiled.plan
+    if plan.crossing is Crossing.DEEPEP:
+        raise InputError(
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: choose linear"
+        )
+    if plan.token_budget is not None:
+        raise InputError(
+            f"sample placement clashes with plan.token_budget={plan.token_budget}, whose slices cut samples: leave "
+            "token_budget unset"
+        )
+    logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))
+    validate(forward)
+    validate(backward)
+    return replace(compiled, logical=logical, forward=forward, backward=backward)
 
 
 def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[str, Any]) -> Compiled:
@@ -188,20 +223,15 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
     )
 
 
-def _nominal(plan: Plan, program: Program, grid: Grid) -> Mapping[str, float]:
-    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing."""
+def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
+    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing.
+
+    They are rounded to nanoseconds: all ranks must search by equal ones, and the last bits differ on unlike processors.
+    """
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
-    layer = {"tokens": 4096, "num_experts": num_experts, "top_k": 2, "num_chunks": plan.chunks}
-    node_tokens = even_node_tokens(grid, **layer) if grid.nodes_per_replica else None
-    sizes = even_sizes(
-        grid,
-        redundant=program.is_redundant,
-        **layer,
-        node_tokens=node_tokens,
-        units=2816 // grid.etp,
-        replicates=plan.replication != "none",
-    )
-    return estimate(program, sizes, LayerShape(dim=1024, hidden=2816), Machine())
+    layer = Workload(tokens=4096, num_experts=num_experts, top_k=2, dim=1024, hidden=2816)
+    seconds = Simulator(Machine().to_cluster(grid)).durations(program, layer, grid)
+    return {name: round(each, 9) for name, each in seconds.items()}
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:

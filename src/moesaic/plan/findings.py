@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from moesaic.codecs import CODECS
-from moesaic.cost.coded import DTYPES, coded_bytes
 from moesaic.cost.memory import Memory
+from moesaic.cost.row_bytes import DTYPES, coded_bytes
+from moesaic.cost.step import Estimate
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.layouts import Pins
 from moesaic.plan.plan import Codec, Plan
-from moesaic.plan.step_costs import Estimate
 from moesaic.program.grid import Grid
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))

@@ -6,11 +6,12 @@ import numpy as np
 
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.rates import machine_of
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.cost.call_sizes import copies_by_rank, sizes_of
-from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.even import MAX_RANKS_APART
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, imbalance, uniform_counts
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, for_call
@@ -88,11 +89,11 @@ def decided(
         matrices=layer.matrices,
     )
     copies = copies_by_rank(compiled.forward, compiled.grid, counts)
-    load = Load(compiled.grid, copies, layer.num_experts, max(1, layer.hidden // compiled.grid.etp), layer.dim)
+    load = CallLoad(compiled.grid, copies, layer.num_experts, max(1, layer.hidden // compiled.grid.etp), layer.dim)
     if compiled.options:
         arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
-        verdict = arbitration.choose(load)
-        return compiled.options[verdict.program], verdict.replicated
+        decision = arbitration.choose(load)
+        return compiled.options[decision.program], decision.replicated
     replicated = REPLICATION_POLICIES[compiled.plan.replication](costs).decide(load)
     runs = for_call(compiled, replicated)
     return runs, replicated if runs.replicates else None

@@ -81,7 +81,7 @@ class Job:
         return found
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
-        """Return one micro-batch as the simulator takes it, for so many data-parallel groups.
+        """Return a step as its model of time and memory takes it, for so many data-parallel groups.
 
         Raises:
             InputError: if the batch does not split over them.
@@ -107,7 +107,9 @@ class Job:
             dense_hidden=model.active_hidden,
             vocab=self.data.vocab_size,
             checkpoint_activations=model.checkpoint_activations,
-            gradient_bytes=self.parameter_bytes,
+            micro_batches=self.accumulation,
+            shared_hidden=moe.shared_hidden,
+            parameter_bytes=self.parameter_bytes,
         )
 
 

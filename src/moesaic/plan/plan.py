@@ -43,8 +43,8 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How an MoE layer runs on a mesh."""
+class StaticPlan:
+    """How an MoE layer runs on a mesh, as far as the routing of a call does not matter."""
 
     schedule: Schedule = "s1"
     """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed's), s1 before the gate, s2
@@ -68,27 +68,15 @@ class Plan:
     """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
     backward_codec: Codec = "none"
     """Of gradients that cross ep."""
-    replication: Replication = "none"
-    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
-    (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
-    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
-    none, shadow, spill, both, another gather_weights or the smart schedule, whichever is fastest by the cost model,
-    which measured times correct."""
-    token_budget: int | None = None
-    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
-    plans that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
-    None: no limit."""
     order: Order = "optsche"
     """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
     after chunk; exact: searched, never worse than these by the durations it is given."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        links, replication = (*ALL_TO_ALLS, *_OTHERS), ("none", *REPLICATION_POLICIES)
         names: dict[str, Collection[str]] = {
             "schedule": SCHEDULES,
-            "all_to_all": links,
-            "replication": replication,
+            "all_to_all": (*ALL_TO_ALLS, *_OTHERS),
             "order": ORDERS,
         }
         for name, known in (*names.items(), ("codec", CODECS), ("backward_codec", CODECS)):
@@ -97,10 +85,6 @@ class Plan:
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
-        if self.token_budget is not None and self.token_budget < 1:
-            raise InputError(
-                f"plan.token_budget={self.token_budget}: choose at least 1 token copy per rank, or leave it unset for no limit"
-            )
         if self.gather_weights is not None and self.gather_weights < 0:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
 
@@ -126,7 +110,47 @@ class Plan:
         return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless
 
 
-def _check_kinds(plan: Plan) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Plan(StaticPlan):
+    """How an MoE layer runs on a mesh, and what it does where routing is skewed."""
+
+    replication: Replication = "none"
+    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
+    (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
+    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
+    none, shadow, spill, both, another gather_weights or the smart schedule, whichever is fastest by the cost model,
+    which measured times correct."""
+    token_budget: int | None = None
+    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
+    plans that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
+    None: no limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_replication("plan", self.replication, self.token_budget)
+
+
+def check_replication(where: str, replication: str, token_budget: int | None) -> None:
+    """Refuse an unknown policy and a budget below one copy.
+
+    Args:
+        where: the section that holds the two fields, for the message.
+        replication: name of a policy.
+        token_budget: copies per rank, or None.
+
+    Raises:
+        InputError: for either.
+    """
+    known = ("none", *REPLICATION_POLICIES)
+    if replication not in known:
+        raise InputError(f"{where}.replication={replication!r} is unknown: choose one of {', '.join(known)}")
+    if token_budget is not None and token_budget < 1:
+        raise InputError(
+            f"{where}.token_budget={token_budget}: choose at least 1 token copy per rank, or leave it unset for no limit"
+        )
+
+
+def _check_kinds(plan: StaticPlan) -> None:
     """Refuse a field whose value is of another kind than its annotation says; whole numbers of NumPy become Python's."""
     for field in fields(plan):
         value = getattr(plan, field.name)

@@ -12,8 +12,9 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, compile_plan
@@ -23,7 +24,6 @@ from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import search
-from moesaic.plan.step_costs import StepCostModel
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -55,7 +55,7 @@ class Predictor:
     ) -> None:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
-        self._around = StepCostModel(job, cluster, grid, self._simulator)
+        self._around = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
         on_cpu = cluster.host.runs_compute
         self._compiled: list[Compiled] = [compile_plan(plan, grid, host_runs_compute=on_cpu) for plan in self.plans]
 
@@ -82,7 +82,7 @@ class Predictor:
             source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
         else:
             measured = read_profile(Path(profile), any_machine=True)
-            source, simulator = f"planner.profile={profile}", ProfiledSimulator(measured, nodes=nodes)
+            source, simulator = f"planner.profile={profile}", profiled_simulator(measured, nodes=nodes)
         spec = simulator.cluster
         if spec.devices_per_node != per_node:
             raise InputError(

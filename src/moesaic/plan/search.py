@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.even import MAX_RANKS_APART
 from moesaic.cost.memory import GIB
-from moesaic.cost.simulate import MAX_RANKS_APART, Simulated, Simulator
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel, mean_of
+from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.compile import Compiled, compile_plan
@@ -26,7 +29,6 @@ from moesaic.plan.layouts import layouts, name_of, replica_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
-from moesaic.plan.step_costs import StepCostModel, mean_of
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 
@@ -113,7 +115,7 @@ class _Search:
 
     def _surround(self, grid: Grid, number: int, count: int) -> StepCostModel:
         self.progress("bounding layouts", number, count)
-        return StepCostModel(self.job, self.cluster, grid, self.simulator)
+        return StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator)
 
     def _start(self, around: list[StepCostModel]) -> list[StepCostModel]:
         """Simulate a few plans on every layout whose floor is below the best step so far; the best layouts come first."""
@@ -201,7 +203,9 @@ class _Search:
                 plan=plan,
                 grid=around.grid,
                 estimate=around.estimate(there, back),
-                memory=around.memory(compiled),
+                memory=around.memory(
+                    compiled.forward, compiled.backward, compiled.grid, token_budget=plan.token_budget
+                ),
                 bound_seconds=max(around.compute_bound, around.link_bound),
             )
         return self.tried[key]
@@ -236,7 +240,7 @@ class _Search:
         again = []
         for number, found in enumerate(some):
             self.progress("simulating under counts", number, len(some))
-            around = StepCostModel(self.job, self.cluster, found.grid, self.simulator)
+            around = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
             compiled, layer = self._compile(found.plan, found.grid), around.model.layer
             tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]

@@ -12,16 +12,18 @@ import torch.distributed as dist
 
 from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
+from moesaic.cost.movement import movements_of
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, Machine, Versions
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
-from moesaic.cost.profile_host import FEATURES, layer_features
-from moesaic.cost.profile_simulate import ProfiledSimulator
+from moesaic.cost.profile_host import FEATURES, host_features, layer_features
+from moesaic.cost.profile_simulate import profiled_simulator
+from moesaic.cost.simulate import Simulator
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.profiling.host import CalibrationStep, host_steps, sharing
 from moesaic.profiling.links import TimedMovements, movements, partners
 from moesaic.profiling.shapes import Calibration, calibrations
+from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.testbed.steady import hold_still
 
 Progress = Callable[[str, float], None]
 """Told what is measured now, and the share of all that is done."""
@@ -107,7 +109,7 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
     shared = statistics.median(measured.sharing)
     nodes = measured.world // measured.ranks_per_node
     rough = _with_links(measured, HostCosts(sharing=shared))[0]
-    simulator = ProfiledSimulator(rough)
+    simulator = profiled_simulator(rough)
     samples = [Sample(_features(simulator, each), step.processor) for each, step in measured.steps]
     host = fit_host(samples, shared)
     profile, link_error = _with_links(measured, host.costs)
@@ -130,7 +132,7 @@ def _finished(
 
 def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[float, ...]:
     """Return how far predicted times of the calibration layers are off, as shares; wall times took no part in any fit."""
-    simulator = ProfiledSimulator(profile, virtual_flops=1e30)
+    simulator = profiled_simulator(profile, virtual_flops=1e30)
     found = []
     for each, step in measured.steps:
         compiled = each.compiled
@@ -139,10 +141,11 @@ def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[fl
     return tuple(found)
 
 
-def _features(simulator: ProfiledSimulator, each: Calibration) -> np.ndarray:
+def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
     total = layer_features()
     for program in (each.compiled.forward, each.compiled.backward):
-        total += simulator.asked(program, each.workload, each.compiled.grid).features.mean(axis=1).sum(axis=0)
+        volumes = simulator.volumes(program, each.workload, each.compiled.grid)
+        total += host_features(program, volumes, movements_of(program, volumes)).mean(axis=1).sum(axis=0)
     assert total.shape == (len(FEATURES),)
     return total
 

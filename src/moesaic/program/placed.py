@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex, Matched, Move, Pieces, find
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex, Matched, Move, Pieces, find
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]

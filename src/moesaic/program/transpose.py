@@ -2,8 +2,7 @@
 
 A value that is replicated and used differently has a partial cotangent, and the other way round; sharded and identical
 ones keep their state. So an all-gather whose incoming gradient is partial becomes a reduce-scatter, and one whose
-gradient is identical on all ranks becomes a slice without bytes. Nothing else decides it.
-"""
+gradient is identical on all ranks becomes a slice without bytes. Nothing else decides it."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from moesaic.report.charts import STEP
 from moesaic.report.layers import LOAD_COLOURS, MOST_COLUMNS
 from moesaic.report.style import RUN_COLOURS, figure, line, rounded
+from moesaic.report.template import Key, Legend, Table
 from moesaic.report.words import percent
 
 BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
@@ -200,43 +201,27 @@ def told(found: BalanceLines) -> str:
     return f"Of {calls} calls: {shares}. Deciding took {percent(deciding)} of the steps' time."
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return the options' colours as HTML."""
-    colours = option_colours(names)
-    keys = "".join(
-        f"<span><i class='key thick' style='background:{colours[name]}'></i>{html.escape(name)}</span>"
-        for name in names
-    )
-    return f"<p class='legend'>{keys}</p>" if keys else ""
+def legend(names: Sequence[str]) -> Legend:
+    """Return the options' colours."""
+    return Legend([Key(name, colour, is_thick=True) for name, colour in option_colours(names).items() if name in names])
 
 
-def table(found: BalanceLines) -> str:
-    """Return each layer's last line as an HTML table."""
-    heads = "".join(
-        f"<th>{head}</th>"
-        for head in (
-            "At the end",
-            "Options",
-            "Busiest alone",
-            "Busiest",
-            "Copies replicated",
-            "Samples moved",
-            "Deciding, ms",
-        )
-    )
-    rows = ""
+def table(found: BalanceLines) -> Table:
+    """Return each layer's last line."""
+    heads = (
+        "At the end", "Options", "Busiest alone", "Busiest", "Copies replicated", "Samples moved", "Deciding, ms",
+    )  # fmt: skip
+    rows = []
     for number, layer in enumerate(found.layers[-1]):
         options = ", ".join(f"{name} x {times}" for name, times in layer.get("options", {}).items()) or "none"
         cells = [
-            html.escape(options),
+            options,
             *(_busiest(layer.get(name)) for name in ("rows_alone", "rows")),
             *(f"{layer[name]:.0f}" if name in layer else "none" for name in ("copies_replicated", "samples_moved")),
             f"{1e3 * layer['decision_seconds']:.2f}" if "decision_seconds" in layer else "none",
         ]
-        rows += f"<tr><th>layer {number}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    return (
-        f"<div class='scroll'><table class='numbers'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+        rows.append((f"layer {number}", *cells))
+    return Table(heads, rows)
 
 
 def _busiest(rows: Sequence[float] | None) -> str:

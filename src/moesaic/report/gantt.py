@@ -7,24 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
-import plotly.io
-from plotly.offline import get_plotlyjs
 
-from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.program.timeline import LANES, Span, Timeline
-from moesaic.report.assets import CSS
 from moesaic.report.style import figure, rounded, run_colour
+from moesaic.report.template import Chart, Drawn, page_text, write_text
 
 WHOLE = "#9aa1ac"
 """Colour of tasks that work on no chunk, or on several."""
 _ROW = 58
 """Height of a lane, in pixels."""
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-_DRAW = """
-for (const [id, chart] of Object.entries(charts))
-  Plotly.newPlot(id, chart.data, chart.layout, {responsive: true, displayModeBar: false});
-"""
 
 
 def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
@@ -63,14 +55,10 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
     """
     if not timelines:
         raise InputError(f"{path}: no timeline to draw: give at least one")
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder: name a file, {path / 'gantt.html'} say")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_page(timelines), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
-    return path
+    until = max(timeline.makespan for timeline in timelines.values())
+    charts = [Chart(title, in_words(timeline), gantt(timeline, until)) for title, timeline in timelines.items()]
+    title = " and ".join(timelines)
+    return write_text(page_text("charts.html", Drawn(), what="timeline", title=title, lead="", charts=charts), path)
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
@@ -110,30 +98,4 @@ def _bars(chunk: int | None, spans: Sequence[Span], unit: float) -> go.Bar:
         insidetextfont={"size": 11, "color": "#ffffff"},
         marker={"color": colour, "line": {"color": "#ffffff", "width": 1}},
         showlegend=True,
-    )
-
-
-def _page(timelines: Mapping[str, Timeline]) -> str:
-    until = max(timeline.makespan for timeline in timelines.values())
-    figures, drawn = [], []
-    for number, (title, timeline) in enumerate(timelines.items(), start=1):
-        made = gantt(timeline, until)
-        drawn.append(f'"chart-{number}": {plotly.io.to_json(made)}')
-        figures.append(
-            f"<figure class='chart' style='margin-bottom:14px'><figcaption><h3>{html.escape(title)}</h3>"
-            f"<p>{html.escape(in_words(timeline))}</p></figcaption>"
-            f"<div class='plot' id='chart-{number}' style='height:{made.layout.height}px'></div></figure>"
-        )
-    charts = ",\n".join(drawn)
-    assert "</" not in charts  # plotly writes < as an escape, so that no name can end the script
-    title = " and ".join(timelines)
-    return (
-        "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
-        f"<title>{html.escape(title)} · moesaic timeline</title>\n<style>{CSS}</style>\n"
-        f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n<main>\n"
-        f"<header><p class='brand'>moesaic timeline</p><h1>{html.escape(title)}</h1></header>\n{''.join(figures)}\n"
-        f"<footer>Written by moesaic {__version__}. This file holds everything it shows and loads nothing.</footer>\n"
-        f"</main>\n<script>\nconst charts = {{\n{charts}\n}};{_DRAW}</script>\n</body>\n</html>\n"
     )

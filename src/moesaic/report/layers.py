@@ -10,6 +10,8 @@ import plotly.graph_objects as go
 from moesaic.report.charts import STEP
 from moesaic.report.style import INK, figure, layer_colours, line
 from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers
+from moesaic.report.template import Key, Legend, Table
+from moesaic.report.words import number, percent
 
 MOST_COLUMNS = 200
 """Columns of a heatmap; neighbouring intervals are added up beyond that."""
@@ -105,6 +107,30 @@ def load_shares(layer: LayerSeries, most_columns: int = MOST_COLUMNS) -> tuple[l
         steps.append(layer.load_steps[min(first + group, len(layer.loads)) - 1])
         shares.append([round(count / mean, 3) if mean else None for count in load])
     return steps, shares
+
+
+def legend(run: RunSummary) -> Legend:
+    """Return the layers' colours, and that of their mean."""
+    keys = [Key(f"layer {number}", colour) for number, colour in enumerate(layer_colours(len(run.layers)))]
+    return Legend([*keys, Key("mean", INK, is_thick=True)] if len(keys) > 1 else keys)
+
+
+def table(run: RunSummary) -> Table:
+    """Return each layer's figures at the end."""
+    heads = ("At the end", "MaxVio", "Entropy", "Needed capacity factor", "Dead experts", "Dropped", "Churn")
+    rows = [
+        (
+            f"layer {index}",
+            number(layer.max_violation.last, "{:.2f}"),
+            number(layer.entropy.last, "{:.3f}"),
+            number(layer.needed_capacity_factor.last, "{:.2f}"),
+            number(layer.dead_experts.last, "{:.0f}"),
+            percent(layer.dropped_share.last),
+            percent(layer.churn.last),
+        )
+        for index, layer in enumerate(run.layers)
+    ]
+    return Table(heads, rows)
 
 
 def _from_zero_to(most: float) -> list[float]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moesaic.report.summary import RunSummary
+from moesaic.report.template import Section, Table
 from moesaic.report.words import percent
 from moesaic.train.metrics import read_metrics
 
@@ -16,7 +16,7 @@ SHOWN = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanChoices:
+class PlanLines:
     """What a run's plan table did."""
 
     running: str
@@ -29,13 +29,13 @@ class PlanChoices:
     """Step, reason, load in buckets, plan in words."""
 
 
-def choices_of(lines: Sequence[dict[str, Any]]) -> PlanChoices | None:
+def choices_of(lines: Sequence[dict[str, Any]]) -> PlanLines | None:
     """Return what the lines of a run's metrics say; None where no plan changed by itself."""
     found = [line["plan"] for line in lines if line.get("kind") == "train" and isinstance(line.get("plan"), dict)]
     if not found:
         return None
     last = found[-1]
-    return PlanChoices(
+    return PlanLines(
         running=str(last["running"]),
         switches=int(last["switches"]),
         explored_share=float(last["explored_share"]),
@@ -43,21 +43,15 @@ def choices_of(lines: Sequence[dict[str, Any]]) -> PlanChoices | None:
     )
 
 
-def plans_section(run: RunSummary) -> str:
-    """Return the section about a run as HTML; "" where no plan changed by itself."""
+def plans_section(run: RunSummary) -> Section | None:
+    """Return the section about a run; None where no plan changed by itself."""
     choices = choices_of(read_metrics(run.folder))
     if choices is None:
-        return ""
+        return None
     told = (
         f"{choices.switches} changes of plan, {percent(choices.explored_share)} of the steps on trial; at the end "
         f"{choices.running} runs."
     )
-    rows = "".join(
-        f"<tr><th>{step}</th><td>{html.escape(why)}</td><td>{bucket}</td><td>{html.escape(plan)}</td></tr>"
-        for step, why, bucket, plan in choices.decisions[-SHOWN:]
-    )
-    heads = "".join(f"<th>{head}</th>" for head in ("Step", "Why", "Load", "Plan from then on"))
-    return (
-        f"<section><h2>Plans of {html.escape(run.name)}</h2><p>{html.escape(told)}</p><div class='scroll'>"
-        f"<table class='numbers'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
-    )
+    rows = [(str(step), why, str(bucket), plan) for step, why, bucket, plan in choices.decisions[-SHOWN:]]
+    table = Table(("Step", "Why", "Load", "Plan from then on"), rows)
+    return Section(title="Plans of", run=run.name, text=told, blocks=[table])

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, token_choice
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import token_choice
 
 
 def encoded(choice: Choice, top_k: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
-from moesaic.routing.peers import AbstractPeers, Gathered, check_sequences, kept_copies, places_before
+from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Choice, Routing, Scores
 
@@ -50,8 +50,23 @@ class Routed(NamedTuple):
     """(): the sum of coefficient * loss, differentiable; None without auxiliary losses."""
 
 
+class RoutedCall(NamedTuple):
+    """A call of a layer once its tokens are routed: what the stages after it work with."""
+
+    x: Tensor
+    """(..., dim), as the layer was called."""
+    mask: Tensor | None
+    """x's shape without dim, bool, False for padding; None for none."""
+    token_ids: Tensor | None
+    """x's shape without dim, int64; None where nobody gave them."""
+    routed: Routed
+    """What the route stage returned for all tokens of x."""
+    padded_rows: int | None
+    """Rows that each expert is sent under a padded capacity; None under others."""
+
+
 @dataclass(frozen=True)
-class Batch:
+class TokenInfo:
     """What the route stage knows about its tokens besides their activations."""
 
     valid_T: Tensor | None = None
@@ -80,9 +95,9 @@ def route(
     top_k: int,
     capacity: AbstractCapacity,
     losses: Sequence[AbstractLoss] = (),
-    batch: Batch = Batch(),
+    batch: TokenInfo = TokenInfo(),
     replay: RoutingRecord | None = None,
-    peers: AbstractPeers | None = None,
+    peers: Peers | None = None,
 ) -> Routed:
     """Score, choose, admit, weigh; in float32 (float64 for float64 inputs) whatever the autocast state.
 
@@ -112,8 +127,6 @@ def route(
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
-            if peers is not None and any(loss.needs_sequences for loss in losses):
-                check_sequences(peers, batch.num_sequences, x.device)
             record = _decide(
                 choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
             )
@@ -125,7 +138,7 @@ def route(
     return Routed(replace(routing, logits=scores.logits), record, loss)
 
 
-def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: AbstractPeers | None = None) -> Routed:
+def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:
     """Route tokens whose experts somebody else has chosen and weighed: count them and tell the peers; dropless.
 
     Args:
@@ -139,7 +152,7 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     choice = Choice(at // max(top_k, 1), expert_TK.reshape(-1), at % max(top_k, 1), per_token=top_k)
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
-    record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, Batch(), None, peers)
+    record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, TokenInfo(), None, peers)
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}), record, None)
 
 
@@ -163,9 +176,9 @@ def _decide(
     capacity: AbstractCapacity,
     num_tokens: int,
     num_experts: int,
-    batch: Batch,
+    batch: TokenInfo,
     sums: RouterStatistics | None,
-    peers: AbstractPeers | None,
+    peers: Peers | None,
 ) -> RoutingRecord:
     """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
     valid = batch.valid_T
@@ -268,7 +281,7 @@ def _sums(
     choice: Choice,
     weight_N: Tensor,
     alive_N: Tensor | None,
-    batch: Batch,
+    batch: TokenInfo,
     earlier_counts: Tensor | None,
 ) -> RouterStatistics | None:
     """Return what the losses read, of this rank's tokens; None without losses."""

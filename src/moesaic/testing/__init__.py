@@ -1,1 +1,1 @@
-"""The dense reference that every fast path is compared against. For tests; nothing in the library imports it."""
+"""The dense reference that every fast path is compared against. For `moesaic check` and tests; the layer never imports it."""

@@ -5,28 +5,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
+import torch
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.policy import AbstractReplicationPolicy, Replicated
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.compile import moving
 from moesaic.plan.plan import Crossing, Order, Replication
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.relocate import relocate
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
-from moesaic.routing.routers import ROUTERS
-from moesaic.testing.any_option import AnyOption
-from moesaic.testing.routers import draws_noise, fitting_top_k, looks_across_tokens
+from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
 
 T = TypeVar("T")
 Precision = Literal["float64", "float32", "autocast"]
@@ -292,7 +293,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     )
     try:
         compiled = compile_plan(plan, case.grid)
-        relocate((compiled.options or (compiled,))[0].logical)
+        moving((compiled.options or (compiled,))[0])
     except InputError:
         return case
     return placed
@@ -334,3 +335,112 @@ def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
     level = rng.choice(["micro_batch", "sequence", "global_batch"])
     every: list[AbstractLoss] = [LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2)]  # type: ignore[arg-type]
     return tuple(rng.sample(every, rng.choice([0, 1, 2, 3])))
+
+
+def random_replication(load: CallLoad, rng: np.random.Generator) -> np.ndarray:
+    """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
+    replicated: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
+    replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
+    replicated[:, np.arange(load.num_experts), load.home] = 0
+    return replicated
+
+
+def as_far_as_there_are(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
+    """Return a table cut to the copies that there are, helpers in their order."""
+    before = np.cumsum(replicated, axis=2) - replicated
+    cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
+    return cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyOption(Arbiter):
+    """Draws an option for every call, the same on all ranks."""
+
+    seed: int
+    """Of what is drawn."""
+
+    def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
+        """Return what draws for one layer."""
+        return _Drawing(self, plan, plans)
+
+
+class _Drawing(Arbitration):
+    """Draws by the number of the call."""
+
+    settings: AnyOption
+    goes_by_times = False
+    _calls = 0
+
+    def choose(self, load: CallLoad) -> CallDecision:
+        """Return what is drawn for a call."""
+        rng = np.random.default_rng((self.settings.seed, self._calls))
+        self._calls += 1
+        program = int(rng.integers(len(self.plans)))
+        replicated = None
+        if self.plans[program].replication != "none":
+            replicated = as_far_as_there_are(load, random_replication(load, rng))
+        return CallDecision(
+            option=f"program {program}",
+            program=program,
+            replicated=replicated,
+            seconds={},
+            rows=((), ()),
+            token_bytes=(0, 0),
+            weight_bytes=0,
+            decision_seconds=0.0,
+        )
+
+
+DIM = 4
+"""Width of a token."""
+
+
+def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
+    """Return what builds a router of that name, with options that suit few tokens and experts where the usual ones do not.
+
+    Args:
+        name: in `ROUTERS`.
+        num_experts: of the layer.
+        top_k: experts per token.
+    """
+    groups = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
+    options: dict[str, RouterFactory] = {
+        "cosine": partial(CosineTopK, projection=3, temperature=0.5),
+        "hash": partial(Hash, buckets=16),
+        "group_limited": partial(group_limited_sigmoid, **groups, bias_rate=0.1),
+        "sigmoid": partial(SigmoidTopK, bias_rate=0.1),
+    }
+    return options.get(name, ROUTERS[name])
+
+
+@lru_cache(maxsize=1024)
+def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
+    """Return the numbers of experts per token that a router trains with, ascending; none where it cannot be built."""
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for top_k in range(1, num_experts + 1):
+            try:
+                small_router(name, num_experts, top_k)(DIM, num_experts).check(top_k)
+            except InputError:
+                continue
+            found.append(top_k)
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def looks_across_tokens(name: str) -> bool:
+    """Whether a router's choice for a token depends, in training, on which other tokens its rank has."""
+    return _trained(name)[0]
+
+
+@lru_cache(maxsize=64)
+def draws_noise(name: str) -> bool:
+    """Whether a router draws random numbers in training."""
+    return _trained(name)[1]
+
+
+def _trained(name: str) -> tuple[bool, bool]:
+    num_experts = next(count for count in range(1, 9) if fitting_top_k(name, count))
+    with torch.random.fork_rng(devices=[]):
+        router = small_router(name, num_experts, fitting_top_k(name, num_experts)[0])(DIM, num_experts).train()
+        return router.looks_across_tokens, router.draw(1, torch.device("cpu")) is not None

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
-from moesaic.testing.cases import Case
+from moesaic.testing.cases import Case, fitting_top_k, looks_across_tokens
 from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
 from moesaic.testing.expected import Parts, expect_parts
 from moesaic.testing.factors import MISSING, CallSizes, Cause, Factors, axes_of, explain, fit, is_right
-from moesaic.testing.routers import fitting_top_k, looks_across_tokens
 
 NAMES = {
     "output": "outputs",

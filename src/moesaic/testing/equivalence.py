@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.routing.injection import set_loss_scale
-from moesaic.runtime import gradients
+from moesaic.runtime import data_parallel
 from moesaic.runtime.balance.samples.relocate import Relocator
-from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
 from moesaic.testing.placed import call_placed, place_anew, relocator_of
@@ -33,7 +30,7 @@ from moesaic.testing.workload import Batch, Workload, draw_workload
 
 Errors = dict[str, float]
 """Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
-Norm = Callable[[MoE, AbstractMesh], float]
+Norm = Callable[[MoE, Mesh], float]
 """The norm of the gradients of a layer that is spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
 """A bug to plant into what runs."""
@@ -120,9 +117,7 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(
-    case: Case, work: Workload, compiled: Compiled, mesh: AbstractMesh, norm: Norm | None = None
-) -> RankResult:
+def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
     """Run one rank's part of a case: a step of training. All ranks call it together.
 
     Args:
@@ -141,7 +136,7 @@ def run_rank(
         _forward_backward(case, layer, work.batches[micro][group], share, result, relocator)
         if case.evaluate and micro == 0:
             result.evaluated = _evaluate(case, layer, work.batches[micro][group])
-    gradients.average_gradients(layer, mesh)
+    data_parallel.average_gradients(layer, mesh)
     take_home()
     result.step_counts = layer.step_counts.tolist()
     layer.finish_step()
@@ -188,9 +183,8 @@ def _forward_backward(
 ) -> None:
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
-    run = partial(checkpoint, layer) if case.recompute else layer
     with _precision(case):
-        y, routing = call_placed(relocator, layer, run, x, mask=batch.mask, token_ids=batch.ids)
+        y, routing = call_placed(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     result.outputs.append(y.detach())

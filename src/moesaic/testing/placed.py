@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Weighed
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
+from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 
 
-def relocator_of(case: Case, mesh: AbstractMesh) -> Relocator | None:
+def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
     """Return what moves a case's samples; None where they stay."""
     if case.placement == "none":
         return None
     return Relocator(mesh, _placer(case), ends_home=False)
 
 
-def call_placed(relocator: Relocator | None, layer: MoE, run: Any, x: Any, **options: Any) -> tuple[Any, Routing]:
+def call_placed(
+    relocator: Relocator | None, layer: MoE, x: Any, *, recompute: bool = False, **options: Any
+) -> tuple[Any, Routing]:
     """Return (y, routing) of a call, y of the samples of x wherever they went meanwhile.
 
     Args:
         relocator: moves samples; None for none.
         layer: the layer.
-        run: it, or it under activation checkpointing.
         x: (sequences, length, dim).
+        recompute: keep no activations.
         **options: of the call.
     """
+    module = layer if relocator is None else MovingMoE(layer)
+    run = partial(checkpoint, module) if recompute else module
     if relocator is None:
         y, routing = run(x, return_routing=True, **options)
         return y, routing
     trip = relocator.start([Following(layer.router, layer.top_k)], *x.shape[:2])
-    y, routing = run(x, return_routing=True, move=trip.next(), **options)
+    y, routing = run(x, move=trip.next(), return_routing=True, **options)
     return trip.take_home(y), routing
 
 
-def expert_placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
+def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
     """Return what moves a layer's experts between steps; their weights and gradients are all that there is to move.
 
     Args:
@@ -53,7 +60,7 @@ def expert_placement_of(layer: MoE, mesh: AbstractMesh) -> ExpertPlacement:
     return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
 
 
-def place_anew(case: Case, layer: MoE, mesh: AbstractMesh) -> Callable[[], None]:
+def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     """Put a case's experts into a random order, if they move in it; returns what takes them home, gradients with them.
 
     Args:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
@@ -35,7 +34,7 @@ TIMEOUT_SECONDS = 120
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessCase:
     """A case to run, with a bug or without."""
 
     case: Case
@@ -43,7 +42,7 @@ class Job:
     """A function of a module, so that each process finds it by its name."""
 
 
-def run_on_gloo(jobs: Sequence[Job]) -> list[Ran]:
+def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     """Run cases of one world size, each rank a process.
 
     Args:
@@ -69,7 +68,7 @@ def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
     return [draw_case(seed, world=world) for seed in range(first_seed, first_seed + count)]
 
 
-def _process(rank: int, world: int, jobs: list[Job], folder: str) -> None:
+def _process(rank: int, world: int, jobs: list[ProcessCase], folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
@@ -89,7 +88,7 @@ def leave() -> None:
     os._exit(0)
 
 
-def _run(job: Job) -> RankResult:
+def _run(job: ProcessCase) -> RankResult:
     grid = job.case.grid
     mesh = Mesh.create(
         tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
@@ -98,7 +97,7 @@ def _run(job: Job) -> RankResult:
         return run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm)
 
 
-def _norm(layer: MoE, mesh: AbstractMesh) -> float:
+def _norm(layer: MoE, mesh: Mesh) -> float:
     assert isinstance(mesh, Mesh)
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf

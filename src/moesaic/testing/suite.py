@@ -21,7 +21,7 @@ PART = 20
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedCase:
     """A case that did not pass."""
 
     case: Case
@@ -39,7 +39,7 @@ class Summary:
     cases: int = 0
     refused: int = 0
     """Plans that were drawn and did not fit; they are no cases."""
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedCase] = field(default_factory=list)
     worst: Errors = field(default_factory=dict)
     """Quantity to the largest error, of the cases that must be exact in float64."""
     features: Counter[str] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ def run_part(seeds: Iterable[int]) -> Summary:
         summary.features.update(features(case))
         errors, reason = check_case(case)
         if reason:
-            summary.failures.append(Failure(case, reason))
+            summary.failures.append(FailedCase(case, reason))
         if case.is_exact and case.precision == "float64":
             for quantity, error in errors.items():
                 summary.worst[quantity] = max(summary.worst.get(quantity, 0.0), error)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
-from moesaic.testing.cases import Case
-from moesaic.testing.routers import DIM, small_router
+from moesaic.testing.cases import DIM, Case, small_router
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -17,9 +17,8 @@ import numpy as np
 
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.traces.file import Holds, Segment, TraceShape
 from moesaic.traces.load import locality
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Holds, Trace, TraceSegment, TraceShape
 
 TINY = 1e-4
 """Of each sequence's shares, spread as the popularity is: so that shares can be scaled to any popularity."""
@@ -94,7 +93,7 @@ def make_trace(config: SyntheticRouting) -> Trace:
     return Trace.of(make_segment(config), "synthetic")
 
 
-def make_segment(config: SyntheticRouting) -> Segment:
+def make_segment(config: SyntheticRouting) -> TraceSegment:
     """Make the one segment of a trace, for `write_segment`."""
     shape = config.shape
     holds: Holds = "tokens" if config.tokens else "counts"
@@ -112,7 +111,7 @@ def make_segment(config: SyntheticRouting) -> Segment:
                 else:
                     table[step, 0, layer, number] = np.bincount(experts.reshape(-1), minlength=config.num_experts)
     source = {"synthetic": {name: getattr(config, name) for name in ("skew", "max_vio", "drift", "locality", "seed")}}
-    return Segment(shape, holds, np.arange(config.steps), table, config.groups, source)
+    return TraceSegment(shape, holds, np.arange(config.steps), table, config.groups, source)
 
 
 def counts(groups: int, workload: Workload, *, skew: float, seed: int = 0) -> np.ndarray:

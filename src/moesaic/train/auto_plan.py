@@ -29,9 +29,14 @@ from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import PLAN_TABLE
 from moesaic.train.state import RunState
 
+PLANS = 8
+"""So many of the plans that are predicted best are candidates, the configured one besides."""
+TABLE = TableSettings()
+"""How a run's table learns."""
+
 
 def with_planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with mesh and plan of the file that `planner.file` names, if it names one.
+    """Return the configuration with mesh and plan of the file that `planner.plan` names, if it names one.
 
     Raises:
         InputError: for a file that holds none, or fields of `mesh` and `plan` that say something else.
@@ -45,9 +50,9 @@ def with_planned(config: TrainConfig) -> TrainConfig:
         asked, found = getattr(config.mesh, name), getattr(mesh, name)
         if asked not in (found, getattr(MeshConfig(), name)):
             raise InputError(f"mesh.{name}={asked} and {path} with {found} contradict each other: leave one out")
-    if config.plan not in (plan, Plan()):
-        raise InputError(f"plan and planner.file={path} contradict each other: leave one out")
-    return replace(config, mesh=mesh, plan=plan, planner=replace(config.planner, file=""))
+    if config.layer_plan not in (plan, Plan()):
+        raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
+    return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Candidates:
 
 
 def find_candidates(config: TrainConfig) -> Candidates | None:
-    """Return the plans that a run may switch between; None where `planner.auto` is off. All ranks call it together.
+    """Return the plans that a run may switch between; None where plans do not change. All ranks call it together.
 
     It comes before the run's folder is made, so that what is refused leaves nothing behind.
 
@@ -69,7 +74,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
             cluster that the ranks do not fit, a model that does not fit the cluster.
     """
     settings = config.planner
-    if not settings.auto:
+    if not settings.is_auto:
         return None
     ranks = Ranks.of(config, "cpu")
     predictor: Predictor | None = None
@@ -79,8 +84,8 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
         if ranks.is_first:
             assert ranks.mesh is not None
             predictor = Predictor.of(
-                asdict(config), ranks.mesh.grid, config.plan,
-                cluster=settings.cluster, profile=settings.profile, plans=settings.plans,
+                asdict(config), ranks.mesh.grid, config.layer_plan,
+                cluster=settings.cluster, profile=settings.profile, plans=PLANS,
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
@@ -191,11 +196,7 @@ class AutoPlanner:
             found: list[float] = ranks.first_says(None if predictor is None else predictor(load))
             return found
 
-        settings = config.planner
-        how = TableSettings(
-            rows_per_bucket=settings.rows_per_bucket, explore=settings.explore, hysteresis=settings.hysteresis
-        )
-        table = PlanTable(candidates.plans, predict, how, tested={(config.plan.codec, config.plan.backward_codec)})
+        table = PlanTable(candidates.plans, predict, TABLE, tested={(config.plan.codec, config.plan.backward_codec)})
         saved = None
         with ranks.together():
             saved = _read(self._path) if self._run.step and ranks.is_first else None
@@ -232,18 +233,19 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     moe = config.model.moe
     if ranks.mesh is None:
         raise InputError(
-            "planner.auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
+            "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
         )
     if config.model.ffn == "dense":
-        raise InputError('planner.auto: model.ffn="dense" has no MoE layers to plan: leave it off')
+        raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
     if moe.capacity == "padded" or (moe.capacity != "dropless" and moe.capacity_scope == "rank"):
         raise InputError(
-            f"planner.auto clashes with a capacity counted on each rank (model.moe.capacity={moe.capacity}), where what is "
-            'dropped depends on the plan: choose "dropless", or model.moe.capacity_scope="mesh"'
+            "planner.plan=auto clashes with a capacity counted on each rank "
+            f"(model.moe.capacity={moe.capacity}), where what is dropped depends on the plan: "
+            'choose "dropless", or model.moe.capacity_scope="mesh"'
         )
     if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "planner.auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
+            "planner.plan=auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
         )
 
 

@@ -1,30 +1,40 @@
-"""What a run does about skewed routing: the arbiter of its layers, samples that move, and what both decided, in numbers."""
+"""What a run does about skewed routing: the arbiter of its layers, budgets of rows, samples and experts that move; in numbers.
+
+Experts move `balance.experts_every` steps apart; checkpoints are written with every expert at home, so they are those of a run
+whose experts stay, for any mesh.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from moesaic.balance.policies import SAMPLE_PLACERS
+from moesaic.balance.experts import ExpertRates
+from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.rates import machine_of, simulator_of
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
-from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.balance.selector.verdict import Verdict
-from moesaic.comm.abstract_mesh import AbstractMesh
+from moesaic.balance.selector.arbiter import Arbiter, CallDecision
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import NoTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
-from moesaic.plan import Compiled
+from moesaic.models.moving import MovingGPT
+from moesaic.plan import Compiled, Plan
 from moesaic.plan.calibrate import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import verdicts_of
+from moesaic.runtime.balance.calls import BalancedCalls, bare_of, decisions_of
+from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
@@ -44,50 +54,67 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    how: dict[str, Any] = {name: getattr(config.balance, name) for name in ("margin", "memory", "learn")}
-    planner = config.planner
+    learn, planner = config.balance.learn, config.planner
     if planner.cluster or planner.profile:
         simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
         layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
-        return arbiter_for(simulator, compiled, layer, **how)
+        return arbiter_for(simulator, compiled, layer, learn=learn)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
     costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
-    return Arbiter(costs=costs, **how)
+    return Arbiter(costs=costs, learn=learn)
 
 
-def place_samples(model: GPT, mesh: AbstractMesh, config: TrainConfig) -> None:
-    """Let a model's samples move between its MoE layers in training, as `balance.placement` says.
-
-    In evaluation they stay: ranks may then have different numbers of them.
+def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Let the MoE layers of a run on one process run in slices where the plan has a token budget.
 
     Args:
-        model: on the mesh already.
+        model: on its device.
+        plan: of the run; without ranks to spread over, nothing else of it matters.
+        device: of the model.
+    """
+    if plan.token_budget is None:
+        return
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.parallelize(Mesh(Grid(world=1), NoTransport(device)), Plan(token_budget=plan.token_budget))
+
+
+def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
+    """Return what each MoE layer did about its budget since the last call, for a line of metrics; nothing without one."""
+    layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
+    balanced = [each.calls for each in layers if each is not None and isinstance(each.calls, BalancedCalls)]
+    if not any(each.compiled.plan.token_budget is not None for each in balanced):
+        return {}
+    return {"token_budget": [asdict(each.budget.take()) for each in balanced]}
+
+
+def make_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
+    kind = GPT if config.balance.samples == "none" else MovingGPT
+    return kind(config.model, vocab_size)
+
+
+def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
+    """Let a model's samples move between its MoE layers in training, as `balance.samples` says.
+
+    Args:
+        model: what `make_model` returned, on the mesh already.
         mesh: of its layers.
         config: of the run.
 
     Raises:
         InputError: for a plan under which samples cannot move.
     """
-    if config.balance.placement == "none":
+    if not isinstance(model, MovingGPT):
         return
     if not config.plan.program.routes_slices:
         raise InputError(
-            f"balance.placement={config.balance.placement} clashes with plan.schedule={config.plan.schedule}: choose s1"
+            f"balance.samples={config.balance.samples} clashes with plan.schedule={config.plan.schedule}: choose s1"
         )
-    placer = _placer(config, mesh.grid)
-    relocator = WatchedRelocator(mesh, placer)
+    relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
     for layer in model.modules():
         if isinstance(layer, MoE) and layer.on_mesh is not None:
-            relocator.compiled(layer.on_mesh.calls.bare, bias=bool(layer.experts.names[1]))
-
-    def before(module: GPT, _: object) -> None:
-        module.relocator = relocator if module.training else None
-
-    def after(module: GPT, *_: object) -> None:
-        module.relocator = relocator
-
-    model.register_forward_pre_hook(before)
-    model.register_forward_hook(after, always_call=True)
+            relocator.compiled(bare_of(layer.on_mesh.calls), bias=bool(layer.experts.names[1]))
     model.relocator = relocator
 
 
@@ -98,7 +125,7 @@ class WatchedRelocator(Relocator):
         mesh, placer: as for `Relocator`.
     """
 
-    def __init__(self, mesh: AbstractMesh, placer: AbstractPlacer) -> None:
+    def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
         self.trips: list[SampleTrip] = []
 
@@ -107,6 +134,70 @@ class WatchedRelocator(Relocator):
         trip = super().start(followings, num_samples, length)
         self.trips.append(trip)
         return trip
+
+
+class ExpertMover:
+    """Moves a run's experts between its steps; all ranks make it and call it together.
+
+    Args:
+        config: of the run.
+        model: of the run, on the mesh already.
+        mesh: of its layers; None for one process.
+        optimizer: of its parameters.
+        element_bytes: of activations.
+
+    Raises:
+        InputError: on every rank, for a model or mesh whose experts cannot move, or a cluster that is not the run's.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: GPT,
+        mesh: Mesh | None,
+        optimizer: torch.optim.Optimizer,
+        element_bytes: int,
+    ) -> None:
+        self.placement: ExpertPlacement | None = None
+        self._moves: list[Moved] = []
+        balance = config.balance
+        if balance.experts == "none":
+            return
+        assert mesh is not None, "experts are split over ranks"
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        placer = EXPERT_PLACERS[balance.experts](rates_of(config, mesh.grid, element_bytes))
+        self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
+
+    def after_step(self) -> None:
+        """Count an optimizer step whose gradients are gone, and move experts where it is time to."""
+        moved = None if self.placement is None else self.placement.after_step()
+        if moved is not None:
+            self._moves.append(moved)
+
+    def values(self) -> dict[str, Any]:
+        """Return for the metrics what moved since the last call; nothing where nothing was decided."""
+        moves, self._moves = self._moves, []
+        if not moves:
+            return {}
+        return {
+            "place_experts": {
+                "decisions": len(moves),
+                "experts": sum(moved.experts for moved in moves),
+                "bytes": sum(moved.num_bytes for moved in moves),
+                "inter_node_bytes": sum(moved.inter_node_bytes for moved in moves),
+                "busiest_before": list(moves[-1].busiest_before),
+                "busiest_after": list(moves[-1].busiest_after),
+            }
+        }
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """A stretch in which every expert is where it began, as a checkpoint has it."""
+        if self.placement is None:
+            yield
+            return
+        with self.placement.at_home():
+            yield
 
 
 class DecisionMeter:
@@ -120,20 +211,20 @@ class DecisionMeter:
     def __init__(self, model: GPT, element_bytes: int) -> None:
         self._model, self._element_bytes = model, element_bytes
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self._verdicts: list[list[Verdict]] = [[] for _ in self._layers]
+        self._decisions: list[list[CallDecision]] = [[] for _ in self._layers]
         self._moves: list[list[dict[str, float]]] = [[] for _ in self._layers]
         self._seconds = 0.0
 
     def drop(self) -> None:
         """Forget what was decided since: of an evaluation, say."""
         for layer in self._layers:
-            verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
+            decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
 
     def take(self) -> None:
         """Take down what was decided in the forward passes since the last call."""
         for number, layer in enumerate(self._layers):
-            self._verdicts[number] += verdicts_of(None if layer.on_mesh is None else layer.on_mesh.calls)
-        relocator = self._model.relocator
+            self._decisions[number] += decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
+        relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
                 for number, move in enumerate(trip.moves):
@@ -146,38 +237,38 @@ class DecisionMeter:
 
     def values(self) -> dict[str, Any]:
         """Return for the metrics what was decided since the last call; nothing where nothing is."""
-        verdicts, moves, seconds = self._verdicts, self._moves, self._seconds
-        self._verdicts, self._moves = [[] for _ in self._layers], [[] for _ in self._layers]
+        decisions, moves, seconds = self._decisions, self._moves, self._seconds
+        self._decisions, self._moves = [[] for _ in self._layers], [[] for _ in self._layers]
         self._seconds = 0.0
-        if not any(verdicts) and not any(moves):
+        if not any(decisions) and not any(moves):
             return {}
-        deciding = sum(verdict.decision_seconds for each in verdicts for verdict in each)
+        deciding = sum(decision.decision_seconds for each in decisions for decision in each)
         row_bytes = 2 * self._layers[0].dim * self._element_bytes
         return {
             "balance": {
                 "decision_share": deciding / seconds if seconds else 0.0,
-                "layers": [summary(each) | _of_moves(of_layer, row_bytes) for each, of_layer in zip(verdicts, moves)],
+                "layers": [summary(each) | _of_moves(of_layer, row_bytes) for each, of_layer in zip(decisions, moves)],
             }
         }
 
 
-def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     """Return some decisions of a layer as plain data: means over the calls, loads by place of ep."""
-    if not verdicts:
+    if not decisions:
         return {}
-    alone, decided = (np.array([verdict.rows[side] for verdict in verdicts]).mean(0).tolist() for side in (0, 1))
+    alone, decided = (np.array([decision.rows[side] for decision in decisions]).mean(0).tolist() for side in (0, 1))
     mean: dict[str, list[float]] = {
-        "copies_replicated": [verdict.copies_replicated for verdict in verdicts],
-        "token_bytes_alone": [verdict.token_bytes[0] for verdict in verdicts],
-        "token_bytes": [verdict.token_bytes[1] for verdict in verdicts],
-        "weight_bytes": [verdict.weight_bytes for verdict in verdicts],
-        "decision_seconds": [verdict.decision_seconds for verdict in verdicts],
-        "weighing_seconds": [verdict.weighing_seconds for verdict in verdicts],
+        "copies_replicated": [decision.copies_replicated for decision in decisions],
+        "token_bytes_alone": [decision.token_bytes[0] for decision in decisions],
+        "token_bytes": [decision.token_bytes[1] for decision in decisions],
+        "weight_bytes": [decision.weight_bytes for decision in decisions],
+        "decision_seconds": [decision.decision_seconds for decision in decisions],
+        "weighing_seconds": [decision.weighing_seconds for decision in decisions],
     }
     return {
-        "options": dict(Counter(verdict.option for verdict in verdicts)),
-        "trials": sum(verdict.is_trial for verdict in verdicts),
-        "predicted_seconds": dict(verdicts[-1].seconds),
+        "options": dict(Counter(decision.option for decision in decisions)),
+        "trials": sum(decision.is_trial for decision in decisions),
+        "predicted_seconds": dict(decisions[-1].seconds),
         "rows_alone": alone,
         "rows": decided,
         **{name: float(np.mean(values)) for name, values in mean.items()},
@@ -207,13 +298,29 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    balance = config.balance
-    options = PlacerOptions(machine=_machine(config, grid), least_gain=balance.least_gain, rest=balance.rest)
-    return SAMPLE_PLACERS[balance.placement](options)
+    return SAMPLE_PLACERS[config.balance.samples](PlacerOptions(machine=_machine(config, grid)))
+
+
+def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
+    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by the usual `Machine`.
+
+    Args:
+        config: of the run.
+        grid: of its mesh.
+        element_bytes: of activations.
+
+    Raises:
+        InputError: if the cluster does not fit the run.
+    """
+    return ExpertRates(machine=_machine(config, grid), element_bytes=element_bytes)
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
-    """Return the rates of the cluster or profile that the run names; `cost.Machine`'s for none."""
+    """Return the rates of the cluster or profile that the run names; `cost.Machine`'s where it names none.
+
+    Raises:
+        InputError: if the cluster does not fit the run.
+    """
     planner = config.planner
     if not planner.cluster and not planner.profile:
         return Machine()

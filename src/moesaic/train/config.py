@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.comm import TransportName
-from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.plan.plan import Plan
+from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
 if TYPE_CHECKING:
     ExpertPolicy: TypeAlias = str
     Placement: TypeAlias = str
 else:
-    ExpertPolicy = Literal[tuple(EXPERT_PLACERS)]
+    ExpertPolicy = Literal[("none", *EXPERT_PLACERS)]
     Placement = Literal[("none", *SAMPLE_PLACERS)]
 """Names of registries; a command line lists them as choices."""
 
@@ -94,10 +93,6 @@ class MeshConfig:
     """Expert parallelism: the experts of a layer are split over so many ranks."""
     etp: int = 1
     """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
-    pp: int = 1
-    """Pipeline parallelism: reserved, must be 1."""
-    cp: int = 1
-    """Context parallelism: reserved, must be 1."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
@@ -109,13 +104,10 @@ class MeshConfig:
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "etp", "pp", "cp", "ranks_per_node"):
+        for name in ("tp", "ep", "etp", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"mesh.{name}={value}: must be at least 1")
-        for name in ("pp", "cp"):
-            if getattr(self, name) > 1:
-                raise InputError(f"mesh.{name}={getattr(self, name)}: it is reserved for later: set it to 1")
 
     @property
     def least_ranks(self) -> int:
@@ -125,89 +117,69 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerConfig:
-    """How the plan of the MoE layers is found, where `plan` does not say all of it; docs/planning.md."""
+    """Where the plan of the MoE layers comes from, and what is known of the cluster; docs/planning.md."""
 
-    file: str = ""
-    """Take mesh and plan from this file, which moesaic plan --write made."""
-    auto: bool = False
-    """Switch between plans while training: predicted times at first, measured ones as they come."""
+    plan: str = ""
+    """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
+    moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
+    --plan says the same."""
     cluster: str = ""
-    """For auto: a preset or a file that ends in .toml, from which times are predicted."""
+    """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
-    """For auto: what moesaic profile measured, in place of a cluster."""
-    plans: int = 8
-    """For auto: so many of the plans that are predicted best are candidates, the configured one besides."""
-    explore: float = 0.05
-    """For auto: largest share of steps under plans that are being tried, in every two hundred."""
-    hysteresis: float = 0.03
-    """For auto: leave a plan only for one that is faster by this share."""
-    rows_per_bucket: float = 128
-    """For auto: loads of the busiest expert that differ by less share what is learnt."""
+    """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
-        if self.auto and bool(self.cluster) == bool(self.profile):
+        if self.is_auto and bool(self.cluster) == bool(self.profile):
             raise InputError(
-                "planner.auto needs either planner.cluster (a preset or a .toml file) or planner.profile (what moesaic "
+                "planner.plan=auto needs either planner.cluster (a preset or a .toml file) or planner.profile (what moesaic "
                 "profile wrote), to predict from"
             )
-        if self.plans < 1:
-            raise InputError(f"planner.plans={self.plans}: must be at least 1")
-        for name in ("explore", "hysteresis"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"planner.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
-        if not 0 < self.rows_per_bucket < math.inf:
-            raise InputError(f"planner.rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether plans change while training."""
+        return self.plan == "auto"
 
-@dataclass(frozen=True, kw_only=True)
-class PlaceExpertsConfig:
-    """Whether experts move between ranks while training, by the load of the steps before; docs/balance.md."""
-
-    every: int = 0
-    """Optimizer steps between decisions; 0: experts stay where they are."""
-    policy: ExpertPolicy = "balanced"
-    """balanced: moves where the gain until the next decision pays for it. smartmoe: as published, whatever a move costs."""
-    machine: Machine = field(default_factory=Machine)
-    """Rates of one rank, by which balanced weighs computing, travelling and moving; those of planner.cluster or
-    planner.profile take their place where one is named."""
-
-    def __post_init__(self) -> None:
-        if self.policy not in EXPERT_PLACERS:
-            known = ", ".join(EXPERT_PLACERS)
-            raise InputError(f"place_experts.policy={self.policy!r} is unknown: choose one of {known}")
-        if self.every < 0:
-            raise InputError(f"place_experts.every={self.every}: must be 0 (off) or a number of steps")
+    @property
+    def file(self) -> str:
+        """The file that holds the plan; empty for none."""
+        return "" if self.is_auto else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """What moves where routing is skewed, besides what `plan.replication` says; docs/balance.md."""
+    """What is done where routing is skewed; docs/balance.md."""
 
-    placement: Placement = "none"
+    replication: Replication = "none"
+    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts. none; shadow:
+    hot experts' weights go to the ranks whose copies they get; published: so, by FasterMoE's own rule; spill: what overloads a
+    rank goes to idle ones; least_loaded: spill with no regard to time; arbiter: none, shadow, spill, both, another
+    plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct."""
+    token_budget: int | None = None
+    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
+    policies that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
+    None: no limit."""
+    samples: Placement = "none"
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
-    programs. With plan.replication=arbiter, samples move in the calls in which that gains most."""
-    margin: float = 0.05
-    """For plan.replication=arbiter: leave an option only for one that is faster by this share."""
-    memory: float = 0.25
-    """For plan.replication=arbiter: how much earlier calls count, 0 to below 1."""
+    programs. With replication=arbiter, samples move in the calls in which that gains most."""
+    experts: ExpertPolicy = "none"
+    """Where experts live, decided by the load of the steps before. none: where they began; balanced: they move where the gain
+    until the next decision pays for it; smartmoe: as published, whatever a move costs."""
+    experts_every: int = 50
+    """Optimizer steps between decisions about experts."""
     learn: bool = True
-    """For plan.replication=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so
-    that a run can be repeated bit by bit."""
-    least_gain: float = 0.1
-    """For placement: share of the rows between nodes that a move must save, else nobody moves."""
-    rest: int = 15
-    """For placement: passes in which it is not asked after some in which nobody moved; 0 to ask in every pass."""
+    """For replication=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so that
+    a run can be repeated bit by bit."""
 
     def __post_init__(self) -> None:
-        if self.placement not in ("none", *SAMPLE_PLACERS):
-            known = ", ".join(("none", *SAMPLE_PLACERS))
-            raise InputError(f"balance.placement={self.placement!r} is unknown: choose one of {known}")
-        for name in ("margin", "memory", "least_gain"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"balance.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
-        if self.rest < 0:
-            raise InputError(f"balance.rest={self.rest}: choose 0 or more passes")
+        check_replication("balance", self.replication, self.token_budget)
+        for name, policies in (("samples", SAMPLE_PLACERS), ("experts", EXPERT_PLACERS)):
+            if getattr(self, name) not in ("none", *policies):
+                known = ", ".join(("none", *policies))
+                raise InputError(f"balance.{name}={getattr(self, name)!r} is unknown: choose one of {known}")
+        if self.experts_every < 1:
+            raise InputError(f"balance.experts_every={self.experts_every}: must be at least 1 step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,16 +231,16 @@ class TrainConfig:
     """The optimizer."""
     mesh: MeshConfig = MeshConfig()
     """How the ranks share the model."""
-    plan: Plan = field(default_factory=Plan)
+    plan: StaticPlan = field(default_factory=StaticPlan)
     """How the MoE layers run on the mesh; one process has no use for it."""
     planner: PlannerConfig = PlannerConfig()
     """Where the plan comes from besides."""
-    place_experts: PlaceExpertsConfig = PlaceExpertsConfig()
-    """Whether experts move between ranks."""
     balance: BalanceConfig = BalanceConfig()
-    """Whether samples move, and how the arbiter chooses."""
+    """What is done where routing is skewed."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.plan, Plan):
+            raise InputError("plan: is a StaticPlan here; replication and token_budget are fields of balance")
         for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -284,8 +256,8 @@ class TrainConfig:
                 "choose a tp that divides the heads"
             )
         self._check_shards()
-        self._check_place_experts()
-        self._check_placement()
+        self._check_experts()
+        self._check_samples()
 
     def _check_shards(self) -> None:
         model, mesh = self.model, self.mesh
@@ -300,18 +272,18 @@ class TrainConfig:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
 
-    def _check_place_experts(self) -> None:
-        asked = f"place_experts.every={self.place_experts.every}"
-        if not self.place_experts.every:
+    def _check_experts(self) -> None:
+        asked = f"balance.experts={self.balance.experts}"
+        if self.balance.experts == "none":
             return
         if self.model.ffn == "dense":
-            raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it at 0')
+            raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
         if self.mesh.ep == 1 and not self.planner.file:  # a planned mesh is looked at once it is known
             raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
-    def _check_placement(self) -> None:
-        asked, moe = f"balance.placement={self.balance.placement}", self.model.moe
-        if self.balance.placement == "none":
+    def _check_samples(self) -> None:
+        asked, moe = f"balance.samples={self.balance.samples}", self.model.moe
+        if self.balance.samples == "none":
             return
         reasons = (
             (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
@@ -320,16 +292,28 @@ class TrainConfig:
                 moe.capacity != "dropless",
                 f"model.moe.capacity={moe.capacity}, which drops copies by where their samples are",
             ),
-            (self.planner.auto, "planner.auto, whose plans are predicted for samples that stay"),
+            (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
             (
-                self.plan.replication not in ("none", "arbiter"),
-                f"plan.replication={self.plan.replication}, which cuts copies by helper and not by sample: "
+                self.balance.replication not in ("none", "arbiter"),
+                f"balance.replication={self.balance.replication}, which cuts copies by helper and not by sample: "
                 "choose none or arbiter",
             ),
         )
         for holds, what in reasons:
             if holds:
-                raise InputError(f"{asked} clashes with {what}; or leave placement none")
+                raise InputError(f"{asked} clashes with {what}; or leave samples none")
+
+    @property
+    def layer_plan(self) -> Plan:
+        """What the MoE layers run by: `plan` with what `balance` says of replication and the token budget."""
+        static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
+        return Plan(**static, replication=self.balance.replication, token_budget=self.balance.token_budget)
+
+    def with_layer_plan(self, plan: Plan) -> TrainConfig:
+        """Return the configuration whose `layer_plan` is this one."""
+        static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
+        balance = replace(self.balance, replication=plan.replication, token_budget=plan.token_budget)
+        return replace(self, plan=static, balance=balance)
 
     @property
     def tokens_per_step(self) -> int:

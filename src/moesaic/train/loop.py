@@ -24,20 +24,17 @@ from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
+from moesaic.train.balance import ExpertMover, budget_values
 from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
-from moesaic.train.clock import Clock
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
-from moesaic.train.place_experts import ExpertMover
-from moesaic.train.progress import TrainingProgress, status
+from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
-from moesaic.train.record import RoutingObserver
-from moesaic.train.record_files import check_routing
+from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.state import RunState, open_run, rng_state
-from moesaic.train.token_budget import budget_values
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,8 @@ class Trainer:
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
         self.planner = AutoPlanner(run, candidates)
-        self.experts = ExpertMover(run)
+        width = min(run.dtype.itemsize, 4)
+        self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
 
     def run(self) -> TrainResult:
         """Train to the last step, or until a signal; returns how it ended."""

@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
+from moesaic.models.attention import ShortConv
 from moesaic.models.gpt import GPT, Block, Dense
-from moesaic.models.short_conv import ShortConv
 from moesaic.models.split import Norm
 from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.mesh import DeviceType, Mesh, check_same, open_transport
+from moesaic.comm.agree import check_same
+from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
 
@@ -140,8 +141,6 @@ def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
         tp=chosen.tp,
         ep=chosen.ep,
         etp=chosen.etp,
-        pp=chosen.pp,
-        cp=chosen.cp,
         innermost=chosen.innermost,
         ranks_per_node=chosen.ranks_per_node,
         device_type=device_type,

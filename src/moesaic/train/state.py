@@ -18,7 +18,7 @@ from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import make_arbiter, place_samples
+from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -34,7 +34,6 @@ from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CONFIG, TOKENIZER, RunFolder
-from moesaic.train.token_budget import hold_to_budget
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -166,25 +165,25 @@ def _build(
 ) -> tuple[GPT, torch.optim.AdamW]:
     """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
     seed_everything(config.seed)
-    model = GPT(config.model, vocab_size).to(device)
+    model = make_model(config, vocab_size).to(device)
     if dtype == torch.float64:
         model.double()
     if ranks.mesh is not None:
         parallelize(
             model,
             ranks.mesh,
-            config.plan,
+            config.layer_plan,
             sequence_parallel=config.mesh.sequence_parallel,
             policy_of=partial(make_arbiter, config),
         )
         place_samples(model, ranks.mesh, config)
-    elif config.balance.placement != "none":
+    elif config.balance.samples != "none":
         raise InputError(
-            f"balance.placement={config.balance.placement}: one process has nowhere to move samples: start several ranks with "
+            f"balance.samples={config.balance.samples}: one process has nowhere to move samples: start several ranks with "
             "torchrun, or leave it none"
         )
     if ranks.mesh is None:
-        hold_to_budget(model, config.plan, device)
+        hold_to_budget(model, config.layer_plan, device)
     return model, make_optimizer(model, config.optimizer, device)
 
 

@@ -20,6 +20,7 @@ from moesaic.comm.mesh import group_grid, open_group
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
+from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.transformers.backend import say
 from moesaic.transformers.experts import FamilyExperts, gate_of, refusal
@@ -59,7 +60,8 @@ class MoesaicEP(EPImplementation):
         self.experts = FamilyExperts(experts, self.num_local_experts * ep_mesh.size())
         settings = {name: getattr(self.experts, name) for name in ("num_experts", "dim", "activation", "clamp", "bias")}
         named = {f"experts.{name}": value for name, value in settings.items()}
-        self.on_mesh = ExpertParallel(grid, transport, plan or Plan(), self.experts, False, settings=named)
+        calls = partial(calls_under, policy=None, num_experts=self.experts.num_experts, dim=self.experts.dim)
+        self.on_mesh = ExpertParallel(grid, transport, plan or Plan(), self.experts, False, calls, settings=named)
         experts._moesaic = self  # where `use_plan` finds it
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
     Raises:
         InputError: if no experts of the model run by Moesaic's programs, or the plan does not fit their mesh.
     """
-    found = [module._moesaic for module in model.modules() if isinstance(getattr(module, "_moesaic", None), MoesaicEP)]
+    noted = [getattr(module, "_moesaic", None) for module in model.modules()]
+    found = [each for each in noted if isinstance(each, MoesaicEP)]
     if not found:
         raise InputError(
             'use_plan: no experts of this model run by Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'

@@ -141,7 +141,7 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     Returns:
         (tokens, dim) in the dtype of `x`.
     """
-    dtype, gate, matrices = compute_dtype(x), gate_of(module), Matrices.of(module)
+    dtype, gate, matrices = compute_dtype(x.dtype, x.device), gate_of(module), Matrices.of(module)
     ups, biases = ([each.to(dtype) for each in found] for found in (matrices.ups, matrices.up_biases))
     down, down_bias = (None if each is None else each.to(dtype) for each in (matrices.down, matrices.down_bias))
     assert down is not None
@@ -159,7 +159,8 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
         return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
 
     rows = permute(x.to(dtype), permutation)
-    pre = [product(rows, up, bias) for up, bias in zip(ups, biases or [None] * len(ups))]
+    of_ups: list[Tensor | None] = [*biases] or [None] * len(ups)
+    pre = [product(rows, up, bias) for up, bias in zip(ups, of_ups)]
     if module.has_gate:
         hidden = module._apply_gate(torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1))
     else:

@@ -81,7 +81,7 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
 
 
 def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("moesaic.kernels.triton.search.candidates", lambda shape, device: iter([]))
+    monkeypatch.setattr("moesaic_lab.gpu.search.candidates", lambda shape, device: iter([]))
     measure(GpuOptions(folder=tmp_path, stages=("tune",)))
     (tiles,) = json.loads((tmp_path / "tiles.json").read_text()).values()
     assert len(tiles) == 6

@@ -13,13 +13,13 @@ from moesaic.kernels.codecs import Fp8, Int8, Zfp
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton import quantise
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.mlp import moe_mlp
-from moesaic.kernels.triton.permute import gather_rows, sum_rows, sum_tokens
-from moesaic.kernels.triton.route import SCORES, route
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.permute import sum_tokens
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile
+from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
+from moesaic_lab.gpu.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
@@ -90,15 +90,12 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path, monkeypatch):
 @capabilities
 def test_everything_else_compiles(capability, tmp_path, monkeypatch):
     with compiling_for(capability, tmp_path, monkeypatch) as found:
-        for score in SCORES:
-            bias = torch.zeros(EXPERTS) if score == "sigmoid" else None
-            route(zeros(TOKENS, EXPERTS, dtype=torch.float32), bias, TOP_K, score)[0].sum().backward()
-        copy, row, _ = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
-        weight = zeros(TOKENS * TOP_K, dtype=torch.float32)
-        sum_rows(gather_rows(zeros(TOKENS, DIM), copy, row, TOP_K, None), copy, row, TOP_K, weight).sum().backward()
+        top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
+        sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
+        weight = torch.zeros(TOKENS * TOP_K)
         starts, by_token = torch.arange(0, TOKENS * TOP_K, TOP_K), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
         for per_token in (TOP_K, 0):
-            for weights in (None, weight.detach()):
+            for weights in (None, weight):
                 sum_tokens(torch.zeros(TOKENS * TOP_K, DIM), by_token, starts, weights, per_token, torch.bfloat16)
         rows = zeros(TOKENS, DIM).detach()
         for codec, encode, decode in (
@@ -111,4 +108,9 @@ def test_everything_else_compiles(capability, tmp_path, monkeypatch):
             encode(rows, *fields)
             decode(*fields, rows.dtype)
     assert check(found, capability) == set()
-    assert {kernel.name for kernel in found} >= {"_route_kernel", "_place_kernel", "_sum_kernel", "encode_kernel"}
+    assert {kernel.name for kernel in found} >= {
+        "_top_k_kernel",
+        "_place_kernel",
+        "_sum_tokens_kernel",
+        "encode_kernel",
+    }

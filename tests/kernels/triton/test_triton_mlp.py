@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.expert_stage import TILES, shapes
-from moesaic.kernels.triton.launch import INTERPRETED
-from moesaic.kernels.triton.mlp import as_numbers, mlp_forward, moe_mlp, moe_mlp_reference
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile, default_tile
+from moesaic.kernels.triton.rows.launch import INTERPRETED
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile, default_tile
+from moesaic_lab.gpu.mlp import as_numbers, mlp_forward, moe_mlp
 
 #        tokens, top_k, experts, dim, hidden
 SIZES = [
@@ -26,6 +27,23 @@ SIZES = [
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LEAVES = ("x", "w1", "w3", "w2", "weight")
+
+
+def moe_mlp_reference(
+    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
+) -> Tensor:
+    """Run one copy after the other, in float64, differentiable; a negative expert is a copy that is not sent."""
+    x, w1, w2, weight_TK = (each.double() for each in (x, w1, w2, weight_TK))
+    results = []
+    for token, experts in enumerate(expert_TK.tolist()):
+        total = torch.zeros_like(x[token])
+        for slot, e in enumerate(experts):
+            if e >= 0:
+                hidden = ACTIVATIONS[activation](w1[e] @ x[token])
+                hidden = hidden if w3 is None else hidden * (w3[e].double() @ x[token])
+                total = total + weight_TK[token, slot] * (w2[e] @ hidden)
+        results.append(total)
+    return torch.stack(results) if results else x * 1.0
 
 
 def layer(

@@ -14,11 +14,13 @@ from moesaic import Capacity, GatedExperts, MoE, PlainExperts
 from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
-from moesaic.kernels.triton import expert_stage, route
+from moesaic.kernels.triton import expert_stage
+from moesaic.kernels.triton.rows import top_k as triton_top_k
+from moesaic.routing import router
+from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS
-from moesaic.routing.selection import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 
-USERS = ("kernels.pick", "kernels.permute", "routing.selection")
+USERS = ("kernels.pick", "kernels.permute")
 """The modules that ask which kernels a device runs."""
 EXPERTS = {
     "swiglu": GatedExperts,
@@ -34,6 +36,7 @@ def picked(monkeypatch, interpreted):
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
             monkeypatch.setattr(module, "kind_of", lambda device: "triton")
+        monkeypatch.setattr(router, "chooses_by_triton", lambda device: True)
 
 
 def run(layer, x, **options):
@@ -107,7 +110,7 @@ def test_choices_are_those_of_the_stable_sort(rows, columns, top_k, device, pick
     scores = torch.randint(-3, 3, (rows, columns)).float()
     assert torch.equal(top_k_indices(scores.to(device), top_k).cpu(), top_k_indices_reference(scores, top_k))
     wide = torch.randn(2, MOST_COLUMNS + 1)
-    monkeypatch.setattr(route, "route", None)  # so many columns go by sorting
+    monkeypatch.setattr(triton_top_k, "top_k_columns", None)  # so many columns go by sorting
     assert torch.equal(top_k_indices(wide.to(device), 3).cpu(), top_k_indices_reference(wide, 3))
 
 

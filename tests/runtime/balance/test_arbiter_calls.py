@@ -13,13 +13,11 @@ import torch
 from meshes import make_layer, step, tokens_of
 from torch import Tensor
 
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.replication.shadow import Shadow
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import name_of
-from moesaic.balance.selector.verdict import Verdict
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -30,7 +28,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime import expert_parallel as runtime
 from moesaic.runtime.routing_cache import checkpoint
-from moesaic.testing.any_option import AnyOption
+from moesaic.testing.cases import AnyOption
 
 GRIDS = {
     "ep": Grid(world=4, ep=4, ranks_per_node=2),
@@ -135,7 +133,7 @@ class Counting(AnyOption):
         arbitration, asked = super().start(plan, plans), self.asked
         choose = arbitration.choose
 
-        def counted(load: Load) -> Verdict:
+        def counted(load: CallLoad) -> CallDecision:
             asked.append(int(load.copies.sum()))
             return choose(load)
 
@@ -174,7 +172,7 @@ def test_arbiters_of_two_layers_remember_apart() -> None:
     one, other = (settings.start(Plan(replication="arbiter"), plans) for _ in range(2))
     copies = np.zeros((4, 4), dtype=np.int64)
     copies[:, 0] = 50
-    assert one.choose(Load(mesh, copies, 4, 8, 4)).option != "alone"
+    assert one.choose(CallLoad(mesh, copies, 4, 8, 4)).option != "alone"
     assert (one.last.name, other.last.name) == (one.last.name, "alone")
 
 

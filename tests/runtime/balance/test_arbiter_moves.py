@@ -9,8 +9,7 @@ import pytest
 
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import Homes, Volume
-from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.cost.alpha_beta import Machine
 from moesaic.runtime.balance.moves import MoveArbiter, saved_seconds
 
@@ -32,9 +31,9 @@ def saving(rows: int) -> Any:
     return FakeMove(Volume(0, 10_000), Volume(0, 10_000 - rows))
 
 
-def verdict(alone: float, best: float) -> Verdict:
+def verdict(alone: float, best: float) -> CallDecision:
     name = "alone" if best == alone else "spill"
-    return Verdict(name, 1, None, {"alone": alone, name: best}, ((5, 3), (4, 4)), (900, 500), 70, 0.001)
+    return CallDecision(name, 1, None, {"alone": alone, name: best}, ((5, 3), (4, 4)), (900, 500), 70, 0.001)
 
 
 def test_what_a_move_saves_by_hand() -> None:

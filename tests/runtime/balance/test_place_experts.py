@@ -24,7 +24,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]

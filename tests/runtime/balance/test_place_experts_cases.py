@@ -18,6 +18,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case
@@ -71,7 +72,7 @@ def test_samples_that_move_find_experts_that_moved() -> None:
         following = Following(layer.router, 2, layer.on_mesh.order)
         trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start([following] * 2, 2, 3)
         move = trip.next()
-        y = trip.take_home(layer(tokens_of(transport.rank).view(2, 3, -1), move=move))
+        y = trip.take_home(MovingMoE(layer)(tokens_of(transport.rank).view(2, 3, -1), move=move))
         assert move.load is not None
         assert move.load.following is not None
         return y.detach(), move.load.copies, move.load.following

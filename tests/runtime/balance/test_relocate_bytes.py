@@ -14,6 +14,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
 
@@ -60,7 +61,7 @@ def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> li
         h = x[SLOTS * transport.rank : SLOTS * transport.rank + SLOTS].clone().requires_grad_()
         for layer in mine:
             move = trip.next()
-            y = layer(h, move=move, residual=Residual(h) if rides else None)
+            y = MovingMoE(layer)(h, move=move, residual=Residual(h) if rides else None)
             h = y if rides else move.carry(h) + y
         if backward:
             h.sum().backward()

@@ -22,10 +22,11 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import LoadBalance, ZLoss
 from moesaic.routing.routers import SoftmaxTopK
-from moesaic.runtime.balance.samples.dropout import sample_dropout
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.balance.samples.rows import sample_dropout
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 
 DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4
@@ -86,11 +87,11 @@ class Block(nn.Module):
         x = x if pre else self.norms[0](x)
         if self.case.rides and move is not None:
             residual = Residual(x, self.norms[1] if pre else None)
-            x = self.moe(self.norms[1](x) if pre else x, mask=mask, move=move, residual=residual)
+            x = MovingMoE(self.moe)(self.norms[1](x) if pre else x, mask=mask, move=move, residual=residual)
             may_ride = self.case.top_k > 1 and mask is None and self.case.weight == "after" and not self.case.shared
             assert move.rides == may_ride
             return x if pre else self.norms[1](x)
-        y = self.moe(self.norms[1](x) if pre else x, mask=mask, move=move)
+        y = MovingMoE(self.moe)(self.norms[1](x) if pre else x, mask=mask, move=move)
         after = before
         if move is not None:
             x = move.carry(x)

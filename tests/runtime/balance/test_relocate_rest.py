@@ -16,9 +16,9 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.samples.relocate import Following, Relocator
+from moesaic.runtime.balance.moving import MovingMoE
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, Rest
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.runtime.balance.samples.rest import Rest
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 ELSEWHERE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))
@@ -71,7 +71,7 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
     def forward(mine: list, x: Tensor, relocator: Relocator | None) -> Tensor:
         trip = None if relocator is None else relocator.start([Following(layer.router, 2) for layer in mine], 2, 3)
         for layer in mine:
-            x = layer(x) + x if trip is None else layer(x, move=trip.next(), residual=Residual(x))
+            x = layer(x) + x if trip is None else MovingMoE(layer)(x, move=trip.next(), residual=Residual(x))
         return x
 
     def rank(transport: AbstractTransport) -> tuple[list[float], list[int], int]:
@@ -114,7 +114,7 @@ def test_gradients_in_a_pass_that_rests_are_those_of_the_plain_layer() -> None:
                 x = tokens_of(transport.rank, seed=number).view(2, 3, -1).requires_grad_()
                 following = [Following(layer.router, 2)] * 2
                 move = relocator.start(following, 2, 3).next() if moving else None
-                layer(x, move=move).square().sum().backward()
+                MovingMoE(layer)(x, move=move).square().sum().backward()
                 assert x.grad is not None
             assert move is None or (move.rests and move.volumes() == (Volume(0, 0), Volume(0, 0)))
             gradients.append((x.grad, layer.router.weight.grad))

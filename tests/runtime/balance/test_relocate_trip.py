@@ -20,13 +20,15 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
+from moesaic.models.moving import MovingGPT
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.runtime.balance.samples.rows import carry
-from moesaic.runtime.gradients import average_gradients
+from moesaic.runtime.data_parallel import average_gradients
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 BEFORE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))
@@ -97,7 +99,7 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
     """Against the same mesh without placement: the mean loss, every gradient, every expert's load. Without padding the residual
     rides along."""
     torch.manual_seed(0)
-    whole = GPT(gpt_config(**copy.deepcopy(options)), 11).double()
+    whole = MovingGPT(gpt_config(**copy.deepcopy(options)), 11).double()
     tokens, targets = torch.randint(0, 11, (8, 6)), torch.randint(0, 11, (8, 6))
     targets[2, 1:], targets[7] = -1, -1
     mask = torch.rand(8, 6) > 0.2 if padded else None
@@ -133,7 +135,7 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
 
 def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None:
     torch.manual_seed(0)
-    whole, tokens = GPT(gpt_config(), 11).double().eval(), torch.randint(0, 11, (8, 6))
+    whole, tokens = MovingGPT(gpt_config(), 11).double(), torch.randint(0, 11, (8, 6))
 
     def rank(transport: AbstractTransport) -> Tensor:
         model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
@@ -144,6 +146,15 @@ def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None
             return model(tokens[2 * transport.rank : 2 * transport.rank + 2]).logits.clone()
 
     torch.testing.assert_close(torch.cat(run_ranks(4, rank)), whole(tokens).logits.detach())
+
+
+def test_in_evaluation_samples_stay() -> None:
+    """Ranks may then have different numbers of them."""
+    model = MovingGPT(gpt_config(), 11).eval()
+    model.relocator = Relocator(Mesh(Grid(world=1), NoTransport()))
+    output = model(torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks])
+    assert output.logits.shape == (1, 4, 11)
+    assert model.relocator.trip is None
 
 
 def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> None:
@@ -159,7 +170,7 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
             [Following(layer.router, 2) for layer in (one, two)], 2, 3
         )
         move = trip.next()
-        one(tokens_of(transport.rank, 6).view(2, 3, DIM), move=move)
+        MovingMoE(one)(tokens_of(transport.rank, 6).view(2, 3, DIM), move=move)
         assert move.load is not None
         return move.load.copies, move.load.following, move.load.carried
 
@@ -187,7 +198,7 @@ def run_trip(
     relocator = Relocator(mesh, Stay())
     trip = relocator.start([Following(layer.router, 2)] * 2, samples, length)
     x = tokens_of(transport.rank, samples * length).view(samples, length, DIM)
-    y: Tensor = layer(options.pop("x", x), move=trip.next(), **options)
+    y: Tensor = MovingMoE(layer)(options.pop("x", x), move=trip.next(), **options)
     return y
 
 
@@ -233,7 +244,7 @@ def test_a_layer_on_no_mesh_cannot_move_samples() -> None:
     layer = make_layer()
     trip = Relocator(Mesh(Grid(world=1), NoTransport())).start([Following(layer.router, 2)], 2, 3)
     with pytest.raises(InputError, match="the layer is on no mesh: call parallelize"):
-        layer(tokens_of(0, 6).view(2, 3, DIM), move=trip.next())
+        MovingMoE(layer)(tokens_of(0, 6).view(2, 3, DIM), move=trip.next())
 
 
 def test_a_residual_cannot_go_before_it_is_decided_where() -> None:
@@ -243,7 +254,7 @@ def test_a_residual_cannot_go_before_it_is_decided_where() -> None:
 
 
 def test_caches_forbid_moving() -> None:
-    model = GPT(gpt_config(), 11)
+    model = MovingGPT(gpt_config(), 11)
     model.relocator = Relocator(Mesh(Grid(world=1), NoTransport()))
-    with pytest.raises(InputError, match=r"clashes with key-value caches.*set model\.relocator = None"):
+    with pytest.raises(InputError, match=r"clashes with key-value caches.*call model\.eval\(\)"):
         model(torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks])

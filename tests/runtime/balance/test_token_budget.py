@@ -16,7 +16,7 @@ from alive import AliveBytes, Unwatched
 from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor, nn
 
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -193,12 +193,12 @@ def test_what_was_done_is_counted() -> None:
 
 
 class Everything(AbstractReplicationPolicy):
-    """Lends all copies that it can, or none."""
+    """Replicates all copies that it can, or none."""
 
     def __init__(self, much: bool) -> None:
         self.much = much
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
         if self.much:
             replicated[:, :, 0] = load.copies * (load.home != 0)

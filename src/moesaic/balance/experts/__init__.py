@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moesaic.balance.experts.balanced import Balanced
 from moesaic.balance.experts.placer import (
     AbstractExpertPlacer,
     ExpertLoad,
@@ -12,7 +11,7 @@ from moesaic.balance.experts.placer import (
     check_order,
     places_of,
 )
-from moesaic.balance.experts.smartmoe import SmartMoE
+from moesaic.balance.experts.policies import Balanced, SmartMoE
 
 __all__ = [
     "AbstractExpertPlacer",

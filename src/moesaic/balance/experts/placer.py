@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from moesaic.balance.replication.links import nodes_of, ranks_by_place, seconds_per_byte
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -72,11 +73,7 @@ class ExpertLoad:
     @cached_property
     def ranks(self) -> np.ndarray:
         """(edp, ep, etp) int64: the rank of each shard of each place of each copy of the experts."""
-        grid = self.grid
-        found = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
-        for rank in range(grid.world):
-            found[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
-        return found
+        return ranks_by_place(self.grid)
 
     @cached_property
     def weight(self) -> np.ndarray:
@@ -87,7 +84,7 @@ class ExpertLoad:
     @cached_property
     def node(self) -> np.ndarray:
         """(world,) int64: the node of each rank."""
-        return np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
+        return nodes_of(self.grid)
 
     @cached_property
     def crossing(self) -> np.ndarray:
@@ -128,10 +125,7 @@ class ExpertSeconds:
     @cached_property
     def _per_byte(self) -> np.ndarray:
         """(world, world) seconds from rank to rank; nothing within one."""
-        load, machine = self.load, self.rates.machine
-        gbps = np.where(load.node[:, None] == load.node[None, :], machine.intra_gbps, machine.inter_gbps)
-        found: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(load.node)))
-        return found
+        return seconds_per_byte(self.rates.machine, self.load.node)
 
     def of_step(self, place: np.ndarray) -> float:
         """Return the seconds of a step that depend on where experts are."""

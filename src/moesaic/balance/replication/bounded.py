@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import Board, ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
-from moesaic.balance.replication.spill import MOST_HELPED, give
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.spill import Giving
+from moesaic.balance.replication.tables import Replications, full_table
 
 HELD = 2
 """Times the memory of its weights that a replicated expert takes at a helper, or a rank that passes it on: weights and
@@ -26,7 +26,7 @@ MOST_TABLES = 4
 """Numbers of slices for which tables are tried."""
 
 
-def rows_for_weights(load: Load) -> int:
+def rows_for_weights(load: CallLoad) -> int:
     """Return how many rows need the memory of the weights of one shard of an expert.
 
     A row counts as what is held of it at the peak: input, both gradients, and the hidden units of each matrix.
@@ -35,24 +35,24 @@ def rows_for_weights(load: Load) -> int:
     return -(-load.units * load.dim * matrices // (3 * load.dim + matrices * load.units))
 
 
-def limits(board: Board, helped: np.ndarray, budget: int) -> np.ndarray:
+def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     """Return the rows that each place may compute beside replicated weights, (ep,) int64; none or fewer where these
     fill the budget.
 
     Args:
-        board: the load.
+        replica: the load of one replica.
         helped: (num_experts, ep) bool: which places are replicated an expert.
         budget: rows at one rank's experts.
     """
-    home, ep, size = board.load.home, len(board.origins), rows_for_weights(board.load)
+    home, ep, size = replica.load.home, len(replica.origins), rows_for_weights(replica.load)
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
-    messages = board.sent(helped)
+    messages = replica.sent(helped)
     travelling = HELD * messages.sum(0) + messages.sum(1) + AT_HOME * replicates * (len(home) // ep)
     found: np.ndarray = np.minimum(budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2)
     return np.minimum(found, budget)
 
 
-def limits_of_ranks(load: Load, replicated: np.ndarray, budget: int) -> np.ndarray:
+def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
     """Return the rows that each rank may compute beside replicated weights, (world,) int64; see `limits`.
 
     Args:
@@ -61,13 +61,13 @@ def limits_of_ranks(load: Load, replicated: np.ndarray, budget: int) -> np.ndarr
         budget: rows at one rank's experts.
     """
     found = np.zeros(len(load.copies), dtype=np.int64)
-    for board in boards(load, ReplicationCosts()):
-        of_places = limits(board, replicated[board.origins].sum((0, 1)) > 0, budget)
-        found[board.origins] = of_places[:, None]
+    for replica in replica_loads(load, ReplicationCosts()):
+        of_places = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)
+        found[replica.origins] = of_places[:, None]
     return found
 
 
-def within_budget(load: Load, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
+def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
     """Return a table of replicated copies with which a call fits a budget in so many slices; None where none is found.
 
     What a place has too much of is replicated on, of its largest expert, to the place that has most room: few experts
@@ -79,41 +79,29 @@ def within_budget(load: Load, replicated: np.ndarray, budget: int, slices: int =
         budget: copies that one rank may compute at once, with the weights that it holds.
         slices: parts that the call may be run in, one after the other.
     """
-    total = np.zeros_like(replicated)
-    for board in boards(load, ReplicationCosts()):
-        found = _fitted(board, replicated[board.origins].sum(1), budget, slices)
-        if found is None:
+    found, tables = replica_loads(load, ReplicationCosts()), []
+    for replica in found:
+        table = _fitted(replica, replicated[replica.origins].sum(1), budget, slices)
+        if table is None:
             return None
-        total += board.spread(found)
-    return total
+        tables.append(Replications.of(table))
+    return full_table(found, tables)
 
 
-def _fitted(board: Board, given: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
+def _fitted(replica: ReplicaLoad, given: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
     """Return what is replicated, (ep, num_experts, ep), so that each place has room for it; None where that is not found."""
-    home, places = board.load.home, np.arange(len(board.origins))
-    replicated, weights = given.copy(), slices * HELD * rows_for_weights(board.load)
-    staying, helped = board.copies - replicated.sum(2), replicated.sum(0) > 0
-    for _ in range(helped.size):
-        at_home = np.bincount(home, weights=staying.sum(0), minlength=len(places)).astype(np.int64)
-        room = slices * limits(board, helped, budget) - at_home - replicated.sum((0, 1))
+    giving, weights = Giving(replica, given), slices * HELD * rows_for_weights(replica.load)
+    for _ in range(giving.helped.size):
+        room = slices * limits(replica, giving.helped, budget) - giving.loads
         giver = int(room.argmin())
         if room[giver] >= 0:
-            return replicated
-        own = np.flatnonzero(home == giver)
-        expert = int(own[staying[:, own].sum(0).argmax()])
-        left = room - np.where(helped[expert], 0, weights)
-        may_help = (helped[expert] | (helped.sum(0) < MOST_HELPED)) & (places != giver)
-        helper = int(np.where(may_help, left, np.iinfo(np.int64).min).argmax())
-        new = 0 if helped[expert, helper] else weights
-        amount = int(min(left[helper], new - room[giver], staying[:, expert].sum()))
-        if not may_help[helper] or amount <= 0:
+            return giving.replicated
+        if not giving.give(giver, room, weights):
             return None
-        give(staying[:, expert], replicated[:, expert, helper], helper, amount)
-        helped[expert, helper] = True
     return None
 
 
-def fitting_tables(load: Load, replicated: np.ndarray, budget: int, most: int) -> list[np.ndarray]:
+def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: int) -> list[np.ndarray]:
     """Return tables with which a call fits a budget in as few slices as tables are found for.
 
     Args:
@@ -134,7 +122,7 @@ def fitting_tables(load: Load, replicated: np.ndarray, budget: int, most: int) -
     return []
 
 
-def seconds(load: Load, costs: ReplicationCosts, replicated: np.ndarray, slices: int) -> float:
+def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, slices: int) -> float:
     """Return the modelled time of a call in slices: weights travel for each, all but one are dispatched and computed again.
 
     Args:
@@ -144,13 +132,13 @@ def seconds(load: Load, costs: ReplicationCosts, replicated: np.ndarray, slices:
         slices: parts of the call; 1 for a whole one.
     """
     worst = 0.0
-    for board in boards(load, costs):
-        of_places = replicated[board.origins].sum(1)
+    for replica in replica_loads(load, costs):
+        of_places = replicated[replica.origins].sum(1)
         computed = of_places.copy()
-        computed[:, np.arange(load.num_experts), load.home] += board.copies - of_places.sum(2)
+        computed[:, np.arange(load.num_experts), load.home] += replica.copies - of_places.sum(2)
         rows, repeated = computed.sum(1), (slices - 1) / slices
-        again = rows.sum(0).max() * board.seconds_per_copy / 3 + board.row_bytes * board.fullest(rows, 0)
-        starts = (slices - 1) * (board.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
-        fetched = board.sent(of_places.sum(0) > 0) * slices
-        worst = max(worst, board.seconds_of(rows, fetched) + repeated * again + starts)
+        again = rows.sum(0).max() * replica.seconds_per_copy / 3 + replica.row_bytes * replica.fullest(rows, 0)
+        starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
+        fetched = replica.sent(of_places.sum(0) > 0) * slices
+        worst = max(worst, replica.seconds_of(rows, fetched) + repeated * again + starts)
     return worst

@@ -8,15 +8,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
-from moesaic.balance.replication.links import links_of_places, relays_of
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.links import links_of_places, nodes_of, ranks_by_place, relays_of, seconds_per_byte
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+
+Seconds = TypeVar("Seconds", float, np.ndarray)
+
+
+@dataclass(frozen=True)
+class CallLoad:
+    """What one call of a layer has to do."""
+
+    grid: Grid
+    copies: np.ndarray
+    """(world, num_experts) int64: copies that each origin has for each expert."""
+    num_experts: int
+    units: int
+    """Hidden units of one shard of an expert, as its weights are packed."""
+    dim: int
+    """Width of a token."""
+
+    @cached_property
+    def home(self) -> np.ndarray:
+        """Place in ep of each expert, (num_experts,)."""
+        return np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
+
+    @cached_property
+    def replicas(self) -> list[np.ndarray]:
+        """The origins whose copies one replica of the experts computes, by place in ep: per replica (ep, origins) int64."""
+        return list(ranks_by_place(self.grid))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +85,8 @@ class ReplicationCosts:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What of a board stays the same from call to call: a replica's places, and what bytes between them cost."""
+class ReplicaLinks:
+    """What of a replica stays the same from call to call: its places, and what bytes between them cost."""
 
     grid: Grid
     origins: np.ndarray
@@ -70,7 +96,8 @@ class Ground:
     @cached_property
     def nodes(self) -> np.ndarray:
         """Node of each place, (ep,) int64."""
-        return np.array([self.grid.node_of(int(ranks[0])) for ranks in self.origins])
+        of_places: np.ndarray = nodes_of(self.grid)[self.origins[:, 0]]
+        return of_places
 
     @cached_property
     def seconds_per_byte(self) -> np.ndarray:
@@ -78,10 +105,7 @@ class Ground:
         if self.costs.cluster is not None:
             alone: np.ndarray = self.row_links.max(2, initial=0.0)
             return alone
-        machine, node = self.costs.machine, self.nodes
-        gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
-        seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
-        return seconds
+        return seconds_per_byte(self.costs.machine, self.nodes)
 
     @cached_property
     def start_up(self) -> np.ndarray:
@@ -121,21 +145,21 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Board:
-    """One replica's load by place in ep, and what moving a copy costs: where policies play their moves."""
+class ReplicaLoad:
+    """One replica's load by place in ep, and what moving a copy costs: what policies decide from."""
 
-    load: Load
-    ground: Ground
+    load: CallLoad
+    links: ReplicaLinks
 
     @property
     def origins(self) -> np.ndarray:
         """(ep, origins): ranks by place."""
-        return self.ground.origins
+        return self.links.origins
 
     @property
     def costs(self) -> ReplicationCosts:
         """Rates."""
-        return self.ground.costs
+        return self.links.costs
 
     @cached_property
     def copies(self) -> np.ndarray:
@@ -161,8 +185,8 @@ class Board:
 
     @property
     def seconds_per_byte(self) -> np.ndarray:
-        """See `Ground`."""
-        return self.ground.seconds_per_byte
+        """See `ReplicaLinks`."""
+        return self.links.seconds_per_byte
 
     @property
     def passes(self) -> int:
@@ -190,7 +214,7 @@ class Board:
         ep = len(self.origins)
         by_home = helped.reshape(ep, -1, ep)
         straight: np.ndarray = by_home.sum(1)
-        via = self.ground.via
+        via = self.links.via
         if via is None:
             return straight
         comes_by = via[:, :, None] == np.arange(ep)
@@ -207,9 +231,29 @@ class Board:
             rows: (ep, ep): copies of place i that place j computes.
             weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
         """
-        travel = self.passes * self.row_bytes * self.fullest(rows, 0)
-        fetch = self.passes / 2 * self.weight_bytes * self.fullest(weights, 1)
-        return float(rows.sum(0).max() * self.seconds_per_copy + travel + fetch)
+        return self.closed_form(float(rows.sum(0).max()), self.fullest(rows, 0), self.fullest(weights, 1))
+
+    def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
+        """Return the modelled time of calls, one after the other: products, rows, weights.
+
+        Args:
+            computed: copies at the busiest place, () or (calls,).
+            rows: seconds that a byte of every row takes of the fullest link, of the same shape.
+            weights: the same of a byte of every expert's weights.
+        """
+        return self.compute_seconds(computed) + self.travel_seconds(rows) + self.fetch_seconds(weights)
+
+    def compute_seconds(self, computed: Seconds) -> Seconds:
+        """Return the seconds of products; see `closed_form`."""
+        return computed * self.seconds_per_copy
+
+    def travel_seconds(self, rows: Seconds) -> Seconds:
+        """Return the seconds of rows on the fullest link, both ways; see `closed_form`."""
+        return self.passes * self.row_bytes * rows
+
+    def fetch_seconds(self, weights: Seconds) -> Seconds:
+        """Return the seconds of weights, and of their gradients, on the fullest link; see `closed_form`."""
+        return self.passes / 2 * self.weight_bytes * weights
 
     def fullest(self, moved: np.ndarray, kind: int) -> float:
         """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most.
@@ -221,29 +265,15 @@ class Board:
         if self.costs.cluster is None:
             spent = moved * self.seconds_per_byte
             return float(max(spent.sum(0).max(), spent.sum(1).max()))
-        links = self.ground.weight_links if kind else self.ground.row_links
+        links = self.links.weight_links if kind else self.links.row_links
         return float((moved.reshape(-1) @ links.reshape(moved.size, -1)).max(initial=0.0))
 
-    def spread(self, replicated: np.ndarray) -> np.ndarray:
-        """Share what a place replicates out among its ranks, first come first: (ep, num_experts, ep) to (world,
-        num_experts, ep).
 
-        Other replicas' ranks replicate nothing.
-        """
-        found = np.zeros((*self.load.copies.shape, len(self.origins)), dtype=np.int64)
-        of_rank = self.load.copies[self.origins]
-        rank_ends, helper_ends = of_rank.cumsum(1)[..., None], replicated.cumsum(2)[:, None]
-        starts = np.maximum(rank_ends - of_rank[..., None], helper_ends - replicated[:, None])
-        shared = np.maximum(np.minimum(rank_ends, helper_ends) - starts, 0)
-        found[self.origins.reshape(-1)] = shared.reshape(-1, *shared.shape[2:])
-        return found
+def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:
+    """Return the links of every replica, for all calls on the mesh of this one."""
+    return [ReplicaLinks(load.grid, origins, costs) for origins in load.replicas]
 
 
-def grounds(load: Load, costs: ReplicationCosts) -> list[Ground]:
-    """Return the ground of every replica, for all calls on the mesh of this one."""
-    return [Ground(load.grid, origins, costs) for origins in load.replicas]
-
-
-def boards(load: Load, costs: ReplicationCosts) -> list[Board]:
-    """Return the board of every replica."""
-    return [Board(load, ground) for ground in grounds(load, costs)]
+def replica_loads(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLoad]:
+    """Return the load of every replica."""
+    return [ReplicaLoad(load, links) for links in replica_links(load, costs)]

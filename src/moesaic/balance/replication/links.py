@@ -1,4 +1,4 @@
-"""What bytes between the places of ep take of each link of a cluster: rates per pair, and links that several places share.
+"""Where the ranks of a mesh are, and what bytes between them take of each link: rates per pair, and links that several share.
 
 A replication policy asks at every call for many candidates, so routing is done once per cluster and mesh, and a candidate costs
 a product of a matrix with the bytes that places exchange.
@@ -11,10 +11,36 @@ from itertools import permutations, product
 
 import numpy as np
 
+from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.topology import Topology
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays
+
+
+def ranks_by_place(grid: Grid) -> np.ndarray:
+    """Return the rank of each shard of each place of ep of each copy of the experts, (edp, ep, etp) int64."""
+    found = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
+    for rank in range(grid.world):
+        found[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
+    return found
+
+
+def nodes_of(grid: Grid) -> np.ndarray:
+    """Return the node of each rank, (world,) int64."""
+    return np.array([grid.node_of(rank) for rank in range(grid.world)])
+
+
+def seconds_per_byte(machine: Machine, node: np.ndarray) -> np.ndarray:
+    """Return the seconds of a byte from each place to each other one, (places, places); nothing within one.
+
+    Args:
+        machine: rates of one rank.
+        node: (places,) the node of each.
+    """
+    gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
+    seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
+    return seconds
 
 
 @lru_cache(maxsize=64)

@@ -7,14 +7,48 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import is_dataclass
+from dataclasses import Field, dataclass, is_dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from moesaic.balance.choices import AnyPlan
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.program.grid import Grid
+
+
+class PolicyPlan(Protocol):
+    """A plan, as policies see it: a dataclass with these fields, of which `plan.Plan` says what they mean."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def replication(self) -> str:
+        """Name of the policy that replicates experts, or none."""
+
+    @property
+    def gather_weights(self) -> int | None:
+        """Shards of an expert that a token visits; None for all."""
+
+    @property
+    def peer_groups(self) -> int:
+        """Groups of neighbours that exchange one after the other."""
+
+    @property
+    def chunks(self) -> int:
+        """Parts that each run of copies is cut into."""
+
+
+AnyPlan = TypeVar("AnyPlan", bound=PolicyPlan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarePlan:
+    """These choices alone, as a plan has them unless it is told otherwise."""
+
+    replication: str = "none"
+    gather_weights: int | None = None
+    peer_groups: int = 1
+    chunks: int = 1
 
 
 class AbstractReplicationPolicy(ABC):
@@ -24,7 +58,7 @@ class AbstractReplicationPolicy(ABC):
     """The rates by which it decides, where it decides by rates."""
 
     @abstractmethod
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return which copies are replicated, (world, num_experts, ep) int64.
 
         Entry [o, e, h]: how many of the copies that origin o has for expert e the ranks at place h of ep compute; those at
@@ -60,7 +94,7 @@ class AbstractReplicationPolicy(ABC):
 
 
 class Replicated(AbstractReplicationPolicy):
-    """Lends what it is told, whatever the load: for tests and replays.
+    """Replicates what it is told, whatever the load: for tests and replays.
 
     Args:
         replicated: (world, num_experts, ep) int64; more than there are copies is cut down.
@@ -69,7 +103,7 @@ class Replicated(AbstractReplicationPolicy):
     def __init__(self, replicated: np.ndarray) -> None:
         self.replicated = replicated
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return it, cut to the copies that there are, helpers in their order."""
         before = np.cumsum(self.replicated, axis=2) - self.replicated
         left = np.maximum(load.copies[:, :, None] - before, 0)

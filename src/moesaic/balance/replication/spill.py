@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import Board, ReplicationCosts, boards
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.replication.tables import Replications, full_table
 from moesaic.errors import InputError
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
@@ -34,14 +34,14 @@ class LeastLoaded(AbstractReplicationPolicy):
             raise InputError(f"replication budget={budget}: choose at least one token copy per rank")
         self.limit, self.budget = limit, budget
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return the replicated copies."""
-        found = []
-        for board in boards(load, ReplicationCosts()):
-            mean = -(-int(board.copies.sum()) // len(board.origins))
+        found, tables = replica_loads(load, ReplicationCosts()), []
+        for replica in found:
+            mean = -(-int(replica.copies.sum()) // len(replica.origins))
             most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
-            found.append(board.spread(overflow(board, most)))
-        return np.sum(found, axis=0)
+            tables.append(Replications.of(overflow(replica, most)))
+        return full_table(found, tables)
 
 
 class Spill(AbstractReplicationPolicy):
@@ -54,48 +54,83 @@ class Spill(AbstractReplicationPolicy):
     def __init__(self, costs: ReplicationCosts | None = None) -> None:
         self.costs: ReplicationCosts = costs or ReplicationCosts()
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return the replicated copies."""
-        found = []
-        for board in boards(load, self.costs):
-            mean = board.copies.sum() / len(board.origins)
-            none = np.zeros((len(board.origins), load.num_experts, len(board.origins)), dtype=np.int64)
-            tried = [none, *(overflow(board, int(np.ceil(mean * limit))) for limit in LIMITS)]
-            found.append(board.spread(min(tried, key=board.seconds)))
-        return np.sum(found, axis=0)
+        found, tables = replica_loads(load, self.costs), []
+        for replica in found:
+            mean = replica.copies.sum() / len(replica.origins)
+            none = np.zeros((len(replica.origins), load.num_experts, len(replica.origins)), dtype=np.int64)
+            tried = [none, *(overflow(replica, int(np.ceil(mean * limit))) for limit in LIMITS)]
+            tables.append(Replications.of(min(tried, key=replica.seconds)))
+        return full_table(found, tables)
 
 
-def overflow(board: Board, most: int) -> np.ndarray:
+def overflow(replica: ReplicaLoad, most: int) -> np.ndarray:
     """Return what is replicated, (ep, num_experts, ep), so that no place computes more than `most` copies, if that can be.
 
     The fullest place gives first, of its largest expert, to the emptiest place that may be replicated it.
 
     Args:
-        board: the load.
+        replica: the load of one replica.
         most: copies of one place.
     """
-    ep, home = len(board.origins), board.load.home
-    replicated = np.zeros((ep, board.load.num_experts, ep), dtype=np.int64)
-    staying, helped = board.copies.copy(), replicated.sum(0) > 0
-    loads = np.bincount(home, weights=staying.sum(0), minlength=ep).astype(np.int64)
-    for giver in np.argsort(-loads, kind="stable"):
-        experts = np.flatnonzero(home == giver)
-        while loads[giver] > most:
-            expert = experts[np.argmax(staying[:, experts].sum(0))]
-            may_help = (helped[expert] | (helped.sum(0) < MOST_HELPED)) & (home[expert] != np.arange(ep))
-            helper = int(np.argmin(np.where(may_help, loads, np.iinfo(np.int64).max)))
-            amount = int(min(most - loads[helper], loads[giver] - most, staying[:, expert].sum()))
-            if not may_help[helper] or amount <= 0:
-                break
-            give(staying[:, expert], replicated[:, expert, helper], helper, amount)
-            helped[expert, helper] = True
-            loads[giver] -= amount
-            loads[helper] += amount
-    return replicated
+    giving = Giving(
+        replica, np.zeros((len(replica.origins), replica.load.num_experts, len(replica.origins)), dtype=np.int64)
+    )
+    room = most - giving.loads
+    for giver in np.argsort(room, kind="stable"):
+        while room[giver] < 0 and giving.give(int(giver), room):
+            room = most - giving.loads
+    return giving.replicated
 
 
-def give(staying: np.ndarray, replicated: np.ndarray, helper: int, amount: int) -> None:
-    """Lend so many copies of an expert, those of the helper's own tokens first, then of the places that have most.
+class Giving:
+    """One greedy, step by step: a place replicates copies of its largest expert to the place that has most room.
+
+    Args:
+        replica: the load of one replica.
+        replicated: (ep, num_experts, ep) int64, to begin with.
+    """
+
+    def __init__(self, replica: ReplicaLoad, replicated: np.ndarray) -> None:
+        self._home, self._places = replica.load.home, np.arange(len(replica.origins))
+        self.replicated = replicated.copy()
+        """(ep, num_experts, ep) int64: copies of a place for an expert that another place computes."""
+        self._staying = replica.copies - replicated.sum(2)
+        self.helped = replicated.sum(0) > 0
+        """(num_experts, ep) bool: which places are replicated an expert."""
+
+    @property
+    def loads(self) -> np.ndarray:
+        """Copies that each place computes, (ep,) int64."""
+        at_home = np.bincount(self._home, weights=self._staying.sum(0), minlength=len(self._places)).astype(np.int64)
+        loads: np.ndarray = at_home + self.replicated.sum((0, 1))
+        return loads
+
+    def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
+        """Replicate what a place has too much of, as far as one expert and one helper go; returns whether any was.
+
+        Args:
+            giver: a place without room.
+            room: (ep,) int64: copies that each place may compute besides, below 0 where it has too many.
+            weights: copies whose room the weights of an expert take that a place is not replicated yet.
+        """
+        own = np.flatnonzero(self._home == giver)
+        expert = int(own[self._staying[:, own].sum(0).argmax()])
+        left = room - np.where(self.helped[expert], 0, weights)
+        may_help = (self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)) & (self._places != giver)
+        helper = int(np.where(may_help, left, np.iinfo(np.int64).min).argmax())
+        new = 0 if self.helped[expert, helper] else weights
+        amount = int(min(left[helper], new - room[giver], self._staying[:, expert].sum()))
+        if not may_help[helper] or amount <= 0:
+            return False
+        _give(self._staying[:, expert], self.replicated[:, expert, helper], helper, amount)
+        self.helped[expert, helper] = True
+        return True
+
+
+def _give(staying: np.ndarray, replicated: np.ndarray, helper: int, amount: int) -> None:
+    """Replicate so many copies of an expert, those of the helper's own tokens first, then of the places that have most.
 
     Args:
         staying: (ep,) copies of each place that stay; changed.

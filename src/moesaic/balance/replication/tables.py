@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.balance.replication.cost import Board
+from moesaic.balance.replication.cost import ReplicaLoad
 
 DECIMALS = 12
 """Of modelled seconds that are compared: ranks with other processors may differ in the last bits, and must decide alike."""
 
 
-class Lendings(NamedTuple):
+class Replications(NamedTuple):
     """What is replicated, entry by entry; several entries may be of one origin, expert and helper."""
 
     origin: np.ndarray
@@ -31,15 +31,21 @@ class Lendings(NamedTuple):
     amount: np.ndarray
     """(n,) int64: copies, above 0."""
 
+    @classmethod
+    def of(cls, table: np.ndarray) -> Replications:
+        """Return the entries of a table, (ep, num_experts, ep) int64."""
+        origin, expert, helper = np.nonzero(table)
+        return cls(origin, expert, helper, table[origin, expert, helper])
+
     def table(self, num_experts: int, ep: int) -> np.ndarray:
         """Return (ep, num_experts, ep) int64."""
         replicated = np.zeros((ep, num_experts, ep), dtype=np.int64)
         np.add.at(replicated, (self.origin, self.expert, self.helper), self.amount)
         return replicated
 
-    def joined(self, other: Lendings) -> Lendings:
+    def joined(self, other: Replications) -> Replications:
         """Return these and others."""
-        return Lendings(*(np.concatenate(pair) for pair in zip(self, other)))
+        return Replications(*(np.concatenate(pair) for pair in zip(self, other)))
 
     @property
     def is_empty(self) -> bool:
@@ -48,7 +54,7 @@ class Lendings(NamedTuple):
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NOTHING = Lendings(_NONE, _NONE, _NONE, _NONE)
+NOTHING = Replications(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,11 @@ class Rows:
     """Experts that the place which is replicated most of them is replicated."""
 
 
-def rows_of(board: Board, replicated: Lendings) -> Rows:
+def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     """Return who computes what if `replicated` is replicated."""
-    home, ep = board.load.home, len(board.origins)
-    each = board.load.num_experts // ep
-    at_home = board.copies.reshape(ep, ep, each).sum(2)
+    home, ep = replica.load.home, len(replica.origins)
+    each = replica.load.num_experts // ep
+    at_home = replica.copies.reshape(ep, ep, each).sum(2)
     if replicated.is_empty:
         nothing = np.zeros((ep, ep), dtype=np.int64)
         return Rows(at_home, nothing, nothing)
@@ -77,67 +83,67 @@ def rows_of(board: Board, replicated: Lendings) -> Rows:
     moved, helped = (
         np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep) for cell in (left, got)
     )
-    replicates = np.zeros((board.load.num_experts, ep), dtype=bool)
+    replicates = np.zeros((replica.load.num_experts, ep), dtype=bool)
     replicates[replicated.expert, replicated.helper] = True
-    return Rows(at_home - moved, helped, board.sent(replicates), int(replicates.sum(0).max()))
+    return Rows(at_home - moved, helped, replica.sent(replicates), int(replicates.sum(0).max()))
 
 
-def shadows(board: Board, *, at_most: int = 8, tries: int = 256, whole: bool = False) -> Lendings:
+def shadows(replica: ReplicaLoad, *, at_most: int = 8, tries: int = 256, whole: bool = False) -> Replications:
     """Return the best prefix of the (expert, place) pairs, most copies first, in which a place computes its own copies.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         at_most: experts that one place may be replicated.
         tries: longest prefix that is looked at.
         whole: an expert is replicated to all places or to none, as the paper does: fewer experts, more of each.
     """
-    (found,) = shadows_at(board, (0.0,), at_most=at_most, tries=tries, whole=whole)
+    (found,) = shadows_at(replica, (0.0,), at_most=at_most, tries=tries, whole=whole)
     return found
 
 
 def shadows_at(
-    board: Board, prices: Sequence[float], *, at_most: int = 8, tries: int = 256, whole: bool = False
-) -> list[Lendings]:
+    replica: ReplicaLoad, prices: Sequence[float], *, at_most: int = 8, tries: int = 256, whole: bool = False
+) -> list[Replications]:
     """Return the best prefix if each expert costs so much besides: `shadows` for several prices at once.
 
     Args:
-        board, at_most, tries, whole: as for `shadows`.
+        replica, at_most, tries, whole: as for `shadows`.
         prices: seconds per expert, of the place that is replicated most.
     """
-    place, expert, most = _ranked(board, at_most, tries, whole)
+    place, expert, most = _ranked(replica, at_most, tries, whole)
     if not len(place):
         return [NOTHING] * len(prices)
-    amount = board.copies[place, expert]
-    seconds = _prefix_seconds(board, place, expert, amount)
+    amount = replica.copies[place, expert]
+    seconds = _prefix_seconds(replica, place, expert, amount)
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
     ends = [int(np.argmin(np.round(seconds + price * most, DECIMALS))) for price in prices]
-    return [Lendings(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
+    return [Replications(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
 
 
-def first_shadows(board: Board, count: int, *, at_most: int = 8, whole: bool = False) -> Lendings:
+def first_shadows(replica: ReplicaLoad, count: int, *, at_most: int = 8, whole: bool = False) -> Replications:
     """Return the first so many pairs, or experts that are replicated whole, of those of which `shadows` takes the best prefix.
 
     Args:
-        board, at_most, whole: as for `shadows`.
+        replica, at_most, whole: as for `shadows`.
         count: of pairs or experts.
     """
-    place, expert, _ = _ranked(board, at_most, max(2 * count, 16), whole)
+    place, expert, _ = _ranked(replica, at_most, max(2 * count, 16), whole)
     if whole:
         new = np.concatenate([[0], expert[1:] != expert[:-1]]) if len(expert) else expert
         count = int(np.searchsorted(np.cumsum(new), count))
     place, expert = place[:count], expert[:count]
-    return Lendings(place, expert, place, board.copies[place, expert])
+    return Replications(place, expert, place, replica.copies[place, expert])
 
 
-def _away(board: Board) -> np.ndarray:
+def _away(replica: ReplicaLoad) -> np.ndarray:
     """Return the copies that each place has for each expert of another one, (ep, num_experts) int64."""
-    return np.where(np.arange(len(board.origins))[:, None] == board.load.home[None, :], 0, board.copies)
+    return np.where(np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies)
 
 
-def _ranked(board: Board, at_most: int, tries: int, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the (place, expert) pairs in the order in which to replicate, and for every prefix the most experts of a place."""
-    away, ep = _away(board), len(board.origins)
+    away, ep = _away(replica), len(replica.origins)
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
@@ -151,14 +157,14 @@ def _ranked(board: Board, at_most: int, tries: int, whole: bool) -> tuple[np.nda
     return place[fits], expert[fits], most
 
 
-def _prefix_seconds(board: Board, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
+def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """Return the seconds of every prefix, the empty one first, (n + 1,); weights go once to each node where they do so."""
-    ep, ground, count = len(board.origins), board.ground, len(place)
-    owner = board.load.home[expert]
-    via = owner if ground.via is None else ground.via[owner, place]
+    ep, links, count = len(replica.origins), replica.links, len(place)
+    owner = replica.load.home[expert]
+    via = owner if links.via is None else links.via[owner, place]
     new = np.zeros(count, dtype=bool)
     new[np.unique(expert * ep + via, return_index=True)[1]] = True
-    rows = rows_of(board, NOTHING).home
+    rows = rows_of(replica, NOTHING).home
 
     def fullest(start: np.ndarray | float, changes: np.ndarray) -> np.ndarray:
         sums = np.empty((count + 1, changes.shape[1]))
@@ -168,40 +174,37 @@ def _prefix_seconds(board: Board, place: np.ndarray, expert: np.ndarray, amount:
         most: np.ndarray = sums.max(1, initial=0.0)
         return most
 
-    row_links, weight_links = ground.row_links, ground.weight_links
+    row_links, weight_links = links.row_links, links.weight_links
     helps, owns = (np.eye(ep)[each] for each in (place, owner))
     travelling = rows.reshape(-1) @ row_links.reshape(ep * ep, -1)
-    compute = fullest(rows.sum(0), amount[:, None] * (helps - owns)) * board.seconds_per_copy
+    computed = fullest(rows.sum(0), amount[:, None] * (helps - owns))
     tokens = fullest(travelling, -amount[:, None] * row_links[place, owner])
     weights = fullest(0.0, new[:, None] * weight_links[owner, via] + weight_links[via, place])
-    seconds: np.ndarray = (
-        compute + board.passes * board.row_bytes * tokens + board.passes / 2 * board.weight_bytes * weights
-    )
-    return seconds
+    return replica.closed_form(computed, tokens, weights)
 
 
-def spills(board: Board, replicated: Lendings, limit: float, *, near_first: bool = False) -> Lendings:
+def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near_first: bool = False) -> Replications:
     """Return what places above a limit replicate besides, of their largest experts, to places with room, emptiest first.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         replicated: what is replicated already.
         limit: copies that a place may compute, over the places' mean.
         near_first: to places on the same node first.
     """
-    ep, home = len(board.origins), board.load.home
-    staying = board.copies.copy()
+    ep, home = len(replica.origins), replica.load.home
+    staying = replica.copies.copy()
     np.subtract.at(staying, (replicated.origin, replicated.expert), replicated.amount)
     loads = np.bincount(home, staying.sum(0), ep) + np.bincount(replicated.helper, replicated.amount, ep)
     loads = loads.astype(np.int64)
-    most = int(np.ceil(board.copies.sum() / ep * limit))
+    most = int(np.ceil(replica.copies.sum() / ep * limit))
     if loads.max(initial=0) <= most:
         return NOTHING
-    nodes = board.ground.nodes
+    nodes = replica.links.nodes
     runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
     found = NOTHING
     for places in (*runs, np.arange(ep)):
-        moved = _matched(board, staying, loads, places, most)
+        moved = _matched(replica, staying, loads, places, most)
         np.subtract.at(staying, (moved.origin, moved.expert), moved.amount)
         np.subtract.at(loads, home[moved.expert], moved.amount)
         np.add.at(loads, moved.helper, moved.amount)
@@ -209,41 +212,49 @@ def spills(board: Board, replicated: Lendings, limit: float, *, near_first: bool
     return found
 
 
-def spread(found: Sequence[Board], replicated: Sequence[Lendings]) -> np.ndarray | None:
+def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray | None:
     """Return the table of all origins, (world, num_experts, ep) int64; None if nothing is replicated.
 
     What a place replicates out is shared among its ranks, first come first.
 
     Args:
-        found: the replicas' boards.
+        found: the loads of the replicas.
         replicated: between the places of each.
     """
     if all(each.is_empty for each in replicated):
         return None
     load = found[0].load
     table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
-    for board, each in zip(found, replicated):
+    for replica, each in zip(found, replicated):
         if each.is_empty:
             continue
         experts, where = np.unique(each.expert, return_inverse=True)
-        ranks = board.origins.shape[1]
-        by_place = each._replace(expert=where).table(len(experts), len(board.origins))
+        ranks = replica.origins.shape[1]
+        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
         if ranks == 1:
-            table[board.origins[:, :1], experts] = by_place
+            table[replica.origins[:, :1], experts] = by_place
             continue
-        of_rank = load.copies[board.origins][:, :, experts]
+        of_rank = load.copies[replica.origins][:, :, experts]
         cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
         shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)
-        table[board.origins[:, :, None], experts] = shared
+        table[replica.origins[:, :, None], experts] = shared
     return table
 
 
-def _matched(board: Board, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: int) -> Lendings:
+def full_table(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray:
+    """Return the same as `spread`, zeros where nothing is replicated: what a policy decides."""
+    load, table = found[0].load, spread(found, replicated)
+    return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if table is None else table
+
+
+def _matched(
+    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: int
+) -> Replications:
     """Return what the places above `most` among some replicate to the others of them."""
     excess, room = np.maximum(loads[places] - most, 0), np.maximum(most - loads[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]
-    each = board.load.num_experts // len(board.origins)
+    each = replica.load.num_experts // len(replica.origins)
     totals = staying.sum(0).reshape(-1, each)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
@@ -255,31 +266,31 @@ def _matched(board: Board, staying: np.ndarray, loads: np.ndarray, places: np.nd
         return NOTHING
     experts, taken = experts[given], taken[given]
     replicated = _overlaps(taken[None], np.maximum(most - loads[helpers], 0)[None])[0]
-    return _from_origins(board, staying, experts, helpers, replicated)
+    return _from_origins(replica, staying, experts, helpers, replicated)
 
 
 def _from_origins(
-    board: Board, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, replicated: np.ndarray
-) -> Lendings:
+    replica: ReplicaLoad, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, replicated: np.ndarray
+) -> Replications:
     """Return whose copies are replicated: the helper's own first, the giver's own last.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         staying: (ep, num_experts) int64 copies that are not replicated.
         experts: (k,) that are replicated.
         helpers: (m,) places.
         replicated: (k, m) copies of each that each helper computes.
     """
-    ep = len(board.origins)
+    ep = len(replica.origins)
     own = np.minimum(replicated, staying[helpers][:, experts].T)
     left = staying[:, experts].T.copy()
     left[np.arange(len(experts))[:, None], helpers[None, :]] -= own
-    turn = (board.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
+    turn = (replica.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
     shared = _overlaps(np.take_along_axis(left, turn, 1), replicated - own)
     expert, origin, helper = np.nonzero(shared)
-    others = Lendings(turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper])
+    others = Replications(turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper])
     kept, at = np.nonzero(own)
-    return Lendings(helpers[at], experts[kept], helpers[at], own[kept, at]).joined(others)
+    return Replications(helpers[at], experts[kept], helpers[at], own[kept, at]).joined(others)
 
 
 def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from moesaic.balance.samples.homes import Homes
 from moesaic.balance.samples.load import SampleLoad, Volume
 from moesaic.balance.samples.placer import AbstractPlacer, Given, PlacerOptions, Stay
-from moesaic.balance.samples.two_stage import TwoStage
-from moesaic.balance.samples.weighed import Weighed
+from moesaic.balance.samples.policies import TwoStage, Weighed
 
 __all__ = [
     "AbstractPlacer",

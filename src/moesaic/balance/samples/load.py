@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moesaic.balance.replication.links import nodes_of, ranks_by_place
 from moesaic.balance.samples.homes import Homes
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -61,13 +62,12 @@ class SampleLoad:
     @cached_property
     def node(self) -> np.ndarray:
         """The node of each rank, (ranks,) int64."""
-        return np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
+        return nodes_of(self.grid)
 
     @cached_property
     def replicas(self) -> list[np.ndarray]:
         """The ranks of each copy of the experts, ascending: samples never leave theirs."""
-        groups = {self.grid.group(rank, ("ep", "etp")) for rank in range(self.grid.world)}
-        return [np.array(group) for group in sorted(groups)]
+        return [np.sort(ranks, axis=None) for ranks in ranks_by_place(self.grid)]
 
     @cached_property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -89,6 +89,17 @@ class SampleLoad:
         every = np.arange(homes.samples.size)
         intra, inter = (table[every, homes.rank].sum() for table in self.rows)
         return Volume(int(intra), int(inter))
+
+    def seconds(self, homes: Homes, intra: float, inter: float) -> float:
+        """Return the modelled time of a placement: the slower kind of link (NetMoE, section 3, equation 1).
+
+        Args:
+            homes: the placement.
+            intra: seconds per row within a node, over all of them.
+            inter: seconds per row between nodes.
+        """
+        rows = self.volume(homes)
+        return max(rows.intra * intra, rows.inter * inter)
 
     @property
     def _widths(self) -> tuple[int, ...]:

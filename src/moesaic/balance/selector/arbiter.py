@@ -11,19 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from moesaic.balance.choices import AnyPlan, Choices, PlanChoices
-from moesaic.balance.replication.cost import Board, ReplicationCosts
-from moesaic.balance.replication.load import Load
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import NOTHING, spread
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
+from moesaic.balance.replication.tables import NOTHING, Replications, spread
 from moesaic.balance.selector.cost import is_even
-from moesaic.balance.selector.options import ALONE, option_plans
-from moesaic.balance.selector.recipes import NO_CHANGE, THRIFTS, Choice, Option, Weigher
+from moesaic.balance.selector.options import ALONE, NO_CHANGE, THRIFTS, CallChoice, Option, Weigher, option_plans
 from moesaic.balance.selector.times import Times
-from moesaic.balance.selector.verdict import Pick, Verdict, verdict_of
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
@@ -38,6 +35,78 @@ HOPELESS = 3.0
 that is not there."""
 UNANSWERED = 64
 """Calls that may be under way without anybody having told yet what they took."""
+
+
+@dataclass(frozen=True)
+class CallDecision:
+    """What was decided for a call, and from what."""
+
+    option: str
+    """Its name, as `arbiter_options.name_of` gives it."""
+    program: int
+    """Which of the plans that were offered runs."""
+    replicated: np.ndarray | None
+    """(world, num_experts, ep) int64: copies that other ranks than their experts' homes compute; None for none."""
+    seconds: Mapping[str, float]
+    """Of every option that was weighed, forward and backward: the model's, corrected by what was measured."""
+    rows: tuple[tuple[int, ...], tuple[int, ...]]
+    """Copies that each place of ep computes, replica after replica: if the call is left alone, and as it was decided."""
+    token_bytes: tuple[int, int]
+    """Of tokens and their gradients that cross links: left alone, and as it was decided."""
+    weight_bytes: int
+    """Of weights and their gradients that cross links."""
+    decision_seconds: float
+    """What deciding kept this rank from going on."""
+    weighing_seconds: float = 0.0
+    """What weighing for the next call took beside this one: processor time of a thread of its own."""
+    is_trial: bool = False
+    """Whether the option ran to learn what it takes."""
+
+    @property
+    def copies_replicated(self) -> int:
+        """Copies that another rank computes."""
+        return 0 if self.replicated is None else int(self.replicated.sum())
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What a call runs, decided before its counts were known, and the tables made from them."""
+
+    choice: CallChoice
+    found: tuple[ReplicaLoad, ...]
+    replicated: tuple[Replications, ...]
+    """By replica of the experts."""
+    is_trial: bool
+
+    @cached_property
+    def table(self) -> np.ndarray | None:
+        """What is replicated, (world, num_experts, ep) int64; None for nothing."""
+        return spread(self.found, self.replicated)
+
+
+def decision_of(
+    pick: Pick, alone: Option, ran: Option, seconds: Mapping[str, float], started: float | None = None
+) -> CallDecision:
+    """Return what was decided for a call.
+
+    Args:
+        pick: what runs.
+        alone: the option of leaving it alone.
+        ran: the option that runs.
+        seconds: of every option that was weighed.
+        started: on `time.perf_counter`, if deciding began then.
+    """
+    return CallDecision(
+        option=pick.choice.name,
+        program=pick.choice.program,
+        replicated=pick.table,
+        seconds=seconds,
+        rows=(alone.cost.rows, ran.cost.rows),
+        token_bytes=(alone.cost.token_bytes, ran.cost.token_bytes),
+        weight_bytes=ran.cost.weight_bytes,
+        decision_seconds=0.0 if started is None else time.perf_counter() - started,
+        is_trial=pick.is_trial,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +147,7 @@ class Arbiter(AbstractReplicationPolicy):
         """Return the plans whose programs it chooses from: the plan alone, with replication, with other r, step by step."""
         return option_plans(plan, grid)
 
-    def start(self, plan: PlanChoices, plans: Sequence[PlanChoices]) -> Arbitration:
+    def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
         """Return the arbiter of one layer.
 
         Args:
@@ -87,11 +156,11 @@ class Arbiter(AbstractReplicationPolicy):
         """
         return Arbitration(self, plan, plans)
 
-    def decide(self, load: Load) -> np.ndarray:
+    def decide(self, load: CallLoad) -> np.ndarray:
         """Return the cheapest table of replicated copies for a call alone, as replication policies do; (world,
         num_experts, ep) int64."""
-        plan = Choices(replication="spill")
-        replicated = Arbitration(self, plan, [Choices(), plan]).choose(load).replicated
+        plan = BarePlan(replication="spill")
+        replicated = Arbitration(self, plan, [BarePlan(), plan]).choose(load).replicated
         return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if replicated is None else replicated
 
 
@@ -99,7 +168,7 @@ class Arbiter(AbstractReplicationPolicy):
 class _Asked:
     """A call of which nobody told yet what it took."""
 
-    choice: Choice
+    choice: CallChoice
     load: float
     modelled: float
 
@@ -119,7 +188,7 @@ class Arbitration:
     goes_by_times = True
     """Whether it may decide by measured times: `pick` and `weigh` in place of `choose`."""
 
-    def __init__(self, settings: Arbiter, plan: PlanChoices, plans: Sequence[PlanChoices]) -> None:
+    def __init__(self, settings: Arbiter, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> None:
         self.settings, self.plan, self.plans = settings, plan, tuple(plans)
         self.last = NO_CHANGE
         """What was thought best last."""
@@ -129,17 +198,17 @@ class Arbitration:
             plan, plans, settings.costs, at_most=settings.at_most, part_us=settings.part_us, factors=settings.factors,
             thrifts=THRIFTS if settings.learn else THRIFTS[:1],
         )  # fmt: skip
-        self._trial: Choice | None = None
+        self._trial: CallChoice | None = None
         self._since_trial = self._trials = 0
         self._shares: dict[str, float] = {}
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, CallChoice] = {}
         self._contents: dict[str, bytes] = {}
         self._weighed_at, self._change = 0.0, np.inf
         self._calls_until = 0
         self._asked: dict[int, _Asked] = {}
         self._ran: set[int] = set()
 
-    def choose(self, load: Load) -> Verdict:
+    def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its own counts and the model; the same on all ranks.
 
         Where all ranks have alike to do, the call is left alone: what is best then the plan says already. The last option's
@@ -148,9 +217,9 @@ class Arbitration:
         Args:
             load: of the call.
         """
-        started, found = time.perf_counter(), self.weigher.boards(load)
+        started, found = time.perf_counter(), self.weigher.replica_loads(load)
         options = [self.weigher.alone(found)]
-        if all(is_even(board, self.settings.margin) for board in found):
+        if all(is_even(replica, self.settings.margin) for replica in found):
             self._calls_until = 0
         elif not self._is_due(_load_of(found, options[0])):
             again = self._again(found, options[0])
@@ -163,22 +232,22 @@ class Arbitration:
         self._settle(seconds, 0.0, among=by_name)
         chosen = by_name[self.last.name]
         pick = Pick(chosen.choice, tuple(found), chosen.replicated, False)
-        return verdict_of(pick, options[0], chosen, seconds, started)
+        return decision_of(pick, options[0], chosen, seconds, started)
 
-    def offers(self, load: Load) -> list[tuple[Option, np.ndarray | None]]:
+    def offers(self, load: CallLoad) -> list[tuple[Option, np.ndarray | None]]:
         """Return the options for a call, with the table that each replicates, (world, num_experts, ep) int64; decides
         nothing."""
-        found = self.weigher.boards(load)
+        found = self.weigher.replica_loads(load)
         options = self.weigher.all(found, self.weigher.alone(found), anew=True)
         return [(option, spread(found, option.replicated)) for option in options]
 
-    def pick(self, load: Load) -> Pick:
+    def pick(self, load: CallLoad) -> Pick:
         """Return what a call runs: what was decided during the one before it; the first one is decided here.
 
         Args:
             load: of the call.
         """
-        found = self.weigher.boards(load)
+        found = self.weigher.replica_loads(load)
         if not self._choices:
             options = self._all(found, self.weigher.alone(found))
             self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
@@ -199,7 +268,7 @@ class Arbitration:
             if asked is not None:
                 self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
 
-    def weigh(self, pick: Pick, *, call: int | None) -> Verdict:
+    def weigh(self, pick: Pick, *, call: int | None) -> CallDecision:
         """Decide what the next call runs; all ranks with the same numbers.
 
         Args:
@@ -221,10 +290,10 @@ class Arbitration:
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
-        verdict = verdict_of(pick, alone, ran, corrected)
-        return replace(verdict, weighing_seconds=time.thread_time() - started)
+        decision = decision_of(pick, alone, ran, corrected)
+        return replace(decision, weighing_seconds=time.thread_time() - started)
 
-    def _ask(self, call: int | None, choice: Choice, load: float, modelled: float) -> None:
+    def _ask(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
         """Wait for what a call takes, unless it is the first one of its program, which makes what later ones find."""
         if call is None:
             return
@@ -240,7 +309,7 @@ class Arbitration:
         self._change = abs(load - self._weighed_at) / self._weighed_at if self._weighed_at else np.inf
         return self._calls_until <= 0 or self._change > 2 * self.settings.margin
 
-    def _all(self, found: Sequence[Board], alone: Option) -> list[Option]:
+    def _all(self, found: Sequence[ReplicaLoad], alone: Option) -> list[Option]:
         """Return all options for a call, leaving it alone first."""
         options = self.weigher.all(found, alone, anew=self._change > JUMP)
         self._weighed_at, self._calls_until, self._change = _load_of(found, alone), self.settings.weigh_every, 0.0
@@ -248,7 +317,7 @@ class Arbitration:
         self._contents = {each.name: each.content for each in options}
         return options
 
-    def _again(self, found: Sequence[Board], alone: Option) -> Option | None:
+    def _again(self, found: Sequence[ReplicaLoad], alone: Option) -> Option | None:
         """Return the last choice's option for this call; None if it was leaving alone, or has nothing left to replicate."""
         replicated = self.weigher.tables(self.last.recipe, found)
         if self.last.name == ALONE or replicated is None:
@@ -304,6 +373,6 @@ class Arbitration:
             self.times.try_out(name, self._trial.program, load)
 
 
-def _load_of(found: Sequence[Board], alone: Option) -> float:
+def _load_of(found: Sequence[ReplicaLoad], alone: Option) -> float:
     """Return what tells loads apart: the seconds of a copy, which grow with skew, left alone."""
-    return alone.seconds / max(1, sum(int(board.copies.sum()) for board in found))
+    return alone.seconds / max(1, sum(int(replica.copies.sum()) for replica in found))

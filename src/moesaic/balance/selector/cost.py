@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.replication.cost import Board
-from moesaic.balance.replication.tables import NOTHING, Lendings, rows_of
+from moesaic.balance.replication.cost import ReplicaLoad
+from moesaic.balance.replication.tables import NOTHING, Replications, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,83 +52,82 @@ def worst(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def replicated_cost(board: Board, replicated: Lendings, chunks: int = 1) -> Cost:
+def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> Cost:
     """Return the cost under a table of replicated copies.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         replicated: between its places.
         chunks: parts that the copies which stay at home travel in.
     """
-    rows, shards, passes = rows_of(board, replicated), board.origins.shape[1], board.passes
-    messages = board.ground.start_up
+    rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.passes
+    messages = replica.links.start_up
     moved = rows.home + rows.replicated
     starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
     return Cost(
-        compute=float(moved.sum(0).max()) * board.seconds_per_copy,
-        travel=passes * (board.row_bytes * board.fullest(moved, 0) + _fullest(starts)),
-        fetch=passes
-        / 2
-        * (board.weight_bytes * board.fullest(rows.fetched, 1) + _fullest(messages * (rows.fetched > 0)))
-        + rows.held * board.costs.expert_us * 1e-6,
+        compute=replica.compute_seconds(float(moved.sum(0).max())),
+        travel=replica.travel_seconds(replica.fullest(moved, 0)) + passes * _fullest(starts),
+        fetch=replica.fetch_seconds(replica.fullest(rows.fetched, 1))
+        + passes / 2 * _fullest(messages * (rows.fetched > 0))
+        + rows.held * replica.costs.expert_us * 1e-6,
         rows=tuple(moved.sum(0).tolist()),
-        token_bytes=passes * across * board.row_bytes * shards,
-        weight_bytes=passes // 2 * int(rows.fetched.sum()) * board.weight_bytes * shards,
+        token_bytes=passes * across * replica.row_bytes * shards,
+        weight_bytes=passes // 2 * int(rows.fetched.sum()) * replica.weight_bytes * shards,
     )
 
 
-def gathered_cost(board: Board, alone: Cost, r: int) -> Cost:
+def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
     """Return the cost with `gather_weights` r below etp.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         alone: its cost with r = etp.
         r: shards that a token visits; 0: weights come to the tokens.
     """
-    shards, each = board.origins.shape[1], board.load.num_experts // len(board.origins)
-    within = _within_place(board)
+    shards, each = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
+    within = _within_place(replica)
     if r:
         got = (shards // r - 1) * each
-        gathered = got * board.weight_bytes * within
-        weight_bytes = (board.passes - 1) * got * board.weight_bytes * board.origins.size
+        gathered = got * replica.weight_bytes * within
+        weight_bytes = (replica.passes - 1) * got * replica.weight_bytes * replica.origins.size
         return Cost(
             compute=alone.compute,
             travel=alone.travel * r / shards,
-            fetch=(board.passes - 1) * gathered,  # forward, again in backward, and the gradients back
+            fetch=(replica.passes - 1) * gathered,  # forward, again in backward, and the gradients back
             rows=alone.rows,
             token_bytes=alone.token_bytes * r // shards,
             weight_bytes=weight_bytes,
         )
     # Every rank fetches all shards of all experts of the replica and computes what is its own.
-    own = board.load.copies[board.origins].sum(2)
-    sent = shards * each * (1 - np.eye(len(board.origins)))
-    fetched = board.weight_bytes * board.fullest(sent, 1) + _fullest(shards * board.ground.start_up)
-    fetched += (shards - 1) * each * board.weight_bytes * within
-    got = (board.origins.size - 1) * each
+    own = replica.load.copies[replica.origins].sum(2)
+    sent = shards * each * (1 - np.eye(len(replica.origins)))
+    fetched = replica.weight_bytes * replica.fullest(sent, 1) + _fullest(shards * replica.links.start_up)
+    fetched += (shards - 1) * each * replica.weight_bytes * within
+    got = (replica.origins.size - 1) * each
     return Cost(
-        compute=float(own.max()) * shards * board.seconds_per_copy,
+        compute=replica.compute_seconds(float(own.max()) * shards),
         travel=0.0,
-        fetch=(board.passes - 1) * fetched,
+        fetch=(replica.passes - 1) * fetched,
         rows=tuple(own.sum(1).tolist()),
-        weight_bytes=(board.passes - 1) * got * board.weight_bytes * board.origins.size,
+        weight_bytes=(replica.passes - 1) * got * replica.weight_bytes * replica.origins.size,
     )
 
 
-def is_even(board: Board, margin: float) -> bool:
+def is_even(replica: ReplicaLoad, margin: float) -> bool:
     """Whether nothing that depends on the counts can gain much: no place computes, sends or gets more than the margin above
     the mean, and no expert's weights are fewer bytes than the tokens that one place sends it.
 
     Args:
-        board: of a replica.
+        replica: the load of one replica of the experts.
         margin: a share.
     """
-    home, ep = board.load.home, len(board.origins)
-    away = board.copies * (np.arange(ep)[:, None] != home[None, :])
-    if 2 * int(away.max(initial=0)) * board.row_bytes > board.weight_bytes:
+    home, ep = replica.load.home, len(replica.origins)
+    away = replica.copies * (np.arange(ep)[:, None] != home[None, :])
+    if 2 * int(away.max(initial=0)) * replica.row_bytes > replica.weight_bytes:
         return False
-    rows = rows_of(board, NOTHING).home
-    travel = rows * board.seconds_per_byte
+    rows = rows_of(replica, NOTHING).home
+    travel = rows * replica.seconds_per_byte
     loads = (rows.sum(0), travel.sum(0), travel.sum(1))
     return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
 
@@ -138,8 +137,8 @@ def _fullest(seconds: np.ndarray) -> float:
     return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
 
 
-def _within_place(board: Board) -> float:
+def _within_place(replica: ReplicaLoad) -> float:
     """Return the seconds of a byte between two ranks that hold shards of the same experts."""
-    machine, grid = board.costs.machine, board.load.grid
-    nodes = {grid.node_of(int(rank)) for rank in board.origins[0]}
+    machine, grid = replica.costs.machine, replica.load.grid
+    nodes = {grid.node_of(int(rank)) for rank in replica.origins[0]}
     return 8 / ((machine.intra_gbps if len(nodes) == 1 else machine.inter_gbps) * 1e9)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.parts import place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile
 
 
 def rows_times(
@@ -53,7 +53,7 @@ def rows_times(
         return out
     other_x, other_w = rows[-1].contiguous(), unit_stride(matrices[-1])
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = Launch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
+    launch = KernelLaunch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
     block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
     (matrix, other), by_descriptor = as_operands((w, other_w), block, tile)
     (source, other_source), rows_by_descriptor = as_operands(

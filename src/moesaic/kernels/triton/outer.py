@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import Launch, dot_precision
 from moesaic.kernels.triton.parts import place
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, dot_precision
+from moesaic.kernels.triton.rows.tiles import Tile
 
 
 def outer_products(
@@ -45,7 +45,7 @@ def outer_products(
         return out
     p, q = p.contiguous(), q.contiguous()
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
-    launch = Launch.of(tile, len(ends) * per_expert, p.device)
+    launch = KernelLaunch.of(tile, len(ends) * per_expert, p.device)
     _outer_kernel[(launch.programs,)](
         p, q, out, p if p_token is None else p_token, q if q_token is None else q_token, ends, len(ends), out.shape[1],
         out.shape[2], P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile, num_bites
 
 
 def up(
@@ -52,7 +52,7 @@ def up(
     if num_rows == 0 or width == 0:
         return pre, hidden
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = Launch.of(tile, capacity * triton.cdiv(width, tile.columns), x.device)
+    launch = KernelLaunch.of(tile, capacity * triton.cdiv(width, tile.columns), x.device)
     one, two = unit_stride(matrices[0]), unit_stride(matrices[-1])
     (first, second), by_descriptor = as_operands((one, two), (1, tile.columns, tile.depth), tile)
     (rows,), rows_by_descriptor = as_operands((x,), (tile.rows, tile.depth), tile if token is None else None)

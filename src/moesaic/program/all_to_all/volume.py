@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
-from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex, Move
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, Move
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 
@@ -123,75 +117,3 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterato
                         pair = (leg.source, leg.target)
                         joined[pair] = joined.get(pair, 0) + rows
     yield from ((source, target, rows) for (source, target), rows in joined.items())
-
-
-def even_sizes(
-    grid: Grid,
-    *,
-    redundant: bool = False,
-    tokens: int,
-    num_experts: int,
-    top_k: int,
-    num_chunks: int = 1,
-    node_tokens: np.ndarray | None = None,
-    units: int = 0,
-    replicates: bool = False,
-) -> CallSizes:
-    """Return the sizes of a call in which every expert gets equally many copies from every origin.
-
-    Args:
-        grid: the mesh.
-        redundant: every rank sends all tokens of its tensor group (`Program.is_redundant`).
-        tokens: per data-parallel group; `tokens * top_k` should divide by `num_experts * tp`, or shares are rounded.
-        num_experts: of the layer.
-        top_k: copies per token.
-        num_chunks: as the program was cut.
-        visits: as for `CallSizes`.
-        units: as for `CallSizes`.
-        replicates: the program can replicate copies; none are.
-
-    Raises:
-        InputError: if a token has more copies than there are experts.
-    """
-    _check_top_k(top_k, num_experts)
-    place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
-    if redundant:
-        share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
-    else:
-        run = tokens * top_k // num_experts
-        share = run * (place + 1) // grid.tp - run * place // grid.tp
-        own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    copies = np.repeat(share[:, None], num_experts, axis=1)
-    shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
-    return CallSizes(grid, copies, own, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
-
-
-def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
-    """Return the expected visits and stops under uniform routing, int64, as `CallSizes` takes them.
-
-    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k).
-
-    Args:
-        grid: the mesh, every copy of the experts on whole nodes.
-        tokens: per data-parallel group.
-        num_experts: of the layer.
-        top_k: copies per token.
-        num_chunks: as the program was cut; each chunk's visits are counted apart.
-
-    Raises:
-        InputError: if a token has more copies than there are experts.
-    """
-    _check_top_k(top_k, num_experts)
-    parts = []
-    for places in grid.cast_levels:
-        elsewhere = num_experts - num_experts // places
-        share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
-        most = tokens * top_k / num_chunks / places
-        per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
-        parts.append(np.full((grid.world, places, num_chunks), round(per_chunk / grid.tp)))
-    return np.concatenate(parts, axis=1)
-
-
-def _check_top_k(top_k: int, num_experts: int) -> None:
-    if not 1 <= top_k <= num_experts:
-        raise InputError(f"top_k={top_k} of num_experts={num_experts}: choose a number from 1 to {num_experts}")

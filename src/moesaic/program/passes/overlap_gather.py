@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.passes.parts import Part, split_stretch
-from moesaic.program.passes.split_peers import steps
+from moesaic.program.passes.split import StretchPart, split_stretch, steps
 from moesaic.program.task import ONCE, Kind, Op, Program, State, Task
 
 
@@ -36,7 +35,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
         raise InputError(f"overlap_gather clashes with {_clash(program)}")
     if grid.ep == 1 or grid.tp == 1 or not pairs:
         return program
-    parts = [Part(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
+    parts = [StretchPart(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
     for first, second in pairs:
         program = split_stretch(program, [first.name, second.name], parts)
     return replace(program, name=f"{program.name}, overlapped gather")

@@ -17,8 +17,7 @@ from typing import Literal
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.passes.parts import Part, split_stretch
-from moesaic.program.passes.split_capacity import chunk_part, to_experts_and_back
+from moesaic.program.passes.split import StretchPart, chunk_part, split_stretch, to_experts_and_back
 from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 SUFFIX = ".replicated"
@@ -46,7 +45,7 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
             "plan.replication clashes with plan.gather_weights, which moves weights in another way: leave gather_weights unset"
         )
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
-    whole = split_stretch(program, to_experts_and_back(program), [*parts, Part(SUFFIX, _replicated)])
+    whole = split_stretch(program, to_experts_and_back(program), [*parts, StretchPart(SUFFIX, _replicated)])
     whole = _with_weights(whole, "w", "w", State.SHARDED, relayed=grid is not None and relays(grid))
     if any(slot.name == "b_shards" for slot in whole.slots):
         whole = _with_weights(whole, "b_shards", "b", State.REPLICATED)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, linear_scores, top_k_indices
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import linear_scores, top_k_indices
 
 
 class ExpertChoice(AbstractRouter):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, top_k_indices
 from moesaic.routing.routers.sigmoid import SigmoidTopK
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import top_k_indices
 
 
 class GroupLimited(AbstractRouter):

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, chosen, linear_scores, normalized, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
 
 
 class GShardTop2(AbstractRouter):

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, chosen, linear_scores, normalized, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import chosen, linear_scores, normalized, token_choice, top_k_indices
 
 
 class SigmoidTopK(AbstractRouter):

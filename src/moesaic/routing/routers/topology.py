@@ -26,10 +26,9 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.topology import check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, top_k_indices
 from moesaic.routing.routers.softmax import SoftmaxTopK
 from moesaic.routing.routing import Choice, Scores
-from moesaic.routing.selection import top_k_indices
 
 
 @dataclass(frozen=True, kw_only=True)

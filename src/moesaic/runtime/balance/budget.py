@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.balance.replication.bounded import fitting_tables, limits_of_ranks, seconds
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.slices import Cut, cut
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
@@ -71,7 +70,7 @@ class TokenBudget:
         budget = self.compiled.plan.token_budget
         if budget is None:
             return compiled, replicated, None
-        load = Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        load = CallLoad(self.compiled.grid, copies, self.num_experts, units, self.dim)
         held = self._held(compiled)
         self.use.calls += 1
         self.use.rows_over += cut(held, load.copies, replicated, budget).rows_over
@@ -86,13 +85,13 @@ class TokenBudget:
         self.use.slices += found.num_slices
         return compiled, replicated, found
 
-    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, load: Load, budget: int) -> Cut | None:
+    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, budget: int) -> Cut | None:
         """Return a call cut; None where replicated weights alone take the budget somewhere."""
         limits = budget if replicated is None else limits_of_ranks(load, replicated, budget)
         return cut(self._held(compiled), load.copies, replicated, limits) if np.min(limits) >= 1 else None
 
     def _ways(
-        self, compiled: Compiled, replicated: np.ndarray | None, found: Cut | None, load: Load, budget: int
+        self, compiled: Compiled, replicated: np.ndarray | None, found: Cut | None, load: CallLoad, budget: int
     ) -> Iterator[_Way]:
         """Yield in which ways a call fits its budget: as it would run, with nothing replicated, with another table."""
         if found is not None:
@@ -110,7 +109,7 @@ class TokenBudget:
             if other is not None:
                 yield replication, table, other
 
-    def _cheapest(self, ways: Iterable[_Way], load: Load) -> _Way:
+    def _cheapest(self, ways: Iterable[_Way], load: CallLoad) -> _Way:
         """Return the way that takes least by the policies' model."""
         none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.verdict import Verdict
+from moesaic.balance.selector.arbiter import CallDecision
 from moesaic.plan import Compiled
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.budget import TokenBudget
 from moesaic.runtime.balance.selector import ProgramSelector
-from moesaic.runtime.calls import AbstractCallPolicy, Chosen, PlainCalls
+from moesaic.runtime.balance.slices import run_slices
+from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen, PlainCalls
 
 
 class BalancedCalls(AbstractCallPolicy):
@@ -37,11 +39,6 @@ class BalancedCalls(AbstractCallPolicy):
         self.budget = TokenBudget(compiled, num_experts, dim, None if policy is None else policy.costs)
 
     @property
-    def bare(self) -> Compiled:
-        """The arbiter's programs without replication, else those of the plan."""
-        return self.selector.bare
-
-    @property
     def digest(self) -> bytes:
         """See `ProgramSelector.digest`."""
         return self.selector.digest
@@ -57,7 +54,8 @@ class BalancedCalls(AbstractCallPolicy):
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
         """Return what the selector chose, or what of it the budget allows."""
         compiled, replicated = self.selector.choose(record, copies, units)
-        return Chosen(*self.budget.hold(compiled, replicated, copies, units))
+        compiled, replicated, cut = self.budget.hold(compiled, replicated, copies, units)
+        return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
         """Run and time it; see `ProgramSelector.timed`."""
@@ -73,7 +71,7 @@ def calls_under(
     return BalancedCalls(compiled, policy, num_experts, dim)
 
 
-def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
+def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
     """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
     selector = None if calls is None else selector_of(calls)
     return [] if selector is None else selector.take()
@@ -82,3 +80,8 @@ def verdicts_of(calls: AbstractCallPolicy | None) -> list[Verdict]:
 def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
     """Return the selector of calls that balance; None for others."""
     return calls.selector if isinstance(calls, BalancedCalls) else None
+
+
+def bare_of(calls: AbstractCallPolicy) -> Compiled:
+    """Return the programs under which samples may move: the arbiter's without replication, else those of the plan."""
+    return calls.compiled.options[0] if calls.compiled.options else calls.compiled

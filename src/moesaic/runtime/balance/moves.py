@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.balance.selector.options import ALONE
-from moesaic.balance.selector.verdict import Verdict
 from moesaic.cost.alpha_beta import Machine
 from moesaic.runtime.balance.samples.relocate import SampleMove
 
@@ -58,33 +57,33 @@ class MoveArbiter:
         self._moves = mine < 1 and not self._other < margin * mine if self._moves else mine < margin * self._other
         return self._moves
 
-    def note_others(self, verdict: Verdict) -> None:
+    def note_others(self, decision: CallDecision) -> None:
         """Take down what the other options would do, or did.
 
         Args:
-            verdict: of the layer's arbiter, for this call.
+            decision: of the layer's arbiter, for this call.
         """
-        if verdict.is_trial:
+        if decision.is_trial:
             return
-        alone = verdict.seconds.get(ALONE, 0.0)
-        self._other = verdict.seconds[verdict.option] / alone if alone else 1.0
+        alone = decision.seconds.get(ALONE, 0.0)
+        self._other = decision.seconds[decision.option] / alone if alone else 1.0
 
-    def note_move(self, move: SampleMove, verdict: Verdict, dim: int) -> Verdict:
+    def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
         """Take down that samples move in this call; what it gains is looked at when the next call comes.
 
         Args:
             move: of the call.
-            verdict: what the arbiter would have done with samples that stay.
+            decision: what the arbiter would have done with samples that stay.
             dim: width of a token.
 
         Returns:
             The decision that was taken instead.
         """
-        self.note_others(verdict)
+        self.note_others(decision)
         if move.goal is None:
-            self._tried = Tried(move, verdict.seconds.get(ALONE, 0.0), dim)
-        (rows, _), (token_bytes, _) = verdict.rows, verdict.token_bytes
-        before = replace(verdict, rows=(rows, rows), token_bytes=(token_bytes, token_bytes), weight_bytes=0)
+            self._tried = Tried(move, decision.seconds.get(ALONE, 0.0), dim)
+        (rows, _), (token_bytes, _) = decision.rows, decision.token_bytes
+        before = replace(decision, rows=(rows, rows), token_bytes=(token_bytes, token_bytes), weight_bytes=0)
         return replace(before, option=RELOCATE, program=0, replicated=None, is_trial=False)
 
     def _look_back(self) -> None:

@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.load import Load
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.balance.selector.verdict import Pick, Verdict
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision, Pick
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
 from moesaic.plan.compile import for_call
@@ -34,7 +32,7 @@ from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.clock import CallClock, TimedCall
 from moesaic.runtime.balance.moves import MoveArbiter
 from moesaic.runtime.balance.samples.relocate import SampleMove
-from moesaic.runtime.calls import NUMBERS
+from moesaic.runtime.expert_parallel import NUMBERS
 
 PAUSE = 0.1
 """Share of what a call took last that its messages are given before the thread begins."""
@@ -86,8 +84,8 @@ class ProgramSelector:
         self._clock = CallClock(compiled.grid.world)
         self._thread: ThreadPoolExecutor | None = None
         self._pause = 0.0
-        self._weighing: Future[Verdict] | None = None
-        self._verdicts: deque[tuple[Future[Verdict] | Verdict, float]] = deque(maxlen=KEPT)
+        self._weighing: Future[CallDecision] | None = None
+        self._decisions: deque[tuple[Future[CallDecision] | CallDecision, float]] = deque(maxlen=KEPT)
         self._of_call = WeakIdKeyDictionary()
 
     @property
@@ -112,7 +110,7 @@ class ProgramSelector:
         """
         if self._policy is None:
             return self.compiled, None
-        load = Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        load = CallLoad(self.compiled.grid, copies, self.num_experts, units, self.dim)
         if self._arbitration is None:
             replicated = self._policy.decide(load)
             compiled = for_call(self.compiled, replicated)
@@ -148,11 +146,6 @@ class ProgramSelector:
         finally:
             decided.timed.ran_again()
 
-    @property
-    def bare(self) -> Compiled:
-        """The programs under which samples may move: the arbiter's without replication, else those of the plan."""
-        return self.compiled.options[0] if self.compiled.options else self.compiled
-
     def stays(self, move: SampleMove) -> bool:
         """Return whether samples stay in a call that might move them, so that the layer runs like any other.
 
@@ -175,25 +168,25 @@ class ProgramSelector:
         arbitration = self._arbitration
         if arbitration is None or record.by_rank in self._of_call:
             return
-        started, load = time.perf_counter(), Load(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        started, load = time.perf_counter(), CallLoad(self.compiled.grid, copies, self.num_experts, units, self.dim)
         self._finish()
         if self._hears_all(record):
             known, _ = self._clock.hear(_told(record))
             arbitration.hear(known)
-            verdict = arbitration.weigh(arbitration.pick(load), call=None)
+            decision = arbitration.weigh(arbitration.pick(load), call=None)
         else:
-            verdict = arbitration.choose(load)
-        verdict = self._moves.note_move(move, verdict, self.dim)
-        self._verdicts.append((verdict, time.perf_counter() - started))
-        self._of_call[record.by_rank] = _Decided(verdict.program, verdict.replicated)
+            decision = arbitration.choose(load)
+        decision = self._moves.note_move(move, decision, self.dim)
+        self._decisions.append((decision, time.perf_counter() - started))
+        self._of_call[record.by_rank] = _Decided(decision.program, decision.replicated)
 
-    def take(self) -> list[Verdict]:
+    def take(self) -> list[CallDecision]:
         """Return the arbiter's decisions since the last `take`, oldest first."""
         found = []
-        for each, seconds in self._verdicts:
-            verdict = each.result() if isinstance(each, Future) else each
-            found.append(replace(verdict, decision_seconds=seconds))
-        self._verdicts.clear()
+        for each, seconds in self._decisions:
+            decision = each.result() if isinstance(each, Future) else each
+            found.append(replace(decision, decision_seconds=seconds))
+        self._decisions.clear()
         return found
 
     def _hears_all(self, record: RoutingRecord) -> bool:
@@ -201,7 +194,7 @@ class ProgramSelector:
         heard = record.gathered
         return self._learns and heard is not None and len(heard.values) == self.compiled.grid.world
 
-    def _decide_early(self, record: RoutingRecord, load: Load) -> _Decided:
+    def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _Decided:
         """Run what was decided during the last call, and begin to decide the next one."""
         assert self._arbitration is not None
         assert record.by_rank is not None
@@ -217,16 +210,16 @@ class ProgramSelector:
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
         number = call.number if is_timed else None
         self._weighing = self._thread.submit(_weigh, arbitration, pick, number, self._pause)
-        self._verdicts.append((self._weighing, time.perf_counter() - started))
+        self._decisions.append((self._weighing, time.perf_counter() - started))
         return decided
 
-    def _decide_now(self, load: Load) -> _Decided:
+    def _decide_now(self, load: CallLoad) -> _Decided:
         """Decide from the counts of the call itself, by the model."""
         assert self._arbitration is not None
-        verdict = self._arbitration.choose(load)
-        self._moves.note_others(verdict)
-        self._verdicts.append((verdict, verdict.decision_seconds))
-        return _Decided(verdict.program, verdict.replicated)
+        decision = self._arbitration.choose(load)
+        self._moves.note_others(decision)
+        self._decisions.append((decision, decision.decision_seconds))
+        return _Decided(decision.program, decision.replicated)
 
     def _finish(self) -> None:
         """Wait until the last call's thread has decided."""
@@ -235,7 +228,7 @@ class ProgramSelector:
             self._weighing = None
 
 
-def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float) -> Verdict:
+def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float) -> CallDecision:
     """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
     time.sleep(pause)
     return arbitration.weigh(pick, call=call)

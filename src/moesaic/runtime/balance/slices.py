@@ -14,21 +14,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
-from moesaic.program.needed import up_to_experts
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
-from moesaic.runtime.call import Environment
-from moesaic.runtime.function import Run, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
-from moesaic.runtime.node_tokens import NodeTokens
+from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
+from moesaic.runtime.expert_parallel import UncutCall
+from moesaic.runtime.tasks import Environment
 
 
 @dataclass(frozen=True)
@@ -43,53 +40,42 @@ class Slice:
     """The program's INDEX inputs by name."""
 
 
-def slices_of(
-    whole: Cut,
-    origins: Sequence[int],
-    transport: AbstractTransport,
-    routing: tuple[Tensor, Tensor],
-    find: Callable[[Tensor, Tensor], NodeTokens] | None,
-    bind: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes],
-) -> list[Slice]:
+def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     """Return the slices of a call. Under multicast all ranks call it together.
 
     Args:
-        whole: the call, cut.
-        origins: whose rows this rank's routing has: its own, or those of its tensor group.
-        transport: between all ranks.
-        routing: token and expert of each row, (rows,) int64, expert after expert.
-        find: under multicast, finds the visits of this rank's own rows.
-        bind: from replicated copies, copies and visits to sizes.
+        cut: how the call is cut.
+        call: what it takes to run the call slice by slice.
     """
-    token, expert = routing
+    transport, token, expert, bind = call.whole.transport, call.token, call.expert, call.sizes
     rows, node_tokens = [], []
-    for number in range(whole.num_slices):
-        places, origin = whole.rows(number, origins)
+    for number in range(cut.num_slices):
+        places, origin = cut.rows(number, call.origins)
         rows.append(torch.from_numpy(places).to(token.device))
-        if find is not None:
+        if call.find is not None:
             own = torch.from_numpy(places[origin == transport.rank]).to(token.device)
-            node_tokens.append(find(token[own], expert[own]))
+            node_tokens.append(call.find(token[own], expert[own]))
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
         told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
         node_tokens = [replace(each, of_all=told[:, number]) for number, each in enumerate(node_tokens)]
 
     def slice_of(number: int) -> Slice:
-        replicated, copies = whole.replicated(number), whole.copies(number)
+        replicated, copies = cut.replicated(number), cut.copies(number)
         if not node_tokens:
             indices = {"index": token[rows[number]].unsqueeze(1)}
             return Slice(rows[number], lambda: bind(replicated, copies, None), indices)
         seen = node_tokens[number]
         return Slice(rows[number], lambda: bind(replicated, copies, seen), seen.indices)
 
-    return [slice_of(number) for number in range(whole.num_slices)]
+    return [slice_of(number) for number in range(cut.num_slices)]
 
 
 @dataclass(frozen=True)
 class SlicedRun:
     """One call of a layer on one rank, in slices."""
 
-    whole: Run
+    whole: LayerRun
     """The call; its sizes, indices and tags are those of no slice."""
     slices: Sequence[Slice]
 
@@ -98,10 +84,11 @@ class SlicedRun:
         """What is kept of a slice for its backward pass."""
         return kept_names(self.whole.compiled)
 
-    @cached_property
+    @property
     def again(self) -> Program:
         """What brings that about once more."""
-        return up_to_experts(self.whole.compiled.forward, self.names)
+        assert self.whole.compiled.again is not None, "only plans with a budget are run in slices"
+        return self.whole.compiled.again
 
     def take_tags(self) -> list[int]:
         """Take tags for a forward and a backward program of each slice; returns the first of each."""
@@ -110,15 +97,21 @@ class SlicedRun:
         first = self.whole.transport.take_tags(each * len(self.slices))
         return [first + each * number for number in range(len(self.slices))]
 
-    def run(self, number: int, first_tag: int) -> Run:
+    def run(self, number: int, first_tag: int) -> LayerRun:
         """Return the run of a slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
         call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False)
         return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
 
 
-def run_slices(work: SlicedRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
-    """Run dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
+def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
+    """Run dispatch, experts and combine slice by slice; see `run_program`, whose further arguments and result these are.
+
+    Args:
+        cut: how the call is cut.
+        call: what it takes to run the call slice by slice.
+    """
+    work = SlicedRun(call.whole, slices_of(cut, call))
     y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
@@ -130,7 +123,7 @@ class RunSlices(torch.autograd.Function):
     def forward(
         ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """Run the slices and sum their results; keep what goes in, and what the first slice keeps."""
+        """LayerRun the slices and sum their results; keep what goes in, and what the first slice keeps."""
         tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
         total = torch.zeros_like(x, dtype=_wide(x))
         step_costs = [_Surroundings.now(x)] * len(work.slices)
@@ -154,7 +147,7 @@ class RunSlices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the first slice's backward program, then each other slice's experts again and its backward program."""
+        """LayerRun the first slice's backward program, then each other slice's experts again and its backward program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         work: SlicedRun = ctx.work
         tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs others
@@ -178,9 +171,15 @@ class RunSlices(torch.autograd.Function):
 
 
 def _forward(
-    run: Run, part: Slice, x: Tensor, gates: Tensor, weights: Sequence[Tensor], num_sharded: int, keeps: Sequence[str]
+    run: LayerRun,
+    part: Slice,
+    x: Tensor,
+    gates: Tensor,
+    weights: Sequence[Tensor],
+    num_sharded: int,
+    keeps: Sequence[str],
 ) -> Environment:
-    """Run a slice; returns its result, and what is to be kept of it."""
+    """LayerRun a slice; returns its result, and what is to be kept of it."""
     inputs = inputs_of(run, x, gates[part.rows], *_split(weights, num_sharded))
     return run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
 

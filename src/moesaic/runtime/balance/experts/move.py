@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Grid
 
 Masters = Mapping[nn.Parameter, Tensor]
@@ -42,15 +42,15 @@ class Shelf:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes that a rank sent."""
 
     num_bytes: int = 0
     inter_node_bytes: int = 0
     """Of them, to other nodes."""
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.num_bytes + other.num_bytes, self.inter_node_bytes + other.inter_node_bytes)
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(self.num_bytes + other.num_bytes, self.inter_node_bytes + other.inter_node_bytes)
 
 
 def shelves_of(experts: AbstractExperts, optimizer: torch.optim.Optimizer | None, masters: Masters) -> list[Shelf]:
@@ -132,7 +132,9 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 
 
 @torch.no_grad()
-def carry_slots(shelf: Shelf, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray) -> Sent:
+def carry_slots(
+    shelf: Shelf, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
+) -> SentBytes:
     """Move experts from slot to slot; all ranks call it together.
 
     Args:
@@ -169,7 +171,9 @@ def carry_slots(shelf: Shelf, transport: AbstractTransport, grid: Grid, before: 
     for new, part in (*stays, *arrived):
         _unpack(part, shelf.slots[new])
     others = {peer: message.numel() for peer, message in messages.items()}
-    return Sent(sum(others.values()), sum(n for peer, n in others.items() if grid.node_of(peer) != grid.node_of(rank)))
+    return SentBytes(
+        sum(others.values()), sum(n for peer, n in others.items() if grid.node_of(peer) != grid.node_of(rank))
+    )
 
 
 def _holders(shelf: Shelf, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
-from moesaic.comm.abstract_mesh import AbstractMesh
 from moesaic.comm.agree import check_same
 from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
-from moesaic.experts.dtensor import is_dtensor
+from moesaic.experts.experts import is_dtensor
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
-from moesaic.runtime.balance.experts.move import Masters, Sent, Shelf, carry_slots, shelves_of
-from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.balance.experts.move import Masters, SentBytes, Shelf, carry_slots, shelves_of
+from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
 
@@ -43,7 +43,7 @@ class Moved:
     experts: int
     """That went to another place; copies and shards of an expert count once."""
     num_bytes: int
-    """Sent between ranks."""
+    """SentBytes between ranks."""
     inter_node_bytes: int
     """Of them, between nodes."""
     busiest_before: tuple[float, ...] = ()
@@ -72,7 +72,7 @@ class ExpertPlacement:
     def __init__(
         self,
         layers: Sequence[PlacedLayer],
-        mesh: AbstractMesh,
+        mesh: Mesh,
         optimizer: torch.optim.Optimizer,
         *,
         every: int,
@@ -138,7 +138,7 @@ class ExpertPlacement:
         check_same(transport, {**fields, **of_layers, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
-        sent, moved = Sent(), 0
+        sent, moved = SentBytes(), 0
         for of_layer, order, wanted in zip(shelves, self._orders, orders):
             if np.array_equal(order.experts, wanted):
                 continue

@@ -1,0 +1,579 @@
+"""Planted bugs that the suite must catch: each is a mistake that somebody made, or one that a pass could make.
+
+Where a bug was seen is written as repository#number of a public thread, or as the name of a paper or of its code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from moesaic.plan import Compiled, Plan
+from moesaic.program.grid import Grid
+from moesaic.program.validate import ProgramError, validate
+from moesaic.routing.capacity import Capacity, Dropless
+from moesaic.routing.losses import Importance, LoadBalance, ZLoss
+from moesaic.runtime import expert_parallel, messages
+from moesaic.testing.cases import Case
+from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
+from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
+from moesaic.testing.processes import ProcessCase, run_on_gloo
+from moesaic_lab.planted import plants
+
+Catcher = Literal["validator", "crash", "numbers", "nobody"]
+"""What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
+
+BASE = Case(
+    seed=11,
+    grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
+    plan=Plan(schedule="s1"),
+    num_experts=4,
+    top_k=2,
+    router="sigmoid",
+    experts="swiglu",
+    shared=False,
+    apply_weight="after",
+    capacity=Dropless(),
+    losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)),
+    sequences=1,
+    lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
+    padding=True,
+    skew=1.0,
+    recompute=False,
+    evaluate=True,
+    precision="float64",
+)
+_SMALL = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False)
+_ACROSS = Grid(world=4, ep=4, ranks_per_node=2)
+CASES: dict[str, Case] = {
+    "step": BASE,
+    "recompute": replace(BASE, recompute=True, router="noisy", evaluate=False, seed=12),
+    "drops": replace(BASE, capacity=Capacity.fixed(0.7), seed=13),
+    "chunks": replace(_SMALL, plan=Plan(schedule="s2", chunks=2), experts="gelu", top_k=4, lengths=((4, 4),), seed=14),
+    "baseline": replace(_SMALL, plan=Plan(schedule="baseline"), seed=15),
+    "nodes": replace(
+        BASE,
+        grid=Grid(world=8, ep=8, ranks_per_node=2),
+        plan=Plan(schedule="s1", all_to_all="hier2d"),
+        num_experts=8,
+        lengths=((2, 3, 4, 1, 2, 3, 2, 4),),
+        evaluate=False,
+        seed=16,
+    ),
+    "multicast": replace(
+        BASE,
+        grid=Grid(world=8, ep=4, etp=2, ranks_per_node=4),
+        plan=Plan(schedule="s1", all_to_all="multicast"),
+        lengths=((2, 3, 4, 3, 2, 3, 2, 4),),
+        padding=False,
+        evaluate=False,
+        seed=17,
+    ),
+    "arbiter": replace(
+        BASE,
+        grid=_ACROSS,
+        plan=Plan(replication="arbiter"),
+        lengths=((4, 3, 5, 2),),
+        recompute=True,
+        evaluate=False,
+        seed=20,
+    ),
+    "placed": replace(
+        BASE,
+        grid=_ACROSS,
+        plan=Plan(chunks=2),
+        sequences=3,
+        lengths=((4, 4, 4, 4),),
+        placement="random",
+        evaluate=False,
+        padding=False,
+        seed=21,
+    ),
+    "experts": replace(
+        BASE,
+        grid=Grid(world=4, ep=4, etp=1, ranks_per_node=2),
+        plan=Plan(schedule="s1", replication="shadow"),
+        num_experts=8,
+        lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
+        by_policy=True,
+        experts_move=True,
+        skew=4.0,
+        evaluate=False,
+        seed=22,
+    ),
+    "unlike": replace(
+        BASE, grid=Grid(world=8, tp=4, ep=2, etp=2), lengths=((4, 3), (3, 4)), padding=False, evaluate=False, seed=23
+    ),
+    "shared": replace(_SMALL, shared=True, lengths=((4, 3), (3, 4)), seed=24),
+    "global": replace(BASE, losses=(LoadBalance(0.7, level="global_batch"),), evaluate=False, seed=25),
+    "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
+}
+"""The few cases that mutants are run on."""
+GLOO = tuple(
+    replace(
+        BASE,
+        grid=Grid(world=4, tp=tp, ep=ep, etp=etp),
+        lengths=((4, 3, 2, 4)[: 4 // tp], (3, 4, 2, 3)[: 4 // tp]),
+        seed=19,
+    )
+    for tp, ep, etp in ((2, 2, 2), (2, 2, 1), (4, 2, 1), (1, 4, 1), (1, 1, 2))
+)
+"""The cases for mutants of what needs processes, on several meshes of as many ranks."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug."""
+
+    name: str
+    source: str
+    """Where it was seen: a thread as repository#number, a paper, or "own"."""
+    case: str
+    """In `CASES`, or "gloo"."""
+    caught_by: Catcher
+    """What catches it: part of the evidence, held by a test."""
+    patch: Patch = nullcontext
+    change: Callable[[Compiled], Compiled] | None = None
+    looks_like: tuple[str, str] | None = None
+    """(quantity, factor) that the diagnosis must name first: ("expert gradients", "ep"); None where no factor is wrong."""
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "expert gradients scaled by ep",
+        "DeepSpeed#5618, pytorch#160285",
+        "step",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.ep),
+        looks_like=("expert gradients", "ep"),
+    ),
+    Mutant(
+        "expert gradients averaged over their copies only",
+        "Megatron-LM#5956, DeepSpeed#6546",
+        "step",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.dp / grid.edp),
+        looks_like=("expert gradients", "dp/edp"),
+    ),
+    Mutant(
+        "expert gradients scaled for tp, made good for etp",
+        "Megatron-LM#7165, #7160",
+        "unlike",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.tp / grid.etp),
+        looks_like=("expert gradients", "tp/etp"),
+    ),
+    Mutant(
+        "expert gradients divided by all ranks",
+        "own",
+        "step",
+        "numbers",
+        plants.experts_times(lambda layer, grid: 1 / grid.tp),
+        looks_like=("expert gradients", "1/tp"),
+    ),
+    Mutant(
+        "expert gradients a mean over chunks",
+        "own",
+        "chunks",
+        "numbers",
+        plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks),
+        looks_like=("expert gradients", "1/chunks"),
+    ),
+    Mutant(
+        "expert gradients not summed over their copies",
+        "Megatron-LM#5916, fairseq#4220",
+        "step",
+        "numbers",
+        plants.experts_summed_over(None),
+    ),
+    Mutant(
+        "expert gradients summed over the dense axis",
+        "Megatron-LM#5916",
+        "step",
+        "numbers",
+        plants.experts_summed_over("dp"),
+    ),
+    Mutant("shards of an expert summed", "Megatron-LM#5916", "step", "numbers", plants.experts_summed_over("etp")),
+    Mutant(
+        "all gradients averaged twice",
+        "own",
+        "step",
+        "numbers",
+        plants.everything_times(lambda grid: 1 / grid.dp),
+        looks_like=("router gradients", "1/dp"),
+    ),
+    Mutant(
+        "all gradients summed, never averaged",
+        "own",
+        "step",
+        "numbers",
+        plants.everything_times(lambda grid: grid.dp),
+        looks_like=("router gradients", "dp"),
+    ),
+    Mutant(
+        "router's gradient not reduced over dp",
+        "torchtitan#4054",
+        "step",
+        "numbers",
+        plants.gradients_then(plants.router_of_own_group),
+    ),
+    Mutant(
+        "S1: the gate's gradient not summed over tp",
+        "Parm; torchtitan#2416",
+        "step",
+        "numbers",
+        plants.replaced(expert_parallel, "share", lambda transport, group, value: value.view_as(value)),
+    ),
+    Mutant(
+        "S1: the gate's gradient averaged over tp",
+        "own",
+        "step",
+        "numbers",
+        plants.replaced(expert_parallel, "share", plants.averaged_over_peers),
+        looks_like=("router gradients", "1/tp"),
+    ),
+    Mutant(
+        "router trained by its losses alone",
+        "Automodel#2995",
+        "step",
+        "numbers",
+        plants.weights_without_gradient,
+        looks_like=("input gradients through the routing weights", "0"),
+    ),
+    Mutant(
+        "router's gradient from local experts only",
+        "transformers#48205",
+        "step",
+        "numbers",
+        plants.weights_of_local_experts,
+    ),
+    Mutant("selection bias in the routing weights", "PaddleFormers#3452", "step", "numbers", plants.biased_weights),
+    Mutant("noise drawn by every tensor rank", "own", "recompute", "numbers", plants.noise_of_every_rank),
+    Mutant(
+        "auxiliary loss scaled by tp",
+        "Megatron-LM#5047, #7452 (10)",
+        "step",
+        "numbers",
+        plants.loss_share(lambda grid: grid.dp * grid.tp),
+        looks_like=("input gradients from the auxiliary losses", "tp"),
+    ),
+    Mutant(
+        "auxiliary loss too small by dp",
+        "Megatron-LM#3672",
+        "step",
+        "numbers",
+        plants.loss_share(lambda grid: 1),
+        looks_like=("input gradients from the auxiliary losses", "1/dp"),
+    ),
+    Mutant(
+        "auxiliary loss never reaches the router",
+        "Automodel#1408; ScheMoE",
+        "step",
+        "numbers",
+        plants.loss_never_used,
+        looks_like=("input gradients from the auxiliary losses", "0"),
+    ),
+    Mutant("auxiliary losses of a rank's own tokens", "own", "step", "numbers", plants.losses_of_own_tokens),
+    Mutant(
+        "load-balance loss nearly constant",
+        "hyper-parallel#752",
+        "step",
+        "numbers",
+        plants.load_balance(plants.balance_over_wrong_pairs),
+        looks_like=("input gradients from load_balance", "0"),
+    ),
+    Mutant(
+        "load-balance loss without the number of experts",
+        "Automodel#1408",
+        "step",
+        "numbers",
+        plants.load_balance(plants.balance_without_experts),
+        looks_like=("input gradients from load_balance", "1/num_experts"),
+    ),
+    Mutant(
+        "load-balance loss counts choices per token",
+        "own",
+        "step",
+        "numbers",
+        plants.load_balance(plants.balance_of_choices),
+        looks_like=("input gradients from load_balance", "top_k"),
+    ),
+    Mutant(
+        "load of a step over the tokens of a micro-batch",
+        "Megatron-LM#7197",
+        "global",
+        "numbers",
+        plants.load_balance(plants.balance_of_this_micro_batch),
+    ),
+    Mutant("softmax twice before the load-balance loss", "transformers#45120", "step", "numbers", plants.softmax_again),
+    Mutant(
+        "copies counted again under recompute",
+        "torchtitan#1593",
+        "recompute",
+        "numbers",
+        plants.counting(lambda layer, routed, replaying: replaying),
+        looks_like=("copies counted (step)", "2"),
+    ),
+    Mutant(
+        "copies counted by every tensor rank",
+        "Megatron-DeepSpeed#63",
+        "step",
+        "numbers",
+        plants.counting_anew(plants.every_tensor_rank),
+        looks_like=("copies counted (step)", "tp"),
+    ),
+    Mutant(
+        "copies of other ranks not counted",
+        "torchtitan#4154",
+        "step",
+        "numbers",
+        plants.counting_anew(plants.own_copies),
+    ),
+    Mutant(
+        "evaluation tokens in the bias update",
+        "torchtitan#4148",
+        "step",
+        "numbers",
+        plants.counting(lambda layer, routed, replaying: not layer.training),
+    ),
+    Mutant("padding in the bias update", "Megatron-LM#6114", "step", "numbers", plants.padding_counts),
+    Mutant("padding is routed", "torchtitan#4168", "step", "numbers", plants.padding_routed),
+    Mutant(
+        "padding mask of another group's tokens",
+        "Megatron-LM#7452 (5)",
+        "step",
+        "numbers",
+        plants.padding_mask_of_others,
+    ),
+    Mutant("bias updated per micro-batch", "torchtitan#1304", "step", "numbers", plants.bias_each_micro_batch),
+    Mutant("routing again under recompute", "Automodel#2635", "recompute", "crash", plants.routes_again),
+    Mutant("drops per rank instead of global", "the papers", "drops", "numbers", plants.drops_per_rank),
+    Mutant("counts over the wrong axis", "FastMoE", "baseline", "crash", plants.counted_over_tp),
+    Mutant(
+        "gradient norm without experts",
+        "Megatron-LM#5916, FastMoE#29",
+        "gloo",
+        "numbers",
+        plants.norm_without_experts,
+        looks_like=("squares of the gradient norm from the experts", "0"),
+    ),
+    Mutant("gradient norm counts replicas", "own", "gloo", "numbers", plants.norm_with_replicas),
+    Mutant(
+        "gradient norm: experts of one tensor rank only",
+        "Megatron-LM#5916, radixark/Megatron-LM#80",
+        "gloo",
+        "numbers",
+        plants.norm_of_first_tensor_rank,
+        looks_like=("squares of the gradient norm from the experts", "1/tp"),
+    ),
+    Mutant(
+        "gradient norm: dense weights once per tensor rank",
+        "ROCm/TransformerEngine#715",
+        "gloo",
+        "numbers",
+        plants.norm_of_every_tensor_rank,
+        looks_like=("squares of the gradient norm from all others", "tp"),
+    ),
+    Mutant(
+        "gradient norm: experts once per copy",
+        "own",
+        "gloo",
+        "numbers",
+        plants.norm_of_every_expert_copy,
+        looks_like=("squares of the gradient norm from the experts", "edp"),
+    ),
+    Mutant(
+        "input gradient summed over tp twice",
+        "own",
+        "step",
+        "numbers",
+        plants.input_gradient_summed_over_tp,
+        looks_like=("input gradients through the experts", "tp"),
+    ),
+    Mutant(
+        "gathered rows' gradient sliced, not summed",
+        "Automodel#1260",
+        "chunks",
+        "validator",
+        change=plants.shards_not_summed_backward,
+    ),
+    Mutant(
+        "shared expert's partial sums not added",
+        "tpu-inference#3435",
+        "shared",
+        "numbers",
+        plants.shared_partial,
+        looks_like=("input gradients through the shared expert", "1/tp"),
+    ),
+    Mutant(
+        "shared expert's gradient taken for a routed one's",
+        "own",
+        "shared",
+        "numbers",
+        plants.gradients_then(plants.shared_of_its_copies),
+    ),
+    Mutant("first expert skipped in combine", "sglang#26473", "step", "numbers", plants.first_expert_skipped),
+    Mutant(
+        "results put back by the order that sorted them",
+        "own",
+        "step",
+        "numbers",
+        plants.replaced(messages, "placed", plants.sorted_again),
+    ),
+    Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
+    Mutant(
+        "partial sums of shards not summed",
+        "own",
+        "chunks",
+        "numbers",
+        plants.replaced(messages, "placed", plants.last_shard_only),
+        looks_like=("gradients of experts.b2", "1/etp"),
+    ),
+    Mutant(
+        "output bias added by every shard",
+        "torchtitan#4245",
+        "chunks",
+        "numbers",
+        plants.bias_of_every_shard,
+        looks_like=("gradients of experts.b2", "etp"),
+    ),
+    Mutant("chunks of weights swapped", "own", "chunks", "numbers", change=plants.chunks_swapped),
+    Mutant(
+        "gather of a replicated gradient reduced",
+        "own",
+        "chunks",
+        "numbers",
+        change=plants.last_gather_reduced,
+        looks_like=("input gradients through the routing weights", "tp"),
+    ),
+    Mutant(
+        "baseline's copies not divided",
+        "Parm, eq. 1; Megatron-DeepSpeed#63",
+        "baseline",
+        "numbers",
+        change=plants.backward_scale_dropped,
+        looks_like=("expert gradients", "tp"),
+    ),
+    Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
+    Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
+    Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
+    Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),
+    Mutant("messages of two peers swapped", "own", "nodes", "numbers", plants.messages_swapped),
+    Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants.decides_again),
+    Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants.labels_stay),
+    Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants.slots_reversed),
+    Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants.counts_by_number),
+    Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants.gradients_stay),
+    Mutant("a dependency removed", "own", "step", "validator", change=plants.edge_removed),
+    Mutant("partial sums not declared", "own", "step", "validator", change=plants.partial_forgotten),
+)
+
+
+@dataclass(frozen=True)
+class MutantVerdict:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    caught_by: Catcher
+    how: str
+    """The quantities that were wrong, or the error."""
+    findings: tuple[Finding, ...] = ()
+    """What the numbers look like."""
+
+    @property
+    def looks_like(self) -> tuple[str, str] | None:
+        """The first factor that was named, as in `Mutant.looks_like`."""
+        return next(((finding.what, finding.factor) for finding in self.findings if finding.factor), None)
+
+
+def judge(mutant: Mutant) -> MutantVerdict:
+    """Run a mutant that needs no processes, and say who catches it and what it looks like."""
+    assert mutant.case != "gloo", f"{mutant.name} needs processes"
+    first = CASES[mutant.case]
+
+    def run(case: Case) -> Ran:
+        return ran_case(case, lambda compiled: _validated(mutant, compiled), mutant.patch)
+
+    try:
+        return verdict_of(mutant, diagnose(first, run))
+    except ProgramError as error:
+        return MutantVerdict(mutant, "validator", str(error))
+    except Exception as error:  # any error catches a bug
+        return MutantVerdict(
+            mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+
+
+def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
+    """Say who catches a mutant that needs processes.
+
+    Args:
+        mutant: it.
+        ran: the cases `GLOO`, run with it.
+    """
+    by_case = {of_case.case: of_case for of_case in ran}
+    first = next((of_case.case for of_case in ran if failures(of_case.case, of_case.errors)), GLOO[0])
+    others = [case for case in by_case if case != first]
+    return verdict_of(mutant, diagnose(first, by_case.__getitem__, others))
+
+
+def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> MutantVerdict:
+    """Return the verdict on a mutant that ran to its end."""
+    wrong = diagnosis.wrong
+    how = ", ".join(f"{q} {e:.1e}" for q, e in wrong.items())
+    return MutantVerdict(mutant, "numbers" if wrong else "nobody", how, diagnosis.findings)
+
+
+def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
+    changed = compiled if mutant.change is None else mutant.change(compiled)
+    validate(changed.forward)
+    validate(changed.backward)
+    return changed
+
+
+def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVerdict]:
+    """Yield the verdicts on the mutants that need no processes of their own, in their order.
+
+    Args:
+        workers: processes that they are spread over; 1 runs them in this one.
+        told: hears each name once it is judged.
+    """
+    names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
+    if workers == 1:
+        found = map(_judge_named, names)
+        for verdict in found:
+            told(verdict.mutant.name)
+            yield verdict
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for name, (caught_by, how, findings) in zip(names, pool.map(_told_of, names)):
+            told(name)
+            yield MutantVerdict(_named(name), caught_by, how, findings)
+
+
+def judge_all_on_gloo() -> Iterator[MutantVerdict]:
+    """Yield the verdicts on the mutants that need processes, after one run of all of them."""
+    mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
+    found = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
+    for number, mutant in enumerate(mutants):
+        yield judge_on_gloo(mutant, found[number * len(GLOO) : (number + 1) * len(GLOO)])
+
+
+def _named(name: str) -> Mutant:
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def _judge_named(name: str) -> MutantVerdict:
+    return judge(_named(name))
+
+
+def _told_of(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
+    """Return a verdict without its mutant, whose functions do not travel between processes."""
+    verdict = _judge_named(name)
+    return verdict.caught_by, verdict.how, verdict.findings

@@ -1,0 +1,683 @@
+"""How the bugs of `mutants.py` are planted: a change of a compiled program, or one function of the library replaced.
+
+Each is a real mistake, made in one place; what it imitates stands with the mutant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import moesaic.parallel as norm_module
+from moesaic.comm.collectives import all_reduce_sum, share
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.kernels.codecs import codec_named
+from moesaic.layer import MoE
+from moesaic.plan import Compiled, compile_plan
+from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
+from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Op, Program, State, Task
+from moesaic.routing import peers
+from moesaic.routing import route as route_module
+from moesaic.routing.capacity import Capacity
+from moesaic.routing.losses import LoadBalance, RouterStatistics
+from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
+from moesaic.routing.peers import Gathered
+from moesaic.routing.routers import SigmoidTopK
+from moesaic.routing.routing import Scores
+from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
+from moesaic.runtime.balance import selector
+from moesaic.runtime.balance.experts import move as place_experts_move
+from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
+from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.routing_cache import RoutingCache
+from moesaic.testing import processes
+from moesaic.testing.equivalence import Patch
+
+
+def replaced(owner: object, name: str, value: object) -> Patch:
+    """Replace an attribute of a module or class while the patch is entered."""
+    return lambda: mock.patch.object(owner, name, value)
+
+
+# Programs
+
+
+def backward_scale_dropped(compiled: Compiled) -> Compiled:
+    """The baseline's redundant copies are added up and never divided."""
+    return replace(compiled, backward=_each_task(compiled.backward, lambda task: replace(task, power=0)))
+
+
+def last_gather_reduced(compiled: Compiled) -> Compiled:
+    """S2's last gather transposed to a reduce-scatter, though the gradient that comes in is the same on all ranks."""
+    slots = tuple(
+        replace(slot, state=(("tp", State.PARTIAL),)) if slot.name.startswith("z_full.") else slot
+        for slot in compiled.backward.slots
+    )
+    return replace(compiled, backward=replace(compiled.backward, slots=slots))
+
+
+def chunks_swapped(compiled: Compiled) -> Compiled:
+    """The experts multiply one chunk's rows by the other chunk's routing weights."""
+    other = {"g.0": "g.1", "g.1": "g.0"}
+    forward = _each_task(
+        compiled.forward,
+        lambda t: replace(t, reads=tuple(other.get(name, name) for name in t.reads)) if t.op is Op.EXPERT else t,
+    )
+    moves = [task for task in forward.tasks if task.op is not Op.EXPERT and task.name not in _after_experts(forward)]
+    rest = [task for task in forward.tasks if task not in moves]
+    return replace(compiled, forward=replace(forward, tasks=(*moves, *rest)))
+
+
+def gradients_coded(compiled: Compiled) -> Compiled:
+    """Gradients go through the codec of the forward pass, though the plan says that they do not."""
+    coded = compile_plan(replace(compiled.plan, backward_codec=compiled.plan.codec), compiled.grid)
+    return replace(compiled, backward=coded.backward)
+
+
+def shards_not_summed_backward(compiled: Compiled) -> Compiled:
+    """Backward, the gradient of gathered rows is taken to be the same on all shards of an expert, and not summed."""
+    slots = tuple(
+        replace(slot, state=(("etp", State.REPLICATED),)) if slot.name.startswith("h.") and "'" in slot.name else slot
+        for slot in compiled.backward.slots
+    )
+    return replace(compiled, backward=replace(compiled.backward, slots=slots))
+
+
+def edge_removed(compiled: Compiled) -> Compiled:
+    """The experts run before the rows have been asked for."""
+    tasks = sorted(compiled.forward.tasks, key=lambda task: task.op is not Op.EXPERT)
+    return replace(compiled, forward=replace(compiled.forward, tasks=tuple(tasks)))
+
+
+def partial_forgotten(compiled: Compiled) -> Compiled:
+    """A pass forgets that the shards' results are partial sums."""
+    slots = tuple(replace(slot, state=()) if slot.name == "out" else slot for slot in compiled.forward.slots)
+    return replace(compiled, forward=replace(compiled.forward, slots=slots))
+
+
+def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
+    return replace(program, tasks=tuple(map(change, program.tasks)))
+
+
+def _after_experts(program: Program) -> set[str]:
+    """Return the tasks that depend on an expert."""
+    deferred_wgrad: set[str] = set()
+    names = set()
+    for task in program.tasks:
+        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
+            deferred_wgrad.update(task.writes)
+            names.add(task.name)
+    return names
+
+
+# Gradients
+
+
+def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) -> Patch:
+    """Average gradients as it should be, then spoil them; `change` also gets what they were before."""
+    original = data_parallel.average_gradients
+
+    def spoiled(module: nn.Module, mesh: Any) -> None:
+        before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        original(module, mesh)
+        change(module, mesh, before)
+
+    return replaced(data_parallel, "average_gradients", spoiled)
+
+
+def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
+    """Expert gradients are off by a factor, which depends on the layer and the mesh."""
+
+    def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        for parameter in data_parallel.expert_parameters(module):
+            if parameter.grad is not None:
+                parameter.grad *= factor(module, mesh.grid)
+
+    return gradients_then(scaled)
+
+
+def everything_times(factor: Callable[[Grid], float]) -> Patch:
+    """All gradients are off by a factor."""
+
+    def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor(mesh.grid)
+
+    return gradients_then(scaled)
+
+
+def experts_summed_over(axis: Axis | None) -> Patch:
+    """Expert gradients are summed over the ranks of a wrong axis, or not at all, and divided as they should be."""
+
+    def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
+        spread = {id(parameter) for parameter in data_parallel.expert_parameters(module)}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in spread and parameter.grad is not None:
+                local = before.get(name, torch.zeros_like(parameter.grad))
+                parameter.grad.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)
+
+    return gradients_then(summed)
+
+
+def router_of_own_group(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+    """The router's gradient is never reduced over the data-parallel groups."""
+    for name, parameter in module.named_parameters():
+        if name.startswith("router") and name in before:
+            parameter.grad = before[name]
+
+
+def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+    """A shared expert is taken for a routed one: its gradient is summed over the ranks that hold the same routed experts."""
+    group = mesh.grid.group(mesh.rank, ("edp",))
+    for name, parameter in module.named_parameters():
+        if name.startswith("shared") and name in before:
+            parameter.grad = all_reduce_sum(mesh.transport, group, before[name]) / mesh.grid.dp
+
+
+def averaged_over_peers(transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """What ranks use on slices of their own gets the mean of their gradients, where it must get the sum."""
+    return share(transport, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity; the gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+def input_gradient_summed_over_tp() -> AbstractContextManager[object]:
+    """What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
+    original = expert_parallel.ExpertParallel.run_experts
+
+    def wrapped(self: Any, experts: Any, x_TD: Tensor, *rest: Any) -> Tensor:
+        return original(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest)
+
+    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
+
+
+def weights_without_gradient() -> AbstractContextManager[object]:
+    """Routing weights reach the experts without a gradient: only the auxiliary losses train the router."""
+    original = route_module._routing
+    return mock.patch.object(
+        route_module, "_routing", lambda record, weight_N, *rest: original(record, weight_N.detach(), *rest)
+    )
+
+
+def weights_of_local_experts() -> AbstractContextManager[object]:
+    """Routing weights get a gradient from the experts of their own rank only."""
+    original = expert_parallel.ExpertParallel.run_experts
+
+    def wrapped(self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any) -> Tensor:
+        routing = routed.routing
+        local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(self.rank, "ep")
+        weight = torch.where(local, routing.weight, routing.weight.detach())
+        return original(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
+
+    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
+
+
+def norm_with(
+    of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
+) -> AbstractContextManager[object]:
+    """The norm's square is a sum in which the experts' part or that of all others has a factor."""
+
+    def wrapped(layer: MoE, mesh: Any) -> float:
+        spread = list(data_parallel.expert_parameters(layer))
+        known = {id(parameter) for parameter in spread}
+        others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
+        of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
+        return float((of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt())
+
+    return mock.patch.object(processes, "_norm", wrapped)
+
+
+def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
+    """Experts count on one rank of every tensor group, as dense parameters do, though the others hold other experts."""
+    return norm_with(lambda grid: 1 / grid.tp, lambda grid: 1)
+
+
+def norm_of_every_tensor_rank() -> AbstractContextManager[object]:
+    """A weight that the ranks of a tensor group hold alike counts once per rank."""
+    return norm_with(lambda grid: 1, lambda grid: grid.tp)
+
+
+def norm_of_every_expert_copy() -> AbstractContextManager[object]:
+    """Experts count once per copy."""
+    return norm_with(lambda grid: grid.edp, lambda grid: 1)
+
+
+@contextmanager
+def norm_without_experts() -> Iterator[None]:
+    """The norm leaves the experts out."""
+    original = norm_module.num_copies
+
+    def copies(tensor: Tensor, world: int) -> float:
+        return float("inf") if isinstance(tensor, DTensor) else original(tensor, world)
+
+    with mock.patch.object(norm_module, "num_copies", copies):
+        yield
+
+
+@contextmanager
+def norm_with_replicas() -> Iterator[None]:
+    """Count every rank's copy of a replicated gradient."""
+    with mock.patch.object(norm_module, "num_copies", return_value=1):
+        yield
+
+
+# The layer: losses, counts, routing
+
+
+def loss_share(factor: Callable[[Any], float]) -> Patch:
+    """Replace what a loss over all ranks' tokens is multiplied by."""
+    return replaced(expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid)))
+
+
+def loss_never_used() -> AbstractContextManager[object]:
+    """The auxiliary loss is computed and nobody uses it."""
+    return mock.patch.object(MoE, "inject_loss", lambda self, y, *_: y)
+
+
+def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
+    """Count a call's copies where `also` says so, besides where they belong."""
+    original = MoE._route
+
+    def wrapped(self: MoE, *args: Any) -> Any:
+        routed = original(self, *args)
+        replaying = self.routing_cache is not None and self.routing_cache.is_replaying
+        if also(self, routed, replaying):
+            self.step_counts += routed.routing.requested
+        return routed
+
+    return replaced(MoE, "_route", wrapped)
+
+
+def padding_counts() -> AbstractContextManager[object]:
+    """Padding is counted in the load that the router adapts to."""
+    original = MoE._route
+
+    def wrapped(self: MoE, *args: Any) -> Any:
+        routed = original(self, *args)
+        valid_T = args[2].reshape(-1)
+        if self.training and len(routed.record.choice.token):
+            padded = ~valid_T[routed.record.choice.token]
+            self.step_counts += torch.bincount(routed.record.choice.expert[padded], minlength=self.num_experts)
+        return routed
+
+    return mock.patch.object(MoE, "_route", wrapped)
+
+
+def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
+    """Count something else than the copies of a call for the load that the router adapts to."""
+    original = MoE._route
+
+    def wrapped(self: MoE, *args: Any) -> Any:
+        before = self.step_counts.clone()
+        routed = original(self, *args)
+        if not torch.equal(self.step_counts, before):
+            self.step_counts.copy_(before + count(self, routed))
+        return routed
+
+    return replaced(MoE, "_route", wrapped)
+
+
+def own_copies(layer: MoE, routed: Any) -> Tensor:
+    """Return the copies of this rank's tokens alone, (num_experts,)."""
+    choice = routed.record.choice
+    return route_module.count(choice.expert, choice.sent, layer.num_experts)
+
+
+def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
+    """Return the copies added up over ranks of which tp have the same tokens, (num_experts,)."""
+    assert layer.on_mesh is not None
+    counts: Tensor = routed.routing.requested * layer.on_mesh.grid.tp
+    return counts
+
+
+def padding_mask_of_others() -> AbstractContextManager[object]:
+    """The padding mask is cut over another group of ranks than the tokens."""
+    original = MoE._route
+
+    def wrapped(self: MoE, x_TD: Tensor, x: Tensor, mask: Tensor | None, *args: Any) -> Any:
+        other = None if mask is None else mask.flatten().roll(1).view(mask.shape)
+        return original(self, x_TD, x, other, *args)
+
+    return mock.patch.object(MoE, "_route", wrapped)
+
+
+def noise_of_every_rank() -> AbstractContextManager[object]:
+    """Every rank of a tensor group draws noise of its own for the tokens that they all have."""
+
+    def draw(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.rank)
+            return router.draw(len(x_TD), x_TD.device)
+
+    return mock.patch.object(expert_parallel.ExpertParallel, "_draw", draw)
+
+
+def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Patch:
+    """Replace the formula of the load-balance loss."""
+    return replaced(LoadBalance, "value", value)
+
+
+def balance_over_wrong_pairs(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Shares and mean scores are broadcast against each other: all pairs are summed, which hardly depends on the routing."""
+    share = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
+    score = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
+    return (share.unsqueeze(1) * score).sum()
+
+
+def balance_without_experts(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """The number of experts is forgotten."""
+    return _right_balance(loss, statistics) / statistics.counts_GE.shape[1]
+
+
+def balance_of_choices(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Copies are divided by tokens rather than by copies, so shares add up to top_k."""
+    return _right_balance(loss, statistics) * statistics.counts_GE.sum() / statistics.tokens_G.sum().clamp_min(1)
+
+
+def balance_of_this_micro_batch(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
+    """Copies of the whole step are divided by those of the micro-batch."""
+    return _right_balance(loss, statistics) * statistics.step_counts_E.sum() / statistics.counts_GE.sum().clamp_min(1)
+
+
+_right_balance = LoadBalance.value
+
+
+def softmax_again() -> AbstractContextManager[object]:
+    """What the losses take for logits are probabilities already."""
+    original = RouterStatistics.of.__func__  # type: ignore[attr-defined]
+
+    def wrapped(cls: type, scores: Scores, *args: Any, **options: Any) -> Any:
+        return original(cls, scores._replace(probs=scores.probs.softmax(-1)), *args, **options)
+
+    return mock.patch.object(RouterStatistics, "of", classmethod(wrapped))
+
+
+def losses_of_own_tokens() -> AbstractContextManager[object]:
+    """Every rank evaluates its losses on its own tokens, though they are losses over all."""
+    return mock.patch.object(Gathered, "statistics", lambda self, local, *rest: local)
+
+
+def biased_weights() -> AbstractContextManager[object]:
+    """The bias that the selection adds gets into the routing weights."""
+    original = SigmoidTopK.weigh
+
+    def wrapped(self: SigmoidTopK, scores: Scores, *rest: Any) -> Tensor:
+        return original(self, scores._replace(gates=scores.gates + self.bias), *rest)
+
+    return mock.patch.object(SigmoidTopK, "weigh", wrapped)
+
+
+def first_expert_skipped() -> AbstractContextManager[object]:
+    """A combine takes expert 0 for "no expert"."""
+    original = route_module._routing
+
+    def wrapped(*args: Any) -> Any:
+        routing = original(*args)
+        return replace(routing, weight=routing.weight * (routing.expert > 0))
+
+    return mock.patch.object(route_module, "_routing", wrapped)
+
+
+def shared_partial() -> AbstractContextManager[object]:
+    """The shared expert's partial sums over tp are not added up: each rank has its share."""
+    original = MoE.forward
+
+    def wrapped(self: MoE, *args: Any, **options: Any) -> Any:
+        if self.shared is None or self.on_mesh is None:
+            return original(self, *args, **options)
+        tp = self.on_mesh.grid.tp
+        hook = self.shared.register_forward_hook(lambda module, inputs, out: out / tp)
+        try:
+            return original(self, *args, **options)
+        finally:
+            hook.remove()
+
+    return mock.patch.object(MoE, "forward", wrapped)
+
+
+def bias_each_micro_batch() -> AbstractContextManager[object]:
+    """The router adapts after every micro-batch."""
+    original = MoE.forward
+
+    def wrapped(self: MoE, *args: Any, **options: Any) -> Any:
+        found = original(self, *args, **options)
+        if self.training:
+            self.finish_step()
+        return found
+
+    return mock.patch.object(MoE, "forward", wrapped)
+
+
+def routes_again() -> AbstractContextManager[object]:
+    """A recomputation routes again, with noise of its own."""
+    original = RoutingCache.read
+    return mock.patch.object(RoutingCache, "read", lambda routing_cache, layer: original(routing_cache, layer) and None)
+
+
+def drops_per_rank() -> AbstractContextManager[object]:
+    """A capacity that is global is applied to each rank's own tokens."""
+    return mock.patch.object(Capacity, "spans_mesh", property(lambda self: False))
+
+
+def counted_over_tp() -> AbstractContextManager[object]:
+    """Counts are exchanged over the tensor group, whose ranks have the same tokens."""
+    original = peers.Peers.__init__
+
+    def wrapped(self: Any, transport: AbstractTransport, grid: Any, *rest: Any, **options: Any) -> None:
+        original(self, transport, grid, *rest, **options)
+        self.ranks = grid.group(transport.rank, ("tp",))
+        self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
+
+    return mock.patch.object(peers.Peers, "__init__", wrapped)
+
+
+# Moving and computing
+
+
+def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+    """Rows that several shards sent overwrite each other."""
+    if not sums:
+        return tasks.placed(parts, places, num_rows, False)
+    out = parts[0].new_zeros(num_rows, parts[0].shape[1])
+    return out.index_copy_(0, tasks.index_like(places, out), torch.cat([*parts]))
+
+
+def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+    """Rows are put back by the order that sorted them, where its inverse is due."""
+    is_order = not sums and len(places) == num_rows and len(set(places.tolist())) == num_rows
+    return tasks.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
+
+
+class StrideByColumns(Hier2D):
+    """2DH with algorithm 2's printed index: it divides by the number of nodes where the ranks per node are meant."""
+
+    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        number = places.ranks.index(target)
+        nodes = len({places.node(rank) for rank in places.ranks})
+        local, node = divmod(number, nodes)
+        return legs_of(
+            (0, source, places.rank(places.node(source), local)),
+            (1, places.rank(places.node(source), local), places.rank(node, local)),
+        )
+
+
+@contextmanager
+def stride_by_columns() -> Iterator[None]:
+    """Plant `StrideByColumns`; legs are remembered, so what was found before is forgotten on both sides."""
+    with mock.patch.dict(ALL_TO_ALLS, {"hier2d": StrideByColumns()}):
+        messages._legs.cache_clear()
+        try:
+            yield
+        finally:
+            messages._legs.cache_clear()
+
+
+@contextmanager
+def own_rows_coded() -> Iterator[None]:
+    """Rows that stay on their rank go through the codec too."""
+    original = messages.pack
+
+    def wrapped(task: Task, slots: Any, value: Tensor, call: Any) -> Any:
+        packed, codec = original(task, slots, value, call), codec_named(task.codec or "none")
+        if packed.own is not None and len(packed.own):
+            packed.own = codec.decode(codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype)
+        return packed
+
+    with mock.patch.object(executor, "pack", wrapped):
+        yield
+
+
+@contextmanager
+def node_tokens_off_by_one() -> Iterator[None]:
+    """Every copy is taken from the next token that visits the node."""
+    original = find_node_tokens
+
+    def wrapped(*args: Any) -> NodeTokens:
+        found = original(*args)
+        counts = found.counts.flatten()[found.counts.flatten() > 0]
+        last = int(counts.min()) if len(counts) else 1
+        return replace(
+            found, copy_index=torch.where(found.copy_index + 1 < last, found.copy_index + 1, found.copy_index)
+        )
+
+    with mock.patch.object(expert_parallel, "find_node_tokens", wrapped):
+        yield
+
+
+def read_before_waiting() -> AbstractContextManager[object]:
+    """A program's waits all come at its end."""
+
+    def deferred_wgrad(steps: Any, transport: AbstractTransport) -> Any:
+        open_handles: list[Handle] = []
+        answer: Handle | None = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration as end:
+                for handle in open_handles:
+                    transport.wait(handle)
+                return end.value
+            answer = transport.issue(request) if isinstance(request, Transfer) else None
+            if isinstance(request, Handle):
+                open_handles.append(request)
+
+    return mock.patch.object(executor, "drive", deferred_wgrad)
+
+
+def messages_swapped() -> AbstractContextManager[object]:
+    """What two peers sent is taken for each other's where it has the same size."""
+
+    def swapped(steps: Any, transport: AbstractTransport) -> Any:
+        answer = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = transport.issue(request) if isinstance(request, Transfer) else None
+            if isinstance(request, Handle):
+                transport.wait(request)
+                buffers = list(request.transfer.receives.values())
+                if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
+                    first, second = buffers[0].clone(), buffers[1].clone()
+                    buffers[0].copy_(second)
+                    buffers[1].copy_(first)
+
+    return mock.patch.object(executor, "drive", swapped)
+
+
+def padding_routed() -> AbstractContextManager[object]:
+    """Padding is routed like any token."""
+    return mock.patch.object(route_module, "_alive", lambda choice, valid: choice.sent)
+
+
+def bias_of_every_shard() -> AbstractContextManager[object]:
+    """Every shard of an expert adds the whole output bias."""
+    return mock.patch.object(tasks, "_shards", return_value=1)
+
+
+# What balances skewed routing: the memory of the arbiter, where samples go and come back to, experts that move
+
+
+class _Forgetful(dict[object, object]):
+    """Remembers nothing."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Drop it."""
+
+
+@contextmanager
+def decides_again() -> Iterator[None]:
+    """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
+    with mock.patch.object(selector, "WeakIdKeyDictionary", _Forgetful):
+        yield
+
+
+@contextmanager
+def labels_stay() -> Iterator[None]:
+    """Samples move, and what is compared with their results stays where it was."""
+
+    def stay(self: SampleTrip, x: Tensor) -> Tensor:
+        return x
+
+    with mock.patch.object(SampleTrip, "take_home", stay):
+        yield
+
+
+@contextmanager
+def slots_reversed() -> Iterator[None]:
+    """Results go to the right rank, and there to another sample's place."""
+    targets: Callable[[Any], tuple[np.ndarray, np.ndarray]] = SampleMove.targets
+
+    def wrong(self: SampleMove) -> tuple[np.ndarray, np.ndarray]:
+        rank, slot = targets(self)
+        return rank, self.before.slots - 1 - slot
+
+    with mock.patch.object(SampleMove, "targets", wrong):
+        yield
+
+
+@contextmanager
+def counts_by_number() -> Iterator[None]:
+    """Experts are in other slots, and sizes and replication are told counts by their numbers."""
+
+    def by_number(self: ExpertOrder, counts: np.ndarray) -> np.ndarray:
+        return counts
+
+    with mock.patch.object(ExpertOrder, "columns", by_number):
+        yield
+
+
+@contextmanager
+def gradients_stay() -> Iterator[None]:
+    """Weights go to another rank, and what belongs to them besides does not."""
+    belongings = place_experts_move._belongings
+
+    def weights_only(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
+        return (found for found in belongings(*arguments) if found[0] == "weight")
+
+    with mock.patch.object(place_experts_move, "_belongings", weights_only):
+        yield

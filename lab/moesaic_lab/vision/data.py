@@ -1,0 +1,89 @@
+"""Images with labels: scikit-learn's handwritten digits, which need no download, and the batches made of them.
+
+A micro-batch is a pure function of (data, seed, index), as for text: resuming needs no state but the index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and what they show."""
+
+    pixels: Tensor
+    """(images, channels, height, width) float32, between -1 and 1."""
+    labels: Tensor
+    """(images,) int64 classes."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
+    """Return the 1,797 digits of 8x8 pixels that come with scikit-learn, for training and validation.
+
+    The two parts are drawn at random: images of one writer are in both, so validation is easier than unknown writers.
+
+    Args:
+        val_share: of the images, set aside for validation.
+        seed: of the draw.
+
+    Raises:
+        InputError: without scikit-learn, or for a share that leaves one part empty.
+    """
+    try:
+        datasets = import_module("sklearn.datasets")
+    except ImportError as error:
+        raise InputError('the digits need scikit-learn: pip install "./lab[vision]"') from error
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    num_val = round(len(labels) * val_share)
+    if not 0 < num_val < len(labels):
+        raise InputError(f"val_share={val_share}: must leave images on both sides: choose it above 0 and below 1")
+    order = np.random.default_rng(seed).permutation(len(labels))
+    images = torch.from_numpy((pixels[order] / 8 - 1).astype(np.float32)).view(-1, 1, 8, 8)
+    classes = torch.from_numpy(labels[order].astype(np.int64))
+    return Images(images[num_val:], classes[num_val:]), Images(images[:num_val], classes[:num_val])
+
+
+class ImageBatches:
+    """Micro-batches in an order that each epoch shuffles anew; one that reaches past an epoch's end takes from the next.
+
+    Args:
+        data: the images.
+        batch_size: images per micro-batch.
+        seed: of the order.
+        part: (index, count): of each micro-batch only the index-th of count equal parts is given.
+
+    Raises:
+        InputError: if a micro-batch does not split into parts, or there are no images.
+    """
+
+    def __init__(self, data: Images, batch_size: int, seed: int = 0, part: tuple[int, int] = (0, 1)) -> None:
+        if batch_size < 1 or batch_size % part[1]:
+            raise InputError(
+                f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
+                f"choose a multiple of {part[1]}"
+            )
+        if not len(data):
+            raise InputError("batches need images, got none")
+        self.data, self.batch_size, self.seed, self.part = data, batch_size, seed, part
+
+    def get(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width) and (batch_size / parts,)."""
+        size = self.batch_size // self.part[1]
+        first = index * self.batch_size + self.part[0] * size
+        rows: list[int] = []
+        while len(rows) < size:
+            epoch, within = divmod(first + len(rows), len(self.data))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data))
+            rows += order[within : within + size - len(rows)].tolist()
+        return self.data.pixels[rows], self.data.labels[rows]

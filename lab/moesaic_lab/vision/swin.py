@@ -1,0 +1,245 @@
+"""`SwinMoE`: a Swin Transformer V2 that classifies images, with MoE layers among its feed-forward layers.
+
+Liu et al., "Swin Transformer V2" (2022); Hwang et al., "Tutel" (2023), section 5.3, for where the MoE layers stand: every
+other feed-forward layer, except in the first two stages.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.errors import InputError
+from moesaic.experts import PlainExperts
+from moesaic.layer import MoE
+from moesaic.routing.losses import LoadBalance
+from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
+from moesaic.runtime.routing_cache import checkpoint
+from moesaic_lab.vision.attention import WindowAttention
+from moesaic_lab.vision.config import SwinConfig
+
+COSINE_TEMPERATURE = 0.5
+"""Where Swin's cosine routers start; that of the layer, for language, starts at 0.07."""
+INIT_STD = 0.02
+"""Deviation of all matrices."""
+
+
+class FeedForward(nn.Sequential):
+    """A dense feed-forward layer with GELU.
+
+    Args:
+        dim: width of a token.
+        hidden: inner width.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+
+class SwinBlock(nn.Module):
+    """Windowed attention, then a dense or sparse feed-forward layer, each with a residual.
+
+    Args:
+        config: the model's shape.
+        stage: the block's stage.
+        block: its index in the stage.
+        drop_path: probability to leave out what it adds, for an image in training.
+    """
+
+    def __init__(self, config: SwinConfig, stage: int, block: int, drop_path: float) -> None:
+        super().__init__()
+        dim = config.width(stage)
+        self.post_norm, self.drop_path = config.norm == "post", drop_path
+        self.attention = WindowAttention(
+            dim,
+            config.heads[stage],
+            resolution=config.resolution(stage),
+            window=config.window_of(stage),
+            shift=config.shift(stage, block),
+        )
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        sparse = config.is_sparse(stage, block)
+        self.ffn: MoE | FeedForward = (
+            make_vision_moe(config, stage) if sparse else FeedForward(dim, config.hidden(stage))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, height, width, dim) to the same shape."""
+        # Both drawn before a router draws: a recomputation, which replays routing, then finds the generator as it was.
+        first, second = self._kept(x)
+        x = _add(x, self._normed(x, self.attention, self.attention_norm), first)
+        return _add(x, self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape), second)
+
+    def _normed(self, x: Tensor, layer: nn.Module, norm: nn.LayerNorm) -> Tensor:
+        y: Tensor = norm(layer(x)) if self.post_norm else layer(norm(x))
+        return y
+
+    def _kept(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return by what each image's two additions are multiplied: 0, or more than 1 to make up for those left out.
+
+        Stochastic depth (Huang et al. 2016), drawn for each image: (batch, 1, 1, 1) twice; None where all are kept.
+        """
+        if not self.training or not self.drop_path:
+            return None, None
+        keep = torch.rand(2, len(x), 1, 1, 1, device=x.device) >= self.drop_path
+        first, second = (keep / (1 - self.drop_path)).to(x.dtype)
+        return first, second
+
+
+def _add(x: Tensor, y: Tensor, kept: Tensor | None) -> Tensor:
+    return x + y if kept is None else x + kept * y
+
+
+class PatchMerging(nn.Module):
+    """Make one token of twice the width from each 2x2 tokens.
+
+    Args:
+        dim: width of a token.
+        norm: "post" normalises the result (Swin V2), "pre" what it is made from (Swin).
+    """
+
+    def __init__(self, dim: int, norm: str) -> None:
+        super().__init__()
+        self.post_norm = norm == "post"
+        self.reduce = nn.Linear(4 * dim, 2 * dim, bias=False)
+        self.norm = nn.LayerNorm(2 * dim if self.post_norm else 4 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, height, width, dim) to (batch, height / 2, width / 2, 2 * dim)."""
+        tiles = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+        together = tiles.permute(0, 1, 3, 4, 2, 5).flatten(3)
+        merged: Tensor = self.norm(self.reduce(together)) if self.post_norm else self.reduce(self.norm(together))
+        return merged
+
+
+class SwinMoE(nn.Module):
+    """An image classifier.
+
+    Matrices are drawn from N(0, 0.02), biases are zero. Norms behind a layer start at zero, as in Swin V2, so that a block
+    begins as the identity; then only they have gradients in the first step.
+
+    Args:
+        config: its shape.
+    """
+
+    def __init__(self, config: SwinConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patches = nn.Conv2d(config.channels, config.dim, config.patch_size, config.patch_size)
+        self.patch_norm = nn.LayerNorm(config.dim)
+        rates = torch.linspace(0, config.drop_path, sum(config.depths), device="cpu").tolist()
+        self.blocks = nn.ModuleList(
+            SwinBlock(config, stage, block, rates[sum(config.depths[:stage]) + block])
+            for stage, depth in enumerate(config.depths)
+            for block in range(depth)
+        )
+        self.merges = nn.ModuleList(
+            PatchMerging(config.width(stage), config.norm) for stage in range(config.num_stages - 1)
+        )
+        last = config.width(config.num_stages - 1)
+        self.norm, self.head = nn.LayerNorm(last), nn.Linear(last, config.num_classes)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew; see the class."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=INIT_STD)
+                if module.bias is not None:
+                    module.bias.zero_()
+            if isinstance(module, SwinBlock) and module.post_norm:
+                module.attention_norm.weight.zero_()
+                module.ffn_norm.weight.zero_()
+        for layer in self.moe_layers():
+            layer.init_normal(INIT_STD, INIT_STD)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classify.
+
+        Args:
+            images: (batch, channels, image_size, image_size), floating point.
+
+        Returns:
+            (batch, num_classes) logits.
+
+        Raises:
+            InputError: for images of another size.
+        """
+        expected = (self.config.channels, self.config.image_size, self.config.image_size)
+        if images.dim() != 4 or images.shape[1:] != expected:
+            raise InputError(
+                f"SwinMoE: images of shape {tuple(images.shape)}: give (batch, {', '.join(map(str, expected))})"
+            )
+        x = self.patch_norm(self.patches(images).permute(0, 2, 3, 1))
+        ends = [sum(self.config.depths[: stage + 1]) for stage in range(self.config.num_stages - 1)]
+        for index, block in enumerate(self.blocks):
+            recompute = self.config.checkpoint_activations and torch.is_grad_enabled()
+            x = checkpoint(block, x) if recompute else block(x)
+            if index + 1 in ends:
+                x = self.merges[ends.index(index + 1)](x)
+        logits: Tensor = self.head(self.norm(x).mean((1, 2)))
+        return logits
+
+    def moe_layers(self) -> list[MoE]:
+        """Return the MoE layers, in order."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    def num_parameters(self) -> int:
+        """Return how many parameters the model has."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def num_active_parameters(self) -> int:
+        """Return how many parameters one token passes: all but the experts that it is not routed to."""
+        idle = 0
+        for layer in self.moe_layers():
+            of_experts = sum(parameter.numel() for parameter in layer.experts.parameters())
+            idle += of_experts * (layer.num_experts - layer.top_k) // layer.num_experts
+        return self.num_parameters() - idle
+
+    def multiplications_per_image(self) -> int:
+        """Return the multiply-accumulates of a forward pass, which papers on vision call FLOPs.
+
+        As the published counts do, a norm counts one per value. Left out are routers, softmax and position biases, and
+        dropped tokens are not: every token counts as served by `top_k` experts.
+        """
+        config = self.config
+        total = config.resolution(0) ** 2 * config.dim * (config.channels * config.patch_size**2 + 1)
+        for stage, depth in enumerate(config.depths):
+            tokens, dim = config.resolution(stage) ** 2, config.width(stage)
+            for block in range(depth):
+                experts = config.top_k if config.is_sparse(stage, block) else 1
+                total += tokens * dim * (4 * dim + 2 * config.window_of(stage) ** 2)
+                total += tokens * dim * 2 * (config.hidden(stage) * experts + 1)
+            if stage + 1 < config.num_stages:
+                total += tokens * dim * 2 * dim + (tokens * dim // (2 if config.norm == "post" else 1))
+        return (
+            total + self.head.weight.numel() + config.resolution(config.num_stages - 1) ** 2 * self.norm.weight.numel()
+        )
+
+    def flops_per_image(self) -> float:
+        """Return the floating-point operations of one image, forward and backward: six per multiply-accumulate.
+
+        Two forward and, as in Kaplan et al. 2020, section 2.1, twice that backward.
+        """
+        return 6.0 * self.multiplications_per_image()
+
+
+def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
+    """Build the MoE layer of a stage."""
+    router: RouterFactory = ROUTERS[config.router]
+    if config.router == "cosine":
+        router = partial(CosineTopK, temperature=COSINE_TEMPERATURE)
+    return MoE(
+        config.width(stage),
+        config.hidden(stage),
+        config.num_experts,
+        config.top_k,
+        router=router,
+        experts=partial(PlainExperts, bias=True),
+        capacity=config.capacity,
+        losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (),
+        eval_capacity=config.eval_capacity,
+    )

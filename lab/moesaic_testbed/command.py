@@ -1,0 +1,223 @@
+"""`moesaic testbed`: a command on every rank of an emulated cluster, and what this machine can emulate."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+if TYPE_CHECKING:
+    from moesaic_testbed import Bed, Change
+    from moesaic_testbed.measure import Speed
+
+USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
+       moesaic testbed info [--measure] [--json]
+
+  run   run a command once per rank of an emulated cluster, as torchrun would on a real one
+  info  say what this machine can emulate
+
+moesaic testbed run --help tells what it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The cluster; the command follows after `--`."""
+
+    nodes: int = 2
+    """Nodes."""
+    ranks_per_node: int = 2
+    """Ranks of each node."""
+    inter: tuple[str, ...] = ("200mbit",)
+    """Rate of each node's link, each direction; or one rate per node."""
+    intra: str | None = None
+    """Rate inside each node, all its ranks together; not given: as fast as the machine."""
+    per_message: int = 0
+    """Bytes that every packet on a node's link counts for at least: the start-up cost of a message."""
+    switches: tuple[int, ...] = ()
+    """Two levels of switches: the leaf switch of each node, as in 0 0 1 1."""
+    uplink: str | None = None
+    """Rate between each leaf switch and the root, each direction."""
+    changes: tuple[str, ...] = ()
+    """Links that change while the command runs: seconds:node:rate, as in 10:1:20mbit."""
+    threads: int = 1
+    """OMP_NUM_THREADS of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """What to find out."""
+
+    measure: bool = False
+    """Also measure which part of their rates links reach; takes about 20 seconds, best on an idle machine."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command or tell what can be emulated; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if arguments[0] == "run":
+        return _run(arguments[1:])
+    if arguments[0] == "info":
+        return _info(arguments[1:])
+    raise InputError(f"unknown word {arguments[0]}: write run or info")
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from moesaic_testbed import Launcher
+
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    words = list(arguments[split + 1 :])
+    description = "Run a command once per rank of an emulated cluster."
+    options = parse(RunOptions, arguments[:split], prog="moesaic testbed run", description=description)
+    if not words:
+        raise InputError("no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py")
+    if options.threads < 1:
+        raise InputError(f"--threads {options.threads}: must be at least 1")
+    bed = _bed(options)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"on a real cluster, on every node: {torchrun_line(bed.nodes, bed.ranks_per_node, words)}", markup=False
+    )
+    with Launcher(with_torch=False) as launcher, launcher.open(bed) as made:
+        codes = made.command(words, env={"OMP_NUM_THREADS": str(options.threads)})
+    return exit_code(codes)
+
+
+def torchrun_line(nodes: int, ranks_per_node: int, words: Sequence[str]) -> str:
+    """Return what to type on each node of a real cluster to run the same.
+
+    Args:
+        nodes: of the cluster.
+        ranks_per_node: processes to start on each.
+        words: the command of a rank.
+    """
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node}"
+    if nodes > 1:
+        start += f" --node-rank <0..{nodes - 1}> --master-addr <node 0> --master-port 29500"
+    is_python = Path(words[0]).name.startswith("python") and len(words) > 1
+    if is_python and (words[1] == "-m" or not words[1].startswith("-")):
+        return f"{start} {shlex.join(words[1:])}"
+    return f"{start} --no-python {shlex.join(words)}"
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """Return one exit code for all ranks.
+
+    Args:
+        codes: by rank; minus its signal for a rank that was killed, as those are that outlive one that failed.
+
+    Returns:
+        the first that is not 0, one that a rank left with before one of a signal (128 + its number).
+    """
+    failed = sorted((code for code in codes if code), key=lambda code: code < 0)
+    return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]
+
+
+def _bed(options: RunOptions) -> Bed:
+    from moesaic_testbed import Bed
+
+    inter: str | tuple[str, ...] = options.inter
+    return Bed(
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        inter=inter[0] if len(inter) == 1 else inter,
+        intra=options.intra,
+        per_message=options.per_message,
+        switches=options.switches,
+        uplink=options.uplink,
+        changes=tuple(_change(text) for text in options.changes),
+    )
+
+
+def _change(text: str) -> Change:
+    from moesaic_testbed import Change
+
+    try:
+        seconds, node, rate = text.split(":")
+        return Change(at_seconds=float(seconds), node=int(node), rate=rate)
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"--changes {text}: write seconds:node:rate, as in 10:1:20mbit") from None
+
+
+def _info(arguments: Sequence[str]) -> int:
+    from moesaic_testbed import refusal
+    from moesaic_testbed.kernel import may_configure_networks
+
+    options = parse(
+        InfoOptions, arguments, prog="moesaic testbed info", description="Say what this machine can emulate."
+    )
+    reason = refusal()
+    facts: dict[str, Any] = {
+        "possible": reason is None,
+        "reason": reason,
+        "rights": "root" if may_configure_networks() else "a user namespace",
+        "kernel": platform.release(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if options.measure and reason is None:
+        facts["measured"] = [_fact(speed) for speed in _measure()]
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+    return 0 if reason is None else 1
+
+
+def _measure() -> list[Speed]:
+    from moesaic_testbed import Bed, Launcher
+    from moesaic_testbed.measure import measure_all_to_all, measure_inside, measure_stream
+
+    with Console(stderr=True).status("measuring"), Launcher() as launcher:
+        with launcher.open(Bed()) as bed:
+            found = [measure_stream(bed), measure_all_to_all(bed), measure_inside(bed)]
+        with launcher.open(Bed(intra="400mbit")) as bed:
+            found.append(measure_inside(bed))
+        with launcher.open(Bed(nodes=4)) as bed:
+            found.append(measure_all_to_all(bed))
+    return found
+
+
+def _fact(speed: Speed) -> dict[str, Any]:
+    return {
+        "what": speed.name,
+        "limit_seconds": speed.limit_seconds,
+        "median_seconds": speed.median_seconds,
+        "least_seconds": min(speed.seconds),
+        "most_seconds": max(speed.seconds),
+        "of_limit": speed.of_limit,
+        "bytes_per_second": speed.bytes_per_second,
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    verdict = "this machine can emulate clusters" if facts["possible"] else facts["reason"]
+    console.print(verdict, markup=False, highlight=False)
+    console.print(
+        f"with the rights of {facts['rights']}, Linux {facts['kernel']}, {facts['cores']} cores", highlight=False
+    )
+    if "measured" not in facts:
+        return
+    table = Table("what", "limit, ms", "median, ms", "spread, ms", "of the limit", "MB/s")
+    for row in facts["measured"]:
+        limit = "-" if row["limit_seconds"] is None else f"{row['limit_seconds'] * 1e3:.1f}"
+        spread = f"{row['least_seconds'] * 1e3:.1f}-{row['most_seconds'] * 1e3:.1f}"
+        part = "-" if row["of_limit"] is None else f"{row['of_limit']:.3f}"
+        median, rate = f"{row['median_seconds'] * 1e3:.1f}", f"{row['bytes_per_second'] / 1e6:.1f}"
+        table.add_row(row["what"], limit, median, spread, part, rate)
+    console.print(table)

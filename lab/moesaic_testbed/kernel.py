@@ -1,0 +1,165 @@
+"""The few calls to Linux that Python 3.10 has no names for: namespaces, mounts, and dying with one's parent.
+
+Here also stands what would help where the kernel or a tool refuses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+NEW_MOUNTS, NEW_USER, NEW_PROCESSES, NEW_NET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+"""Kinds of namespaces (CLONE_NEW*)."""
+_PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
+_NO_SUID_DEV_EXEC = 2 | 4 | 8
+_BIND = 1 << 12
+_DIE_WITH_PARENT = 1
+_NET_ADMIN, _SYS_ADMIN = 12, 21
+
+ADVICE = (
+    (
+        "no namespaces for this user",
+        "run as root with CAP_SYS_ADMIN, or allow user namespaces (user.max_user_namespaces > 0)",
+    ),
+    ("`ip` is missing", "install iproute2"),
+    ("`tc` is missing", "install iproute2, on some systems iproute2-tc"),
+    ("qdisc kind is unknown", "the kernel needs htb: modprobe sch_htb"),
+    ("Unknown device type", "the kernel needs veth: modprobe veth"),
+    ("gso_max_size", "iproute2 5.19 or newer is needed"),
+    ("gro_max_size", "iproute2 5.19 or newer is needed"),
+    ("Read-only file system", "/proc/sys must be writable: a container needs --privileged"),
+    (
+        "Operation not permitted",
+        "run as root with CAP_NET_ADMIN, or allow user namespaces to configure networks (on Ubuntu "
+        "kernel.apparmor_restrict_unprivileged_userns=0)",
+    ),
+)
+"""Part of a text, and what helps; the first that fits is taken."""
+
+
+def unshare(kinds: int) -> None:
+    """Put this process into new namespaces. With NEW_PROCESSES it is its next child that is inside, as number 1.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    _call("unshare", ctypes.c_int(kinds))
+
+
+def enter_net(namespace: int) -> None:
+    """Put this thread into a network namespace, by file descriptor.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    _call("setns", ctypes.c_int(namespace), ctypes.c_int(NEW_NET))
+
+
+@contextmanager
+def inside_net(namespace: int) -> Iterator[None]:
+    """Be in a network namespace for a while."""
+    before = this_net()
+    enter_net(namespace)
+    try:
+        yield
+    finally:
+        enter_net(before)
+        os.close(before)
+
+
+def this_net() -> int:
+    """Return a file descriptor of this thread's network namespace; the namespace lives while it is open."""
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def new_net() -> int:
+    """Make a network namespace, stay in this one, and return a file descriptor of the new one."""
+    before = this_net()
+    unshare(NEW_NET)
+    made = this_net()
+    enter_net(before)
+    os.close(before)
+    return made
+
+
+def own_mounts() -> bool:
+    """Keep mounts of this mount namespace to it, and mount a `/proc` that shows this process namespace.
+
+    Returns:
+        whether that worked: some containers forbid it, and `/proc` then keeps showing the process numbers of outside.
+    """
+    try:
+        _call("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
+        _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(_NO_SUID_DEV_EXEC), None)
+    except OSError:
+        return False
+    return True
+
+
+def name_hosts(names: Mapping[str, str]) -> None:
+    """Add host names to `/etc/hosts` as this mount namespace sees it; needs `own_mounts` first.
+
+    Without them torch warns for every connection that its host has no name. Its sockets see IPv4 addresses as mapped IPv6
+    ones, so both are listed.
+
+    Args:
+        names: by address.
+    """
+    hosts = Path("/etc/hosts")
+    if not hosts.exists():
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="moesaic-hosts-") as ours:
+        lines = [f"{address} {name}\n::ffff:{address} {name}\n" for address, name in names.items()]
+        ours.write(hosts.read_text() + "\n" + "".join(lines))
+        ours.flush()
+        os.chmod(ours.name, 0o644)
+        _call("mount", ours.name.encode(), os.fsencode(hosts), None, ctypes.c_ulong(_BIND), None)
+
+
+def become_root_of_new_user_namespace() -> None:
+    """Enter a user namespace in which this process, whoever it is outside, may configure networks.
+
+    Raises:
+        OSError: where such namespaces are forbidden.
+    """
+    user, group = os.geteuid(), os.getegid()
+    unshare(NEW_USER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def may_configure_networks() -> bool:
+    """Return whether this process may make namespaces and links without a user namespace of its own."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            capabilities = int(line.split()[1], 16)
+            return bool(capabilities >> _NET_ADMIN & 1 and capabilities >> _SYS_ADMIN & 1)
+    return False
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    _call("prctl", ctypes.c_int(_DIE_WITH_PARENT), ctypes.c_ulong(signal.SIGKILL))
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def explain(text: str) -> str:
+    """Return one line: that there is no bed, why, and what would help.
+
+    Args:
+        text: what the kernel or a tool said.
+    """
+    first = text.strip().splitlines()[0]
+    help_ = next((help_ for part, help_ in ADVICE if part in text), None)
+    return f"no emulated cluster on this machine: {first}" + (f": {help_}" if help_ else "")

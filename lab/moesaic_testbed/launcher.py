@@ -1,0 +1,125 @@
+"""The process that beds are forked from: it imports torch once, has one thread, and watches its parent.
+
+Started as `python -m moesaic_testbed.launcher`. It is not forked from the parent, whose threads (of OpenMP, of Gloo) a fork
+would not carry over.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import wait
+
+from moesaic_testbed.kernel import (
+    NEW_MOUNTS,
+    NEW_NET,
+    NEW_PROCESSES,
+    become_root_of_new_user_namespace,
+    die_with_parent,
+    may_configure_networks,
+    name_hosts,
+    own_mounts,
+    unshare,
+)
+from moesaic_testbed.messages import Answer, Failure, Line, Open
+from moesaic_testbed.supervisor import Supervisor
+from moesaic_testbed.wiring import WiringError, node_address, node_name
+
+
+def main(line: int, parent: int, with_torch: bool) -> None:
+    """Fork a bed for every request until the parent ends.
+
+    Args:
+        line: a socket to the parent.
+        parent: its process number.
+        with_torch: whether beds are to run functions; commands bring their own torch.
+    """
+    os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
+    try:
+        watch = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes around beds ended
+    requests = Line(socket.socket(fileno=line))
+    if with_torch:
+        _import_torch()
+    while True:
+        ready = wait([requests.connection, watch])
+        if watch in ready:
+            return
+        try:
+            request, files = requests.hear()
+        except EOFError:
+            return
+        _fork_bed(request, files, requests, watch)
+
+
+def _import_torch() -> None:
+    import torch.distributed
+
+    torch.set_num_threads(1)
+
+
+def _fork_bed(request: Open, files: list[int], requests: Line, watch: int) -> None:
+    """Fork a process that makes the namespaces of a bed and then waits for its number 1.
+
+    Args:
+        request: the bed.
+        files: the bed's socket; a pipe whose closing tells the parent that all is gone; standard output and error.
+        requests: to be closed in the child.
+        watch: to be closed in the child.
+    """
+    if os.fork():
+        for file in files:
+            os.close(file)
+        return
+    try:
+        die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        requests.close()
+        os.close(watch)
+        line = Line(socket.socket(fileno=files[0]))
+        for target, source in zip((1, 2), files[2:]):
+            os.dup2(source, target)
+            os.close(source)
+        _be_bed(line, request, files[1])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _be_bed(line: Line, request: Open, gone: int) -> None:
+    try:
+        if not may_configure_networks():
+            become_root_of_new_user_namespace()
+        unshare(NEW_MOUNTS | NEW_PROCESSES | NEW_NET)
+    except OSError as error:
+        line.say(Answer(failure=Failure(reason=f"no namespaces for this user ({error})")))
+        return
+    first = os.fork()
+    if first:
+        line.close()
+        os.waitpid(first, 0)
+        return
+    die_with_parent()
+    os.close(gone)
+    try:
+        if own_mounts():
+            name_hosts({node_address(node): node_name(node) for node in range(request.bed.nodes)})
+        supervisor = Supervisor(line, request.bed)
+    except (WiringError, OSError) as error:
+        line.say(Answer(failure=Failure(reason=str(error))))
+        return
+    line.say(Answer())
+    supervisor.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), with_torch=sys.argv[3] == "torch")
+    os._exit(0)  # taking torch apart would only take time

@@ -1,0 +1,42 @@
+"""The pytest fixture `cluster`: an emulated cluster for a test, gone when the test ends.
+
+It is found by its entry point and imports the rest only where a test asks for it, since it is loaded wherever Moesaic is
+installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moesaic_testbed.cluster import Cluster, Launcher
+
+
+@pytest.fixture(scope="session")
+def cluster_launcher() -> Iterator[Launcher]:
+    """One process that imports torch for all beds of the session; skips where this machine can make none."""
+    from moesaic_testbed import Launcher, refusal
+
+    reason = refusal()
+    if reason is not None:
+        pytest.skip(reason)
+    with Launcher() as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def cluster(cluster_launcher: Launcher) -> Iterator[Callable[..., Cluster]]:
+    """Make emulated clusters: `cluster(nodes, ranks_per_node, inter=..., ...)`, with the fields of `Bed`."""
+    from moesaic_testbed import Bed
+
+    with ExitStack() as beds:
+
+        def make(nodes: int = 2, ranks_per_node: int = 2, **options: Any) -> Cluster:
+            bed = Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
+            return beds.enter_context(cluster_launcher.open(bed))
+
+        yield make

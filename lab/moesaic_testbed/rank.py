@@ -1,0 +1,143 @@
+"""The life of one process of a bed: enter the node, connect, call, report, leave."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from moesaic.profiling.steady import hold_still
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.kernel import enter_net
+from moesaic_testbed.messages import Failure
+from moesaic_testbed.wiring import NODE_DEVICE, node_address
+
+TIMEOUT_SECONDS = 600
+"""After which a collective that somebody did not join fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A rank has connected to all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a rank returned, pickled."""
+
+    result: bytes
+
+
+def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict[str, str]:
+    """Return what torchrun would set for a rank of this bed, and which device it is to talk over."""
+    node, local = divmod(rank, bed.ranks_per_node)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(bed.world),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(bed.ranks_per_node),
+        "GROUP_RANK": str(node),
+        "NODE_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(bed.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(bed.world),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": node_address(0),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "testbed",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": NODE_DEVICE,
+        "TP_SOCKET_IFNAME": NODE_DEVICE,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:
+    """Make this freshly forked process one of a node's; where ranks share cores, each is held on one, see `hold_still`."""
+    enter_net(net)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in enumerate((nothing, *output)):
+        os.dup2(source, target)
+    os.environ.update(environment)
+    shares = int(environment.get("WORLD_SIZE", 0)) > len(os.sched_getaffinity(0))
+    if shares and environment["OMP_NUM_THREADS"] == "1":
+        hold_still(int(environment["RANK"]))
+    os.chdir(cwd)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def execute(words: Sequence[str]) -> None:
+    """Become a command; does not return. Exit code 127 where there is no such command."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setpgid(0, 0)  # so that signals reach what the command starts too, as Ctrl-C does at a terminal
+    try:
+        os.execvp(words[0], list(words))
+    except OSError as error:
+        os.write(2, f"{words[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def serve_store(port: int, ready: int) -> None:
+    """Keep the store that ranks find each other by, as torchrun's agent does; does not return."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        store = TCPStore(node_address(0), port, None, True, wait_for_workers=False)
+        os.write(ready, b"r")
+        while store:
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def call(rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int) -> None:
+    """Connect, call a function when all ranks are ready, and say what it returned or raised; does not return."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        line.send(Ready())
+        line.recv()
+        message: object = Done(result=_pickled(function(*arguments)))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the function are failures of this rank too
+        message = failure_of(rank, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        line.send(message)
+        line.recv()  # a socket that is closed early can take bytes with it that others still wait for
+    finally:
+        os._exit(0)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"what the function returned cannot be sent back: {error}") from error
+
+
+def failure_of(rank: int | None, error: BaseException) -> Failure:
+    """Describe an exception of a rank, or of the bed, so that it can be raised again elsewhere."""
+    at_seconds = time.monotonic()
+    reason = "".join(traceback.format_exception_only(type(error), error)).strip()
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)  # some exceptions pickle and then do not come back
+    except Exception:
+        packed = b""
+    return Failure(rank=rank, reason=reason, at_seconds=at_seconds, traceback=text, error=packed)

@@ -1,0 +1,81 @@
+"""Process number 1 of a bed: makes its network, starts ranks in it, and takes everything with it when it ends.
+
+A bed is a process namespace of its own. When its number 1 ends, the kernel kills every process inside, and with the last one
+the network namespaces and their links go. So nothing has to be cleaned up, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from multiprocessing import process, spawn
+from typing import Any
+
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.command_round import CommandRound
+from moesaic_testbed.function_round import FunctionRound
+from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, Run
+from moesaic_testbed.rank import failure_of
+from moesaic_testbed.wiring import Wiring, WiringError
+
+FIRST_PORT, NUM_PORTS = 29500, 1000
+
+
+class Supervisor:
+    """Serves one parent.
+
+    Args:
+        line: to the parent.
+        bed: what to emulate.
+
+    Raises:
+        WiringError: if the machine refuses.
+    """
+
+    def __init__(self, line: Line, bed: Bed) -> None:
+        self._line, self._bed, self._wiring, self._rounds = line, bed, Wiring(bed), 0
+
+    def serve(self) -> None:
+        """Do what the parent asks until it hangs up."""
+        while True:
+            try:
+                request, files = self._line.hear()
+                answer = self._answer(request, files)
+            except WiringError as error:
+                answer = Answer(failure=Failure(reason=str(error)))
+            except EOFError:
+                return
+            for file in files:
+                os.close(file)
+            self._line.say(answer)
+
+    def _answer(self, request: object, files: list[int]) -> Answer:
+        port = FIRST_PORT + self._rounds % NUM_PORTS
+        self._rounds += 1
+        if isinstance(request, Run):
+            try:
+                function, arguments = _load(request)
+            except BaseException as error:
+                return Answer(failure=failure_of(None, error))
+            return FunctionRound(self._wiring, self._line, port, files, request, function, arguments).run()
+        if isinstance(request, Command):
+            return CommandRound(self._wiring, self._line, port, files, request).run()
+        if isinstance(request, Count):
+            return Answer(value=self._wiring.traffic())
+        return Answer()
+
+
+def _load(request: Run) -> tuple[Any, tuple[Any, ...]]:
+    """Find the function again here, before ranks are forked, so that what it imports is imported once."""
+    sys.path[:] = request.path
+    os.chdir(request.cwd)
+    if request.main is not None:
+        here = process.current_process()
+        here._inheriting = True  # type: ignore[attr-defined]  # a script without a main guard is told so, as by multiprocessing
+        try:
+            spawn.prepare(dict(request.main))
+        finally:
+            del here._inheriting  # type: ignore[attr-defined]
+    function, arguments = pickle.loads(request.call)
+    return function, arguments

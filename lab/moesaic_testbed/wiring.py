@@ -1,0 +1,287 @@
+"""A bed's network as text for `ip` and `tc`, and the making of it.
+
+Every node and every switch is a network namespace; a cable is a veth pair, and each of its ends queues what it sends at
+the cable's rate. Switches route, so no bridge module is needed.
+
+Packets are capped at 16 KiB and queues take 32 MB: with packets larger than the burst the rate is not reached, a larger
+burst lets short messages through at once, and a shorter queue drops.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moesaic_testbed.bed import Bed, bytes_per_second
+from moesaic_testbed.kernel import inside_net, new_net
+from moesaic_testbed.messages import Carried
+
+NODE_DEVICE = "eth0"
+ROOT = "root"
+"""The switch that all nodes hang on, or that all leaf switches do."""
+MTU = 9000
+PACKET_BYTES = 16384
+QUEUE_BYTES = 32 << 20
+BURST = "20kb"
+SETTINGS = {
+    "net/ipv4/tcp_congestion_control": "reno",
+    "net/ipv4/tcp_slow_start_after_idle": "0",
+    "net/ipv4/tcp_rmem": "4096 131072 33554432",
+    "net/ipv4/tcp_wmem": "4096 16384 4194304",
+    "net/ipv4/ip_forward": "1",
+    "net/ipv6/conf/all/disable_ipv6": "1",
+    "net/ipv6/conf/default/disable_ipv6": "1",
+}
+"""Of every namespace, so that beds are alike on machines that are set up differently."""
+
+
+class WiringError(RuntimeError):
+    """The network could not be made: one line says which tool said what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cable:
+    """A veth pair. A rate of None is not limited."""
+
+    name: str
+    lower: str
+    """Namespace of the end towards the nodes."""
+    lower_device: str
+    lower_address: str
+    upper: str
+    """Namespace of the end towards the root."""
+    upper_device: str
+    upper_address: str
+    bytes_per_second: float | None
+    per_message: int
+
+
+def node_name(node: int) -> str:
+    """Return the name of a node's namespace."""
+    return f"node{node}"
+
+
+def node_address(node: int) -> str:
+    """Return a node's address on its link."""
+    return f"10.64.{node}.2"
+
+
+def leaf_address(name: str) -> str:
+    """Return the address of a leaf switch on its uplink, by its name."""
+    return f"10.65.{name.removeprefix('leaf')}.2"
+
+
+def cables(bed: Bed) -> list[Cable]:
+    """Return the cables of a bed: one per node, in order, then one per leaf switch."""
+    found = []
+    for node in range(bed.nodes):
+        leaf = bed.leaf_of(node)
+        found.append(
+            Cable(
+                name=node_name(node),
+                lower=node_name(node),
+                lower_device=NODE_DEVICE,
+                lower_address=node_address(node),
+                upper=ROOT if leaf is None else f"leaf{leaf}",
+                upper_device=node_name(node),
+                upper_address=f"10.64.{node}.1",
+                bytes_per_second=bed.inter_bytes_per_second(node),
+                per_message=bed.per_message,
+            )
+        )
+    for leaf in range(bed.leaves):
+        found.append(
+            Cable(
+                name=f"leaf{leaf}",
+                lower=f"leaf{leaf}",
+                lower_device="up",
+                lower_address=leaf_address(f"leaf{leaf}"),
+                upper=ROOT,
+                upper_device=f"leaf{leaf}",
+                upper_address=f"10.65.{leaf}.1",
+                bytes_per_second=bed.uplink_bytes_per_second,
+                per_message=0,
+            )
+        )
+    return found
+
+
+def namespaces(bed: Bed) -> list[str]:
+    """Return the names of all namespaces of a bed: the root switch, leaf switches, nodes."""
+    return [ROOT, *(f"leaf{leaf}" for leaf in range(bed.leaves)), *(node_name(node) for node in range(bed.nodes))]
+
+
+def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
+    """Return `tc` commands that make a device send at a rate.
+
+    Args:
+        device: the device.
+        rate: bytes per second; None for no limit.
+        per_message: bytes that a packet counts for at least.
+    """
+    if rate is None:
+        return []
+    htb = f"htb rate {rate * 8:.0f}bit burst {BURST} cburst {BURST} quantum {PACKET_BYTES}"
+    htb += f" mpu {per_message}" if per_message else ""
+    return [
+        f"qdisc replace dev {device} root handle 1: htb default 1",
+        f"class replace dev {device} parent 1: classid 1:1 {htb}",
+        f"qdisc replace dev {device} parent 1:1 handle 2: bfifo limit {QUEUE_BYTES}",
+    ]
+
+
+def addressing(bed: Bed, name: str) -> list[str]:
+    """Return `ip` commands that give a namespace its addresses and routes, once its cables are there.
+
+    Args:
+        bed: the bed.
+        name: of the namespace.
+    """
+    packets = f"gso_max_size {PACKET_BYTES} gro_max_size {PACKET_BYTES}"
+    shaped = bed.intra is not None and name.startswith("node")
+    addresses, routes = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"], []
+    for cable in cables(bed):
+        ends = (
+            (cable.lower, cable.lower_device, cable.lower_address, cable.upper_address),
+            (cable.upper, cable.upper_device, cable.upper_address, cable.lower_address),
+        )
+        for owner, device, address, other in ends:
+            if owner == name:
+                addresses.append(f"address add {address} peer {other} dev {device}")
+                addresses.append(f"link set dev {device} {packets} txqueuelen 10000 up")
+        if cable.lower == name:
+            routes.append(f"route add 10.64.0.0/16 via {cable.upper_address}")
+        elif name == ROOT and cable.upper != ROOT:
+            routes.append(f"route add {cable.lower_address} via {leaf_address(cable.upper)}")
+    return addresses + routes
+
+
+def queueing(bed: Bed, name: str) -> list[str]:
+    """Return `tc` commands that give every device of a namespace its rate.
+
+    Args:
+        bed: the bed.
+        name: of the namespace.
+    """
+    rates = shaping("lo", bed.intra_bytes_per_second if name.startswith("node") else None)
+    for cable in cables(bed):
+        for owner, device in ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device)):
+            if owner == name:
+                rates += shaping(device, cable.bytes_per_second, cable.per_message)
+    return rates
+
+
+def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
+    """Return the `tc` command, by namespace, that sets an end of a node's link to a rate.
+
+    Args:
+        bed: the bed.
+        node: whose link.
+        rate: None is the rate that the bed began with.
+    """
+    cable = cables(bed)[node]
+    speed = cable.bytes_per_second if rate is None else bytes_per_second(rate, "rate")
+    ends = ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device))
+    return {name: shaping(device, speed, cable.per_message)[1] for name, device in ends}
+
+
+class Wiring:
+    """The network of a bed, held by file descriptors: it goes when the process that made it does.
+
+    Args:
+        bed: the bed.
+
+    Raises:
+        WiringError: if the machine refuses.
+    """
+
+    def __init__(self, bed: Bed) -> None:
+        self.bed = bed
+        self._cables = cables(bed)
+        try:
+            self._nets = {name: new_net() for name in namespaces(bed)}
+            for name in self._nets:
+                self._set_up(name)
+        except OSError as error:
+            raise WiringError(str(error)) from error
+        self._make_cables()
+        for name in self._nets:
+            self._tool("ip", name, addressing(bed, name))
+            self._tool("tc", name, queueing(bed, name))
+
+    def net(self, node: int) -> int:
+        """Return the file descriptor of a node's network namespace."""
+        return self._nets[node_name(node)]
+
+    def change(self, node: int, rate: str | None) -> None:
+        """Set both ends of a node's link to a rate; None is the rate that the bed began with."""
+        for name, line in changing(self.bed, node, rate).items():
+            self._tool("tc", name, [line])
+
+    def traffic(self) -> dict[str, Carried]:
+        """Return what every end of every link has sent: "node0 up", "node0 down", "node0 inside", "leaf0 up", ..."""
+        ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
+        for cable in self._cables:
+            ends[cable.lower, cable.lower_device] = f"{cable.name} up"
+            ends[cable.upper, cable.upper_device] = f"{cable.name} down"
+        found = {}
+        for net, handle in self._nets.items():
+            for device, carried in _counters(handle).items():
+                if (net, device) in ends:
+                    found[ends[net, device]] = carried
+        return found
+
+    def _set_up(self, name: str) -> None:
+        with inside_net(self._nets[name]):
+            for setting, value in SETTINGS.items():
+                path = Path("/proc/sys") / setting
+                if path.exists() or "ipv6" not in setting:
+                    path.write_text(value)
+
+    def _make_cables(self) -> None:
+        for upper in sorted({cable.upper for cable in self._cables}):
+            lines = [
+                f"link add {cable.upper_device} mtu {MTU} type veth peer name {cable.lower_device} mtu {MTU} "
+                f"netns /proc/self/fd/{self._nets[cable.lower]}"
+                for cable in self._cables
+                if cable.upper == upper
+            ]
+            self._tool("ip", upper, lines, share=list(self._nets.values()))
+
+    def _tool(self, tool: str, name: str, lines: Sequence[str], share: Sequence[int] = ()) -> None:
+        if lines:
+            with inside_net(self._nets[name]):
+                _run([tool, "-batch", "-"], lines, share)
+
+
+def _counters(net: int) -> dict[str, Carried]:
+    """Return what each device of a namespace has sent: as its queue counts, or where it has none, as the device does."""
+    with inside_net(net):
+        links = json.loads(_run(["ip", "-s", "-j", "link", "show"]))
+        queues = json.loads(_run(["tc", "-s", "-j", "qdisc", "show"]))
+    shaped = {queue["dev"]: queue for queue in queues if queue["kind"] == "htb"}
+    found = {}
+    for link in links:
+        sent = link["stats64"]["tx"]
+        queue = shaped.get(
+            link["ifname"], {"bytes": sent["bytes"], "packets": sent["packets"], "drops": sent["dropped"]}
+        )
+        found[link["ifname"]] = Carried(bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"])
+    return found
+
+
+def _run(words: Sequence[str], lines: Sequence[str] = (), share: Sequence[int] = ()) -> str:
+    """Run a tool on commands and return what it printed."""
+    try:
+        done = subprocess.run(
+            words, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=share, check=False
+        )
+    except FileNotFoundError as error:
+        raise WiringError(f"`{words[0]}` is missing") from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise WiringError(f"`{words[0]}` said: {said[0].strip()}")
+    return done.stdout

@@ -1,0 +1,163 @@
+"""Where experts go, as SmartMoE (Zhai et al., USENIX ATC 2023) publishes it and ours: a greedy start, and ways of swaps that
+lower the busiest place, then the rows between nodes. What is gained until the next decision must pay for the move.
+
+Partition into parts of equal size at the least largest sum is NP-hard. The greedy start is longest processing time first
+(Graham 1969) with room for equally many; swaps of two experts then end in a local optimum, to be measured by the optimum in
+`moesaic_lab/exact_placements.py`. All loads come with a leading axis of copies of the experts, which all have one placement.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.balance.experts.placer import AbstractExpertPlacer, ExpertLoad, ExpertRates, ExpertSeconds
+
+SLACK = 1e-9
+"""Relative differences of load up to this are rounding, and no gain."""
+SWAPS_MOST = 64
+"""Swaps that one way has at most to save rows between nodes; each looks at all pairs of experts."""
+
+
+class Balanced(AbstractExpertPlacer):
+    """Ours: the least busiest place, then the fewest rows between nodes, as far as the way there pays for itself.
+
+    Besides the best order it looks at each step of a way to it by swaps of two experts, which moves little at first.
+
+    Args:
+        rates: of rows; None for those of `cost.Machine`.
+    """
+
+    def __init__(self, rates: ExpertRates | None = None) -> None:
+        self.rates = rates or ExpertRates()
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        """Return the order of the least modelled time until the next decision, its move included."""
+        seconds = ExpertSeconds(load, self.rates)
+        way = least_busiest(load.weight, load.place, load.grid.ep)
+        way += fewest_between_nodes(load.weight, load.crossing, way[-1])
+        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first is to stay: it wins ties
+
+    def best(self, load: ExpertLoad) -> np.ndarray:
+        """Return the place of each expert, (num_experts,) int64, if moving cost nothing."""
+        ep = load.grid.ep
+        starts = (load.place, spread_by_load(load.weight, ep))
+        ends = [least_busiest(load.weight, start, ep)[-1] for start in starts]
+        found = [fewest_between_nodes(load.weight, load.crossing, end, stay=load.place)[-1] for end in ends]
+        return min(found, key=lambda place: (load.busiest(place), load.between_nodes(place)))
+
+
+class SmartMoE(AbstractExpertPlacer):
+    """As published: by descending load, each expert to the least loaded place with a free slot, its old one if equal.
+
+    Taken whenever the busiest place gets less, whatever the move costs, wherever rows have to go. Kept to be compared with.
+    """
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        """Return the greedy order if its busiest place has fewer rows."""
+        place = spread_by_load(load.weight, load.grid.ep, load.place)
+        return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
+
+
+def spread_by_load(weight: np.ndarray, ep: int, before: np.ndarray | None = None) -> np.ndarray:
+    """Return the place of each expert, (num_experts,) int64: by descending load to the least loaded place with room.
+
+    Args:
+        weight: (copies, num_experts) rows of each expert.
+        ep: how many places there are.
+        before: (num_experts,) the place of each expert now, which wins where places are equal.
+    """
+    num_experts = weight.shape[1]
+    found, load = np.empty(num_experts, dtype=np.int64), np.zeros((len(weight), ep))
+    room = np.full(ep, num_experts // ep)
+    for expert in np.argsort(-weight.sum(0), kind="stable"):
+        after = np.where(room > 0, (load + weight[:, expert, None]).max(0), np.inf)
+        place = int(after.argmin())
+        if before is not None and after[before[expert]] <= after[place]:
+            place = int(before[expert])
+        found[expert] = place
+        load[:, place] += weight[:, expert]
+        room[place] -= 1
+    return found
+
+
+def least_busiest(weight: np.ndarray, start: np.ndarray, ep: int) -> list[np.ndarray]:
+    """Return a way of swaps from a placement to one whose busiest place no swap makes less busy; `start` comes first.
+
+    Each swap is the one of an expert of the busiest place with any other that leaves the fuller of the two places least full,
+    so the sorted loads fall and the way ends.
+
+    Args:
+        weight: (copies, num_experts) rows of each expert.
+        start: (num_experts,) the place of each expert.
+        ep: how many places there are.
+    """
+    way = [start]
+    while len(way) <= 4 * len(start):
+        place = way[-1]
+        load = _loads(weight, place, ep)
+        _, busiest = np.unravel_index(load.argmax(), load.shape)
+        here, there = np.flatnonzero(place == busiest), np.flatnonzero(place != busiest)
+        if not len(there):
+            break
+        more = weight[:, None, there] - weight[:, here, None]
+        after = np.maximum(load[:, busiest, None, None] + more, load[:, place[there]][:, None, :] - more).max(0)
+        one, other = np.unravel_index(after.argmin(), after.shape)
+        if not after[one, other] < load.max() * (1 - SLACK):
+            break
+        way.append(_swapped(place, int(here[one]), int(there[other])))
+    return way
+
+
+def fewest_between_nodes(
+    weight: np.ndarray, crossing: np.ndarray, start: np.ndarray, stay: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Return a way to fewer rows between nodes that leaves the busiest place as busy as it is; its end comes last.
+
+    Args:
+        weight: (copies, num_experts) rows of each expert.
+        crossing: (num_experts, ep) rows between nodes if an expert were at a place.
+        start: (num_experts,) the place of each expert.
+        stay: (num_experts,) where experts are now: first of all, what is together at a place goes to the best place for it,
+            and where several are as good to that from which most of it comes. None to leave out this step.
+    """
+    ep = crossing.shape[1]
+    place = start if stay is None else _labelled(crossing, start, stay)
+    way = [place]
+    most = _loads(weight, place, ep).max() * (1 + SLACK)
+    everyone = np.arange(len(place))
+    while len(way) <= SWAPS_MOST:
+        place = way[-1]
+        load = _loads(weight, place, ep)[:, place]
+        fits = load[:, :, None] - weight[:, :, None] + weight[:, None, :] <= most
+        possible = fits.all(0) & fits.all(0).T & (place[:, None] != place[None, :])
+        cost = crossing[:, place] - crossing[everyone, place][:, None]
+        saved = np.where(possible, -(cost + cost.T), -np.inf)
+        one, other = np.unravel_index(saved.argmax(), saved.shape)
+        if not saved[one, other] > SLACK * crossing.sum():
+            break
+        way.append(_swapped(place, int(one), int(other)))
+    return way
+
+
+def _labelled(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.ndarray:
+    """Return a placement with the same experts together, at the places where that costs least."""
+    ep = crossing.shape[1]
+    rows, kept = np.zeros((ep, ep)), np.zeros((ep, ep))
+    np.add.at(rows, start, crossing)
+    np.add.at(kept, (start, stay), 1)
+    from scipy.optimize import linear_sum_assignment
+
+    _, place = linear_sum_assignment(rows - kept * (SLACK * max(crossing.sum(), 1.0)))
+    found: np.ndarray = place[start]
+    return found
+
+
+def _loads(weight: np.ndarray, place: np.ndarray, ep: int) -> np.ndarray:
+    """Return (copies, ep) rows at each place."""
+    return np.stack([np.bincount(place, weights=rows, minlength=ep) for rows in weight])
+
+
+def _swapped(place: np.ndarray, one: int, other: int) -> np.ndarray:
+    found = place.copy()
+    found[one], found[other] = place[other], place[one]
+    return found

@@ -1,0 +1,172 @@
+"""`AbstractTiming`: when a program's tasks run on one machine, given their rows and messages.
+
+The simulator (`simulate.py`) finds the rows and messages. Two leaves turn them into times with the same events: `SpecTiming`
+by the description of a cluster, `ProfileTiming` (`profile_simulate.py`) by what was measured of a machine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.compute import compute_seconds, rates_of
+from moesaic.cost.events import Events, graph_of
+from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
+from moesaic.program.bundles import bundles
+from moesaic.program.task import Lane, Program
+from moesaic.program.timeline import Span, Timeline, chunk_of
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A program laid out in time on a cluster."""
+
+    timeline: Timeline
+    """Of the rank that ends last."""
+    ends: np.ndarray
+    """(actors,) seconds until each rank has ended; one entry if one stands for all."""
+    compute_seconds: float
+    """Computing of the rank that computes most."""
+    link_seconds: dict[str, float]
+    """Seconds that links are taken at their full rate, by name; those that are not used left out."""
+    lane_seconds: dict[str, float]
+    """Seconds that a rank's movements take one after the other on each lane, start-up included, if nothing else uses
+    their links; of the busiest rank."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank has ended."""
+        return float(self.ends.max())
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds below which the movements alone cannot go: those of the busiest link or lane."""
+        return max([0.0, *self.link_seconds.values(), *self.lane_seconds.values()])
+
+    @property
+    def limit(self) -> float:
+        """Seconds below which no order of these tasks can go: the movements', or the busiest rank's computing."""
+        return max(self.compute_seconds, self.communication_seconds)
+
+    @property
+    def bottleneck(self) -> str:
+        """What sets the limit: "compute", a link's name, or where no link is full for long enough, a lane's start-up."""
+        if self.compute_seconds >= self.communication_seconds:
+            return "compute"
+        link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
+        lane = max(self.lane_seconds, key=lambda name: self.lane_seconds[name])
+        return link if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane] else f"start-up on lane {lane}"
+
+
+class AbstractTiming(ABC):
+    """When a program's tasks run on one machine."""
+
+    @property
+    @abstractmethod
+    def around_seconds(self) -> float:
+        """What a layer's forward and backward pass take outside its programs; 0 where nobody measured it."""
+
+    @property
+    @abstractmethod
+    def starts_early(self) -> bool:
+        """Whether a part of a movement's bytes may be through before the last rank has come to it."""
+
+    @abstractmethod
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+        """Return the program laid out in time.
+
+        Args:
+            program: forward or backward, in the order of issue.
+            volumes: rows and messages of its tasks.
+            dtype: of the products.
+        """
+
+
+class SpecTiming(AbstractTiming):
+    """Times by the description of a cluster.
+
+    Args:
+        cluster: rates of devices and links, and what the host takes for a task and for a message.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._cluster = cluster
+
+    @property
+    def around_seconds(self) -> float:
+        return 0.0
+
+    @property
+    def starts_early(self) -> bool:
+        return False
+
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+        slots = {slot.name: slot for slot in program.slots}
+        rates, host = rates_of(self._cluster, dtype), self._cluster.host
+        shape = (len(program.tasks), volumes.num_actors)
+        compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
+        issue = np.full(shape, host.task_us * 1e-6)
+        movements = movements_of(program, volumes)
+        in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
+        for number, parts in enumerate(movements):
+            for moved in parts if number not in in_a_message else ():
+                issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
+        events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
+        events.run()
+        computing = [task.lane is Lane.COMPUTE for task in program.tasks]
+        return account(program, volumes, movements, events, compute[computing].sum(axis=0))
+
+
+def account(
+    program: Program,
+    volumes: AbstractVolumes,
+    movements: list[list[Movement]],
+    events: Events,
+    computing: np.ndarray,
+    at_most: float = float("inf"),
+) -> Simulated:
+    """Return what a run of a program's events says.
+
+    Args:
+        program: that ran.
+        volumes: of its tasks.
+        movements: of each task.
+        events: after the run.
+        computing: (actors,) seconds that each actor computes.
+        at_most: no link, lane or device is taken for longer than so many seconds.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
+    last = int(ends.argmax())
+    spans = tuple(
+        Span(task.name, task.lane, chunk_of(task, slots), task.stage, float(start), float(end))
+        for task, start, end in zip(program.tasks, events.starts[:, last], events.ends[:, last])
+    )
+    return Simulated(
+        timeline=Timeline(program.name, spans),
+        ends=ends,
+        compute_seconds=min(float(computing.max(initial=0.0)), at_most),
+        link_seconds={name: min(each, at_most) for name, each in _links(volumes, movements).items()},
+        lane_seconds={name: min(each, at_most) for name, each in _lanes(program, volumes, movements).items()},
+    )
+
+
+def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
+    """Return the seconds that each link is taken in all."""
+    taken = np.zeros(volumes.topology.num_links)
+    for moved in (each for parts in movements for each in parts):
+        taken[moved.load.links] += moved.load.seconds
+    return {volumes.topology.names[link]: float(taken[link]) for link in np.flatnonzero(taken).tolist()}
+
+
+def _lanes(program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
+    """Return the seconds of each lane's movements one after the other, on the rank where that is most."""
+    spent: dict[str, np.ndarray] = {}
+    for task, parts in zip(program.tasks, movements):
+        for moved in parts:
+            lane = spent.setdefault(task.lane.value, np.zeros(volumes.num_actors))
+            lane[list(moved.actors)] += moved.load.alone
+    return {lane: float(seconds.max()) for lane, seconds in spent.items()}

@@ -1,0 +1,89 @@
+"""What every launch of a grouped product needs: how many programs, operands as descriptors, the precision of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moesaic.kernels.triton.rows.tiles import HOPPER, Tile, TileDevice
+
+ALIGNMENT = 16
+"""Bytes that descriptors want of addresses and strides."""
+INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
+"""What stands for the device under Triton's interpreter: a Hopper with two multiprocessors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLaunch:
+    """How many programs run a list of tiles."""
+
+    programs: int
+    flatten: bool
+    """Whether a program's tiles are one pipelined loop: the next tile's loads start before the last one's epilogue."""
+
+    @staticmethod
+    def of(tile: Tile, num_tiles: int, device: torch.device) -> KernelLaunch:
+        """Return the launch of `num_tiles` tiles or fewer."""
+        if tile.programs == 0:
+            return KernelLaunch(programs=num_tiles, flatten=False)
+        return KernelLaunch(programs=min(num_tiles, tile.programs * device_of(device).multiprocessors), flatten=True)
+
+
+def device_of(device: torch.device) -> TileDevice:
+    """Return what a choice of tiles depends on; for CPU tensors, which only the interpreter takes, `INTERPRETED`."""
+    if device.type != "cuda":
+        return INTERPRETED
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    return TileDevice(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=driver.active.utils.get_device_properties(index)["max_shared_mem"],
+    )
+
+
+def as_operands(
+    tensors: Sequence[Tensor], block: tuple[int, ...], tile: Tile | None
+) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """Return a kernel's operands, as descriptors where the tile asks for them and the tensors' alignment allows it.
+
+    Args:
+        tensors: of one shape; the last dimension has stride 1.
+        block: the part that one load fetches.
+        tile: None for operands that are gathered, which go through pointers.
+
+    Returns:
+        The operands and whether they are descriptors.
+    """
+    if tile is None or not tile.descriptors or not all(map(_is_aligned, tensors)):
+        return list(tensors), False
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) for x in tensors], True
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return the tensor itself where its last dimension has stride 1, else a contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _is_aligned(x: Tensor) -> bool:
+    steps = [step * x.itemsize for step in x.stride()[:-1]]
+    return min(x.shape) > 0 and x.data_ptr() % ALIGNMENT == 0 and all(step % ALIGNMENT == 0 for step in steps)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return how float32 operands are multiplied: as `torch.set_float32_matmul_precision` says; 16-bit ones as they are."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee"
+
+
+def next_power_of_2(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return int(triton.next_power_of_2(size))

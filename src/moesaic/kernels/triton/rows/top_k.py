@@ -1,0 +1,77 @@
+"""The choice of the largest entries of each row: what a top-k router asks for.
+
+Eager: a deterministic top-k (in float64, so that ties break). Here one kernel reads a row once and picks K times the largest,
+of equal ones the lowest index; NaN ranks above every number, as in `routing/router.py`, so that every row has K different
+entries. Bytes: T E read, 4 T K written. Compares: K T E.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.triton.rows.launch import next_power_of_2
+
+VALUES = 4096
+"""Entries that one program holds."""
+
+
+@torch.library.custom_op("moesaic::triton_top_k", mutates_args=())
+def top_k_columns(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return the columns of each row's largest entries.
+
+    Args:
+        rank_by: (T, E); compared in float32.
+        top_k: K, at most E.
+
+    Returns:
+        (T, K) int32, largest first; of equal entries the lowest column, and NaN before every number.
+    """
+    num_rows, num_columns = rank_by.shape
+    found = torch.empty(num_rows, top_k, dtype=torch.int32, device=rank_by.device)
+    if num_rows:
+        columns = next_power_of_2(num_columns)
+        rows = max(1, VALUES // columns)
+        _top_k_kernel[(triton.cdiv(num_rows, rows),)](
+            rank_by.contiguous(), found, num_rows, num_columns,
+            TOP_K=top_k, SLOTS=next_power_of_2(top_k), ROWS=rows, COLUMNS=columns,
+        )  # fmt: skip
+    return found
+
+
+@top_k_columns.register_fake
+def _(rank_by: Tensor, top_k: int) -> Tensor:
+    return rank_by.new_empty(rank_by.shape[0], top_k, dtype=torch.int32)
+
+
+@triton.jit
+def _top_k_kernel(
+    rank_by: tl.tensor,
+    found: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    slot = tl.arange(0, SLOTS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    value = tl.load(rank_by + at, mask=inside, other=float("-inf")).to(tl.float32)
+    # Integers in the order of the floats, -0 beside 0 and NaN above all; below all of them what is no choice.
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    place = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    place = tl.where(inside, place, -0x80000000)
+    best = tl.zeros((ROWS, SLOTS), tl.int32)
+    for k in tl.static_range(TOP_K):
+        is_best = place == tl.max(place, 1)[:, None]
+        index = tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
+        place = tl.where(column[None, :] == index[:, None], -0x80000000, place)
+        best = tl.where(slot[None, :] == k, index[:, None], best)
+    to = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    tl.store(found + to, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])

@@ -1,0 +1,115 @@
+"""A GPT whose samples change home between its MoE layers (NetMoE): the same model, wrapped where samples meet ranks.
+
+Parameters and their names are those of `GPT`, so checkpoints fit both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.models.attention import KeyValueCache
+from moesaic.models.config import ModelConfig
+from moesaic.models.gpt import GPT, Block, GPTOutput, without_graph
+from moesaic.routing.routing import Routing
+from moesaic.runtime.balance.moving import MovingMoE
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.samples.residual import Residual
+
+
+class MovingBlock(Block):
+    """A block whose MoE layer may take its samples to other ranks, and the residual with them."""
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        move: SampleMove | None = None,
+    ) -> tuple[Tensor, Routing | None]:
+        if move is None:
+            return super().forward(x, tokens, mask, cache)
+        assert isinstance(self.ffn, MoE)
+        x = self.attend(x, cache)
+        y, routing = MovingMoE(self.ffn)(
+            self.ffn_norm(x),
+            move=move,
+            residual=Residual(x, self.ffn_norm),
+            mask=mask,
+            token_ids=tokens,
+            return_routing=True,
+        )
+        return y.clone(), without_graph(routing)  # FSDP's hooks are lost where somebody changes a view in place
+
+
+class MovingGPT(GPT):
+    """A GPT that moves samples between ranks in training; in evaluation ranks may have different numbers of them."""
+
+    block = MovingBlock
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__(config, vocab_size)
+        self.relocator: Relocator | None = None
+        """Decides where samples go; None: each rank keeps its own."""
+
+    @property
+    def trip(self) -> SampleTrip | None:
+        """The forward pass of training that runs or ran last; None where samples stay."""
+        return self.relocator.trip if self.training and self.relocator is not None else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> GPTOutput:
+        """Predict the next token at every position; see `GPT.forward`. Logits are of the samples that are here at the end."""
+        if self.training and self.relocator is not None:
+            if caches is not None:
+                raise InputError(
+                    "sample placement clashes with key-value caches, which stay on their rank: call model.eval() to decode"
+                )
+            layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
+            orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
+            followings = [Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)]
+            self.relocator.start(followings, *tokens.shape)
+        return super().forward(tokens, targets, mask=mask, caches=caches)
+
+    def run_block(
+        self,
+        block: Block,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        **more: Any,
+    ) -> tuple[Tensor, Routing | None]:
+        """Run a block on the samples that are here; those of an MoE layer go on from there."""
+        trip = self.trip
+        if trip is not None and isinstance(block.ffn, MoE):
+            assert tokens is not None
+            tokens = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
+            mask = None if mask is None else trip.bring(mask)
+            more["move"] = trip.next()
+        return super().run_block(block, x, tokens, mask, cache, **more)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy; see `GPT.loss`.
+
+        Where other ranks' samples are here, each counts as in the mean of its own rank: the mean over ranks is the same.
+        """
+        trip = self.trip
+        if trip is None or trip.homes.same_as(trip.home):
+            return super().loss(logits, targets)
+        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        weights = trip.bring((1 / (targets != -1).sum().to(precise.dtype)).expand(len(targets)))
+        losses = F.cross_entropy(precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none")
+        return (losses.view(len(targets), -1).sum(1) * weights).sum()

@@ -1,0 +1,235 @@
+"""Doing a stretch of a program part by part: by chunks of every run of copies, or by groups of peers.
+
+`split_capacity` pipelines: it cuts every run of copies into n parts, so that one part's experts run while another part travels
+(Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et al., EuroSys 2024, section 3). Nothing is padded: every (origin,
+expert) run is cut into contiguous parts.
+
+`split_peers` is the smart schedule of FasterMoE (He et al., PPoPP 2022, section 4.2): ranks exchange with one group of peers
+after the other, and run their tokens meanwhile. In step j, group G sends to group G + j, runs what group G - j sent, and sends
+the results back. Step 0 stays inside the group and is the cheapest; the last step is an exchange between neighbours, whose
+results are the last to travel. Shards of an expert stay together: groups are of ep. Where groups lie inside nodes, step 0
+takes the lane of the links there, beside the first step that crosses nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moesaic.errors import InputError
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Slot, Stage, Task
+
+
+@dataclass(frozen=True)
+class StretchPart:
+    """One part of every run in a stretch."""
+
+    suffix: str
+    """Added to the names of slots and tasks."""
+    cut: Callable[[Layout], Layout]
+    """From the layout of a slot to that of its part."""
+
+
+def split_stretch(program: Program, names: Sequence[str], parts: Sequence[StretchPart]) -> Program:
+    """Return the program with a stretch of its tasks done part by part.
+
+    Slots that enter are taken apart before it, slots that leave are joined after it. Weights are whole in every part;
+    tasks that only prepare weights move before the stretch.
+
+    Args:
+        program: forward or backward.
+        names: of the tasks of the stretch, in order.
+        parts: a partition of every run.
+    """
+    chosen = set(names)
+    kinds = {slot.name: slot.kind for slot in program.slots}
+    stretch = [task for task in program.tasks if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT]
+    inside = {task.name for task in stretch}
+    before, after = _around(program, inside)
+    made = list(dict.fromkeys(name for task in stretch for name in task.writes))
+    read_later = {name for task in after for name in task.reads} | set(program.outputs)
+    leaving = [name for name in made if name in read_later]
+    entering = list(dict.fromkeys(name for task in stretch for name in task.reads if name not in made))
+    entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
+    cut = set(entering) | set(made)
+    slots = [slot for slot in program.slots if slot.name not in set(made) - set(leaving)]
+    slots += [_part_of(program.slot(name), part) for name in (*entering, *made) for part in parts]
+    dispatch, combine = stretch[0].stage, stretch[-1].stage
+    takes = [_gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch) for name in entering]
+    joins = [_gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine) for name in leaving]
+    pieces = [_part_task(task, part, cut) for part in parts for task in stretch]
+    return replace(program, slots=tuple(slots), tasks=(*before, *takes, *pieces, *joins, *after))
+
+
+def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
+    """Split the other tasks into those that may stand before the stretch and those that read from it."""
+    deferred_wgrad = {name for task in program.tasks if task.name in inside for name in task.writes}
+    before: list[Task] = []
+    after: list[Task] = []
+    for task in program.tasks:
+        if task.name in inside:
+            continue
+        if deferred_wgrad.intersection(task.reads):
+            deferred_wgrad.update(task.writes)
+            after.append(task)
+        else:
+            before.append(task)
+    return before, after
+
+
+def _part_of(slot: Slot, part: StretchPart) -> Slot:
+    return replace(slot, name=slot.name + part.suffix, layout=part.cut(slot.layout))
+
+
+def _part_task(task: Task, part: StretchPart, cut: set[str]) -> Task:
+    return replace(
+        task,
+        name=task.name + part.suffix,
+        reads=tuple(name + part.suffix if name in cut else name for name in task.reads),
+        writes=tuple(name + part.suffix for name in task.writes),
+    )
+
+
+def _names(name: str, parts: Sequence[StretchPart]) -> tuple[str, ...]:
+    return tuple(name + part.suffix for part in parts)
+
+
+def _gathered(op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...], stage: Stage) -> Task:
+    return Task(name=name, op=op, reads=reads, writes=writes, stage=stage)
+
+
+_BETWEEN = {"tp", "ep", "node"}
+"""Axes of the movements of copies, visits and stops that a stretch may begin and end with."""
+
+
+def split_capacity(program: Program, num_chunks: int) -> Program:
+    """Return the program with everything between its first and last movement over ep done chunk by chunk.
+
+    Args:
+        program: a forward program, not yet chunked.
+        num_chunks: n; 1 returns the program as it is. `CallSizes` must be made for the same n.
+
+    Raises:
+        InputError: for fewer than one chunk, or a program that is chunked already.
+    """
+    if num_chunks < 1:
+        raise InputError(f"plan.chunks={num_chunks}: must be at least 1")
+    if any(slot.layout.chunk is not None for slot in program.slots):
+        raise InputError("split_capacity: the program is chunked already: choose the number of chunks in one pass")
+    if num_chunks == 1:
+        return program
+    parts = [chunk_part(chunk) for chunk in range(num_chunks)]
+    whole = split_stretch(program, to_experts_and_back(program), parts)
+    return replace(whole, name=f"{program.name}, {num_chunks} chunks")
+
+
+def to_experts_and_back(program: Program) -> list[str]:
+    """Return the names of the tasks from the first movement of copies, visits or stops between ranks to the last one.
+
+    A gather of tokens over etp and the copying that follows it stay outside. Where no token travels to an expert (the
+    weights come to the tokens), it is the experts alone.
+    """
+    moved = [
+        number
+        for number, task in enumerate(program.tasks)
+        if task.op is Op.MOVE
+        and _BETWEEN.intersection(task.group)
+        and program.slot(task.reads[0]).layout.flow in ("copies", *ONCE)
+    ]
+    if not any({"ep", "node"}.intersection(program.tasks[number].group) for number in moved):
+        moved = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
+    return [task.name for task in program.tasks[moved[0] : moved[-1] + 1]]
+
+
+def chunk_part(chunk: int) -> StretchPart:
+    """Return the part that is one chunk of every run."""
+
+    def cut(layout: Layout) -> Layout:
+        return replace(layout, chunk=chunk)
+
+    return StretchPart(f".{chunk}", cut)
+
+
+def split_peers(program: Program, groups: int, grid: Grid) -> Program:
+    """Return the program with everything between its first and last movement over ep done step by step.
+
+    Args:
+        program: a forward program; it may be chunked, each chunk then goes step by step.
+        groups: n; the ranks of ep form so many groups of neighbours, and as many steps. 1 returns the program as it is.
+        grid: the mesh.
+
+    Raises:
+        InputError: if the groups do not divide ep, or the program sends tokens to nodes rather than to experts.
+    """
+    if groups < 1 or grid.ep % groups:
+        raise InputError(
+            f"plan.peer_groups={groups} does not divide mesh.ep={grid.ep}: choose a divisor, or 1 for one exchange"
+        )
+    if groups == 1:
+        return program
+    if any(slot.layout.flow in ONCE for slot in program.slots):
+        raise InputError(
+            "split_peers clashes with multicast: a token visits a node once for all its experts there, whatever their "
+            "group: choose plan.peer_groups=1 or another plan.all_to_all"
+        )
+    parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
+    numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
+    chunks: list[int | None] = [*numbered] or [None]
+    for chunk in chunks:
+        names = to_experts_and_back(program)
+        if chunk is not None:
+            names = [name for name in names if _chunk_of(program, name) == chunk]
+        program = split_stretch(program, names, parts)
+    tasks = tuple(_on_its_lane(task, program, groups, grid) for task in program.tasks)
+    return replace(program, name=f"{program.name}, {groups} peer groups", tasks=tasks)
+
+
+def groups_inside_nodes(grid: Grid) -> int:
+    """Return the fewest groups of peers that each lie inside one node: one per node, where nodes hold equal parts of ep.
+
+    Args:
+        grid: the mesh.
+    """
+    return next(
+        n for n in range(1, grid.ep + 1) if grid.ep % n == 0 and (n == grid.ep or _stay_inside(grid, n, ("ep",)))
+    )
+
+
+def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
+    """Whether the ranks of a group of ep, among those that a movement over these axes connects, share a node."""
+    each = grid.ep // groups
+
+    def group_of(rank: int) -> int:
+        return grid.coordinate(rank, "ep") // each
+
+    return all(
+        grid.node_of(rank) == grid.node_of(mate)
+        for rank in range(grid.world)
+        for mate in grid.group(rank, axes)
+        if group_of(rank) == group_of(mate)
+    )
+
+
+def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
+    """Return a task of step 0 on the lane inside nodes, if it stays there and other steps do not."""
+    is_local = (
+        task.op is Op.MOVE and task.lane is Lane.INTER and program.slot(task.writes[0]).layout.step == (0, groups)
+    )
+    if not is_local or _stay_inside(grid, 1, task.group) or not _stay_inside(grid, groups, task.group):
+        return task
+    return replace(task, lane=Lane.INTRA)
+
+
+def steps(step: int, groups: int) -> Callable[[Layout], Layout]:
+    """Return the cut of one step out of `groups`."""
+
+    def cut(layout: Layout) -> Layout:
+        return replace(layout, step=(step, groups))
+
+    return cut
+
+
+def _chunk_of(program: Program, task_name: str) -> Chunk | None:
+    task = next(task for task in program.tasks if task.name == task_name)
+    return program.slot(task.writes[0]).layout.chunk

@@ -1,0 +1,361 @@
+"""What a rank sends and receives: movements, bundles of movements, and the packets of lowered movements.
+
+A movement gathers rows into the messages that leave, and puts the rows that arrive in their places. A row is copied once on
+each side: into the message of its peer, where several slots may stand one behind the other, and out of the message that
+arrived. Movements that start together travel as one message per peer (`Bundle`). Movements that an all-to-all algorithm or
+a codec has been put into are packed, travel in hops, and are unpacked (`Packets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.comm.transport import Transfer
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.sizes import Move, Splits
+from moesaic.program.task import Kind, Slot, Task
+from moesaic.program.validate import reduces
+from moesaic.runtime.tasks import Call, Environment, Value, index_like, placed, take, transport_lane
+
+
+@dataclass(frozen=True)
+class PendingMove:
+    """What one movement takes from a rank and brings to it."""
+
+    value: Tensor
+    """(rows, width): the slot that is read."""
+    outgoing: Splits
+    incoming: Splits
+    sums: bool
+    """Several peers send what is added up."""
+    finish: Callable[[list[Tensor]], Value]
+    """From the rows of each peer in the order of `incoming`, or all of them as one part, to the slot that is written."""
+
+
+def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> PendingMove:
+    """Return what the movement of a task takes from this rank and brings to it."""
+    source, target = slots[task.reads[0]], slots[task.writes[0]]
+    sizes, rank = call.sizes, call.rank
+    outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+    value = _as_rows(source, environment, call, travels=bool(len(outgoing.rows)))
+    # States tell of sums over axes of size 1 too. Rows of tokens all arrive, so as many as there are arrive once each.
+    sums = move.reduce and not incoming.is_whole
+    if sums and target.layout.flow not in ("weights", "bias"):
+        sums = len(incoming.rows) != sizes.num_rows(target.layout, rank)
+    if target.layout.flow != "weights":
+        return PendingMove(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
+    held, experts = environment[source.name], sizes.num_held(target.layout, rank)
+    none_held = call.experts.first(held, 0) if experts == 0 and not isinstance(held, Tensor) else None
+
+    def finish(parts: list[Tensor]) -> Value:
+        if move.reduce and not len(incoming.rows):
+            return ()  # nobody has computed anything for this rank's experts: no gradient, rather than one of zeros
+        if none_held is not None:
+            return none_held
+        return call.experts.unpack(_put(move, incoming, call, sums, parts), experts)
+
+    return PendingMove(value, outgoing, incoming, sums, finish)
+
+
+def start(
+    tasks: Sequence[Task],
+    moves: Sequence[Move],
+    slots: Mapping[str, Slot],
+    environment: Environment,
+    call: Call,
+    tag: int,
+) -> tuple[Transfer, list[Callable[[], Value]]]:
+    """Return the transfer that carries movements, and for each what makes its slot once the transfer has landed.
+
+    Args:
+        tasks: the movements, which travel as one message per peer.
+        moves: the same movements as layouts and groups.
+        slots: the slots of the program by name.
+        environment: the values of the run, from which the rows are read.
+        call: what this rank brings.
+        tag: the tag of the transfer.
+    """
+    exchanges = [_exchange(*each, slots, environment, call) for each in zip(tasks, moves)]
+    rank, lane = call.rank, transport_lane(tasks[0])
+    if len(exchanges) == 1:
+        sends, receives, settle = _alone(exchanges[0], rank)
+        return Transfer(rank, tag, sends, receives, lane), [settle]
+    values = [exchange.value for exchange in exchanges]
+    leaving = Bundle([exchange.outgoing for exchange in exchanges], values)
+    arriving = Bundle([exchange.incoming for exchange in exchanges], values)
+    (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
+    leaving.write(memory, values)
+    if rank in sends and rank in receives:
+        receives[rank].copy_(sends[rank])
+    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), lane)
+    read = partial(_read, arriving, filled)
+    return transfer, [partial(read, n, each.value.dtype, each.sums, each.finish) for n, each in enumerate(exchanges)]
+
+
+def _read(
+    arriving: Bundle,
+    filled: Tensor,
+    number: int,
+    dtype: torch.dtype,
+    sums: bool,
+    finish: Callable[[list[Tensor]], Value],
+) -> Value:
+    """Return the slot that a movement of a bundle writes. (No closure: it would keep what was sent until then.)"""
+    if not sums:
+        return arriving.read(filled, number, dtype, in_place=True)
+    rows = arriving.read(filled, number, dtype, in_place=False)
+    return finish(list(rows.split(arriving.splits[number].counts)))
+
+
+def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
+    """Return the slot that is written, of what came and what stayed; no copy where that is the slot already."""
+    if incoming.is_whole and len(parts) == 1:
+        return parts[0]
+    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), sums)
+
+
+def _alone(exchange: PendingMove, rank: int) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
+    """Return messages by peer, buffers by peer, and what makes the slot, of a movement by itself.
+
+    All messages are cut from one tensor, which is the value itself where its rows leave in order. All buffers are cut from
+    one too, with the rows that stay copied to their place in it: it is the slot where rows arrive in order.
+    """
+    value, outgoing, incoming = exchange.value, exchange.outgoing, exchange.incoming
+    leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.rows)
+    sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
+    counts = [0 if exchange.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
+    joined = value.new_empty(sum(counts), value.shape[1])
+    parts = dict(zip(incoming.peers, joined.split(counts)))
+    receives = _to_others(parts, rank)
+    kept = sends.pop(rank, None)
+    if rank in parts and kept is not None:
+        if exchange.sums:  # added up peer after peer, so that 16-bit rows are widened part by part
+            parts[rank] = kept
+        else:
+            parts[rank].copy_(kept)
+    arrived = list(parts.values()) if exchange.sums and parts else [joined]
+    return _to_others(sends, rank), receives, partial(exchange.finish, arrived)
+
+
+def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
+    """Return the messages that have bytes and go to, or come from, other ranks."""
+    return {peer: message for peer, message in messages.items() if peer != rank and message.numel()}
+
+
+def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor:
+    """Return a slot's value as rows to be sent. Of weights that do not travel, only what tells the width of a row."""
+    value = environment[slot.name]
+    if slot.kind is Kind.INDEX:
+        assert isinstance(value, Tensor)
+        return value.int()  # `INDEX_BYTES` wide
+    if slot.kind is not Kind.WEIGHT:
+        assert isinstance(value, Tensor)
+        return value
+    if slot.layout.flow == "bias":
+        return value if isinstance(value, Tensor) else value[0]
+    if not travels:
+        value = environment["w"]
+    assert not isinstance(value, Tensor)
+    return call.experts.pack(value) if travels else call.experts.pack(call.experts.first(value, 1))[:0]
+
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What messages are counted in, by the bytes of the smallest number in them."""
+
+
+class Bundle:
+    """One side of a bundle at a rank: what leaves, or what arrives.
+
+    Args:
+        splits: the rows of each movement, by peer.
+        values: (rows, width) of each movement, of this side or the other one, since only width and dtype count; not kept.
+    """
+
+    def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor]) -> None:
+        self.splits, size = splits, min(value.element_size() for value in values)
+        self._unit, self._device = _UNITS[size], values[0].device
+        self._widths = [value.shape[1] * value.element_size() // size for value in values]
+        order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
+        self._widest, wide = order[0], self._widths[order[0]]
+        counts = [dict(zip(split.peers, split.counts)) for split in splits]
+        self._begins: list[dict[int, int]] = [{} for _ in splits]
+        self._peers, self._cuts, at = sorted({peer for split in splits for peer in split.peers}), [], 0
+        for peer in self._peers:
+            start = at
+            for number in order:
+                self._begins[number][peer] = at
+                at += counts[number].get(peer, 0) * self._widths[number]
+            self._cuts += [at - start, -at % wide]
+            at += -at % wide
+        self._size = at
+
+    def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return memory for all messages, and each peer's part of it."""
+        memory = torch.empty(self._size, dtype=self._unit, device=self._device)
+        return memory, dict(zip(self._peers, memory.split(self._cuts)[::2]))
+
+    def write(self, memory: Tensor, values: Sequence[Tensor]) -> None:
+        """Gather the rows of all movements into their messages."""
+        split, width = self.splits[self._widest], self._widths[self._widest]
+        if len(split.rows):
+            source = np.zeros(
+                self._size // width, dtype=np.int64
+            )  # of what comes to stand between messages nobody reads
+            source[self._places(self._widest) // width] = split.rows
+            units = values[self._widest].contiguous().view(self._unit)
+            torch.index_select(units, 0, index_like(source, memory), out=memory.view(-1, width))
+        for number, (split, value) in enumerate(zip(self.splits, values)):
+            if number != self._widest and len(split.rows):
+                units = value.contiguous().view(self._unit)
+                chosen = units if split.is_whole else units.index_select(0, index_like(split.rows, memory))
+                memory.scatter_(0, self._numbers(number, self._places(number), memory), chosen.reshape(-1))
+
+    def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+        """Return the rows of a movement: (rows, width).
+
+        Args:
+            memory: all messages.
+            number: of the movement.
+            dtype: of its rows.
+            in_place: as they stand in the slot that is written, rather than peer after peer.
+        """
+        split, width, at = self.splits[number], self._widths[number], self._places(number)
+        if in_place and not split.is_whole:
+            at_row = np.empty_like(at)
+            at_row[split.rows] = at
+            at = at_row
+        if number == self._widest:
+            units = memory.view(-1, width).index_select(0, index_like(at // width, memory))
+        else:
+            units = memory.index_select(0, self._numbers(number, at, memory)).view(-1, width)
+        return units.view(dtype)
+
+    def _places(self, number: int) -> np.ndarray:
+        """Return where each row of a movement starts, peer after peer, in numbers of the memory."""
+        split, width = self.splits[number], self._widths[number]
+        counts = np.array(split.counts, dtype=np.int64)
+        begins = np.array([self._begins[number][peer] for peer in split.peers], dtype=np.int64)
+        return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(len(split.rows)) * width
+
+    def _numbers(self, number: int, places: np.ndarray, like: Tensor) -> Tensor:
+        """Return where each number of rows stands that start at `places`."""
+        width = self._widths[number]
+        return index_like(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1), like)
+
+
+Pair = tuple[int, int]
+"""Source and target rank of a packet."""
+
+
+@dataclass
+class Packets:
+    """Messages at a rank, encoded; a rank's message to itself stands in `own`, as rows."""
+
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    codec: str
+    items: dict[Pair, Tensor] = field(default_factory=dict)
+    """(bytes,) uint8 each."""
+    own: Tensor | None = None
+
+
+@dataclass
+class Hopping:
+    """A hop under way: the buffers that arrive, and which packets they hold."""
+
+    transfer: Transfer
+    arriving: Packets
+    order: dict[int, list[tuple[Pair, int]]]
+    """Peer to (packet, bytes), in the order in which they stand in the message."""
+
+    def settle(self) -> Packets:
+        """Cut what arrived into packets."""
+        for peer, packets in self.order.items():
+            parts = self.transfer.receives[peer].split([size for _, size in packets])
+            self.arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
+        return self.arriving
+
+
+def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Packets:
+    """Encode what this rank sends, message by message."""
+    codec = call.codecs(task.codec or "none")
+    packets = Packets(value.shape[1], value.dtype, value.device, task.codec or "none")
+    outgoing = call.sizes.outgoing(_move_of(task, slots), call.rank)
+    for peer, rows in zip(outgoing.peers, take(value, outgoing.rows).split(outgoing.counts)):
+        if peer == call.rank:
+            packets.own = rows
+        elif len(rows):
+            packets.items[(call.rank, peer)] = codec.encode(rows)
+    return packets
+
+
+def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call, tag: int) -> Hopping:
+    """Join the packets that go to a peer in this hop to one message, and make buffers for those that come."""
+    arriving = Packets(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
+    at_hand = {pair: item for packets in held for pair, item in packets.items.items()}
+    codec, move = call.codecs(arriving.codec), _move_of(task, slots)
+    leaving: dict[int, list[Tensor]] = {}
+    order: dict[int, list[tuple[Pair, int]]] = {}
+    for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
+        rows = call.sizes.num_moved(move, *pair)
+        size = codec.num_bytes(rows, arriving.dim, arriving.dtype) if rows else 0
+        if not size:
+            continue
+        if leg.source == call.rank:
+            leaving.setdefault(leg.target, []).append(at_hand[pair])
+        else:
+            order.setdefault(leg.source, []).append((pair, size))
+    receives = {
+        peer: torch.empty(sum(size for _, size in packets), dtype=torch.uint8, device=arriving.device)
+        for peer, packets in order.items()
+    }
+    sends = {peer: torch.cat(items) for peer, items in leaving.items()}
+    return Hopping(Transfer(call.rank, tag, sends, receives, transport_lane(task)), arriving, order)
+
+
+def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call) -> Tensor:
+    """Decode what arrived and put it in place; rows that several ranks sent are summed in the order of the ranks."""
+    codec, first, move = call.codecs(task.codec or "none"), held[0], _move_of(task, slots)
+    items = {pair: item for packets in held for pair, item in packets.items.items()}
+    incoming = call.sizes.incoming(move, call.rank)
+    parts = []
+    for peer, count in zip(incoming.peers, incoming.counts):
+        if peer == call.rank:
+            assert first.own is not None
+            parts.append(first.own)
+        elif count:
+            parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
+    parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
+    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), move.reduce)
+
+
+def _move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
+    """Return the movement that a task is a part of."""
+    assert task.of is not None
+    source, target = (slots[name] for name in task.of)
+    return Move(source.layout, target.layout, task.group, reduces(source, target))
+
+
+@lru_cache(maxsize=4096)
+def _legs(link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int) -> tuple[tuple[Pair, Leg], ...]:
+    """Return the packets that leave or reach a rank in a hop, with their legs, by source, then target."""
+    ranks = grid.group(rank, group)
+    places = NodeMap(grid, ranks)
+    found = []
+    for source in ranks:
+        for target in ranks:
+            if source == target:
+                continue
+            for leg in ALL_TO_ALLS[link].path(places, source, target):
+                if leg.hop == hop and rank in (leg.source, leg.target):
+                    found.append(((source, target), leg))
+    return tuple(found)

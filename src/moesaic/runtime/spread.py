@@ -1,0 +1,218 @@
+"""Spreading a layer over a mesh: whether the plan fits, whether all ranks bring the same, and which shard a rank keeps.
+
+All of it is found out before anything of the layer is sent. One storage layout serves every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moesaic.comm import deepep
+from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import broadcast
+from moesaic.comm.transport import AbstractTransport, as_bytes
+from moesaic.errors import InputError
+from moesaic.experts import ModuleExperts
+from moesaic.experts.experts import AbstractExperts, is_dtensor
+from moesaic.kernels.codecs import codec_named
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.plan import Crossing
+from moesaic.program.grid import Grid
+
+
+def fitting(
+    plan: Plan | Compiled,
+    grid: Grid,
+    transport: AbstractTransport,
+    experts: AbstractExperts,
+    settings: Mapping[str, object] | None = None,
+    weights: Mapping[str, str] | None = None,
+) -> Compiled:
+    """Return the compiled plan of a layer. All ranks call it together.
+
+    Args:
+        plan: the choices, compiled or not yet.
+        grid: the mesh of the layer.
+        transport: between its ranks.
+        experts: of the layer.
+        settings: of the layer, which all ranks must have alike.
+        weights: names of tensors to what they are compared by.
+
+    Raises:
+        InputError: on every rank, if ranks brought different plans, meshes, settings or weights; if the plan does not fit the
+            mesh, or was compiled for another one or for experts with other parameters; if a codec's package is missing on any
+            rank.
+    """
+    choices = plan if isinstance(plan, Plan) else plan.plan
+    fields: dict[str, object] = {f"mesh.{name}": value for name, value in asdict(grid).items()}
+    fields |= {f"plan.{name}": value for name, value in asdict(choices).items()}
+    if isinstance(plan, Compiled):
+        fields["compiled plan"] = plan.digest.hex()
+    codecs = (choices.codec, choices.backward_codec)
+    fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
+    if choices.crossing is Crossing.DEEPEP:
+        fields["why deepep cannot run"] = deepep.missing()
+    of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
+    check_same(transport, {**fields, **(settings or {}), **of_weights}, advice=dict.fromkeys(of_weights, ADVICE))
+    if fields.get("why deepep cannot run"):
+        raise InputError(
+            f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"
+        )
+    return compiled_for(plan, grid, transport, experts)
+
+
+def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts) -> Compiled:
+    """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent.
+
+    Args:
+        plan, grid, transport, experts: as for `fitting`.
+
+    Raises:
+        InputError: as `fitting` does, but for what only a comparison of ranks shows.
+    """
+    choices = plan if isinstance(plan, Plan) else plan.plan
+    for codec in (choices.codec, choices.backward_codec):
+        codec_named(codec)
+    bias = bool(experts.names[1])
+    if isinstance(plan, Plan):
+        return compile_plan(plan, grid, bias=bias, host_runs_compute=transport.device.type == "cpu")
+    if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
+        raise InputError(
+            f"the plan was compiled for {plan.grid}, the layer is on {grid}: compile it for the layer's mesh"
+        )
+    if ("b" in plan.forward.inputs) != bias:
+        raise InputError(
+            f"the plan was compiled with bias={not bias}, which does not fit {type(experts).__name__} that "
+            f"{'has' if bias else 'has no'} common biases: compile it with bias={bias}"
+        )
+    return plan
+
+
+def _is_installed(codec: str) -> bool:
+    try:
+        codec_named(codec)
+    except InputError:
+        return False
+    return True
+
+
+ADVICE = (
+    "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"
+)
+"""What an error says where weights differ."""
+_WORDS = 65536
+"""So many words of 8 bytes are hashed at a time: little memory, and few steps."""
+_ODD = -7046029254386353131
+"""A multiplier without small factors: 2**64 over the golden ratio, as a signed number."""
+
+
+def described(module: nn.Module, *, values: bool) -> dict[str, str]:
+    """Return name to dtype and shape of a module's parameters and persistent buffers, and a hash of the values.
+
+    Tensors on the meta device have no values; neither have those that are not asked for.
+
+    Args:
+        module: whole, not sharded.
+        values: hash them.
+
+    Raises:
+        InputError: for weights that are sharded already.
+    """
+    found = {}
+    for name, tensor in module.state_dict().items():
+        if is_dtensor(tensor):
+            raise InputError(f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard")
+        value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
+        found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
+    return found
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Return 16 hexadecimal digits that differ, all but surely, for tensors of different bits; computed where it lies.
+
+    A polynomial in odd multipliers modulo 2**64: one word that differs is always noticed.
+    """
+    data = as_bytes(tensor.detach().contiguous())
+    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64) if len(data) % 8 else data.view(torch.int64)
+    factors = (2 * torch.arange(min(_WORDS, len(words)), device=words.device) + 1) * _ODD
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for piece in words.split(_WORDS):
+        mixed = piece ^ (piece >> 32 & 0xFFFFFFFF)  # low bits of a float64 that was a float32 are all zero
+        total = total * _ODD + (mixed * factors[: len(piece)]).sum()
+    return f"{int(total) % 2**64:016x}"
+
+
+@torch.no_grad()
+def take_first(module: nn.Module, transport: AbstractTransport) -> None:
+    """Give a module the first rank's parameters and persistent buffers, in place; those on the meta device stay as they are.
+
+    Args:
+        module: of the same names, dtypes and shapes on all ranks.
+        transport: of all ranks.
+    """
+    everyone = tuple(range(transport.world))
+    for tensor in module.state_dict().values():
+        if not tensor.is_meta:
+            tensor.copy_(broadcast(transport, everyone, tensor.to(transport.device), 0))
+
+
+def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: DeviceMesh | None) -> None:
+    """Keep this rank's shard of every parameter, in place.
+
+    Args:
+        experts: whole, with the same values on all ranks.
+        grid: the mesh.
+        rank: whose shard stays.
+        device_mesh: dims ("ep", "etp"): parameters become DTensors on it, sharded over ep on the expert dimension and
+            over etp on the hidden one. None: plain tensors.
+
+    Raises:
+        InputError: if the experts do not split so.
+    """
+    _check_shards(experts, grid)
+    experts.is_spread = True
+    each = experts.num_experts // grid.ep
+    first = grid.coordinate(rank, "ep") * each
+    if isinstance(experts, ModuleExperts):
+        experts.keep_only(range(first, first + each), grid.edp)
+        return
+    at = grid.coordinate(rank, "etp")
+    for name in (name for names in experts.names for name in names):
+        whole = experts.get_parameter(name)
+        local, dim = whole.detach()[first : first + each], experts.shard_dim(name)
+        if dim is not None:
+            local = local.chunk(grid.etp, dim)[at]
+        local = local.clone(memory_format=torch.contiguous_format)
+        value: Tensor = local
+        if device_mesh is not None:
+            from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+            placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
+            value = DTensor.from_local(local, device_mesh, placements, run_check=False)
+        setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
+
+
+def _check_shards(experts: AbstractExperts, grid: Grid) -> None:
+    if experts.num_experts % grid.ep:
+        raise InputError(
+            f"num_experts={experts.num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
+        )
+    if grid.etp == 1:
+        return
+    names = [name for name in experts.names[0] if experts.shard_dim(name) is not None]
+    if not names:
+        raise InputError(
+            f"{type(experts).__name__} cannot be cut into shards: choose mesh.etp=1 (mesh.ep spreads whole experts)"
+        )
+    for name in names:
+        width = experts.get_parameter(name).shape[experts.shard_dim(name) or 0]
+        if width % grid.etp:
+            raise InputError(
+                f"an expert's hidden width of {width} does not split over mesh.etp={grid.etp}: choose etp as a divisor of it"
+            )

@@ -1,0 +1,318 @@
+"""The tasks of a program that need no other rank, and what one rank brings to a run of it.
+
+`Call` holds what a rank brings: sizes, experts and tags. `Environment` holds the values of the run. `compute` runs a task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.comm.transport import Lane as TransportLane
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
+from moesaic.kernels.codecs import AbstractCodec, codec_named
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
+from moesaic.routing.peers import stable_order
+
+Value = Tensor | Weights
+"""Of a slot: rows, or parameters of experts."""
+Environment = dict[str, Value]
+"""Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+Codecs = Callable[[str], AbstractCodec]
+"""From a codec's name to what encodes."""
+
+
+@lru_cache(maxsize=64)
+def known_codec(name: str) -> AbstractCodec:
+    """Return the codec of that name with its default options, made once."""
+    return codec_named(name)
+
+
+@dataclass
+class Call:
+    """What one rank brings to one run of a program."""
+
+    rank: int
+    sizes: CallSizes
+    experts: AbstractExperts
+    """Computes; the weights come through the program."""
+    first_tag: int = 0
+    """Tags of this run's movements start here; runs in flight at once need ranges apart."""
+    weight_first: bool = False
+    """Multiply by the routing weight before the expert rather than after it."""
+    has_empty_rows: bool = False
+    """Some rows have no token: their index is negative."""
+    may_defer_wgrad: bool = True
+    """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
+    codecs: Codecs = known_codec
+    """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
+    call that is made from another one by `replace` starts without."""
+    deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By slots of weights' gradients: what is left to do before they are read."""
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Do what is left for some slots, or for all."""
+        for name in list(self.deferred_wgrad) if names is None else names:
+            for work in self.deferred_wgrad.pop(name, ()):
+                work()
+
+
+def kept(task_name: str) -> str:
+    """Return where an expert task's activations stand in the environment; a gradient task has the same place."""
+    return f"{task_name.removesuffix(_COTANGENT)}*"
+
+
+def rows(value: Value) -> Tensor:
+    """Return a slot's value as rows.
+
+    Raises:
+        TypeError: if it holds parameters.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError("a task reads rows where the slot holds parameters")
+    return value
+
+
+_COTANGENT = "'"
+
+
+Slots = Mapping[str, Slot]
+
+
+def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> Environment:
+    """Run a task that needs no other rank; returns what it writes."""
+    reads = [environment[name] for name in task.reads]
+    if task.op is Op.EXPERT:
+        return _expert(task, slots, reads, call)
+    if task.op is Op.EXPERT_GRAD:
+        return _expert_grad(task, slots, reads, environment, call)
+    if task.op is Op.ADD:
+        return {task.writes[0]: _sum(reads)}
+    return dict(zip(task.writes, _rows_task(task, slots, list(map(rows, reads)), call)))
+
+
+def transport_lane(task: Task) -> TransportLane:
+    """Return the lane of the transport that a movement takes."""
+    return "intra" if task.lane is Lane.INTRA else "inter"
+
+
+def take(value: Tensor, places: np.ndarray) -> Tensor:
+    """Return rows by their places, contiguous; the value itself where these are all its rows in order."""
+    if value.is_contiguous() and in_order(places, len(value)):
+        return value
+    return value.index_select(0, index_like(places, value))
+
+
+def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+    """Return rows put in their places, which are all filled; with `sums` rows of one place are summed in order.
+
+    16-bit rows are summed in float32. Rows that come in order are returned as they are.
+
+    Args:
+        parts: tensors of rows, at least one.
+        places: (rows of all parts,) int64.
+        num_rows: of the result.
+        sums: several rows may have one place.
+    """
+    if in_order(places, num_rows):
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if not sums and len(parts) == 1:  # to gather takes a quarter of the time of putting row after row in its place
+        inverse = np.empty_like(places)
+        inverse[places] = np.arange(len(places))
+        return parts[0].index_select(0, index_like(inverse, parts[0]))
+    cuts = index_like(places, parts[0]).split([len(part) for part in parts])
+    dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
+    make = torch.zeros if sums else torch.empty
+    out = make(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
+    for part, cut in zip(parts, cuts):
+        if sums:
+            out.index_add_(0, cut, part.to(dtype))
+        else:
+            out.index_copy_(0, cut, part)
+    return out.to(parts[0].dtype)
+
+
+def in_order(places: np.ndarray, num_rows: int) -> bool:
+    """Whether places are 0, 1, ... num_rows - 1: nothing has to be copied then."""
+    return len(places) == num_rows and bool((places[1:] > places[:-1]).all()) and (not num_rows or places[0] == 0)
+
+
+def index_like(places: np.ndarray, like: Tensor) -> Tensor:
+    """Return numpy places as a tensor where `like` is."""
+    return torch.as_tensor(places, device=like.device)
+
+
+def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
+    target = slots[task.writes[0]]
+    if task.op is Op.PERMUTE:
+        at = _indexed(task.reads[0], task.reads[1], slots, reads[1], call)
+        taken = reads[0].index_select(0, at.places)
+        return [taken if at.is_full is None else taken.masked_fill(~at.is_full, 0)]  # 0 * nan is nan
+    if task.op is Op.COMBINE:
+        at = _indexed(target.name, task.reads[1], slots, reads[1], call)
+        values = reads[0] if at.is_full is None else reads[0].masked_fill(~at.is_full, 0)
+        return [at.sum(values)]
+    if task.op is Op.SCALE:
+        size = len(call.sizes.grid.group(call.rank, task.group))
+        return [reads[0] * float(size) ** task.power if task.power else reads[0]]
+    if task.op is Op.TAKE:
+        whole = slots[task.reads[0]].layout
+        return [take(reads[0], call.sizes.part_rows(slots[name].layout, whole, call.rank)) for name in task.writes]
+    assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
+    joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
+    for name, part in zip(task.reads, reads):
+        joined[index_like(call.sizes.part_rows(slots[name].layout, target.layout, call.rank), part)] = part
+    return [joined]
+
+
+def _sum(values: list[Value]) -> Value:
+    """Add rows, or parameters one by one, of which () stands for none."""
+    if all(isinstance(value, Tensor) for value in values):
+        return _added(list(map(rows, values)))
+    given = [value for value in (_parameters(value) for value in values) if value]
+    return given[0] if len(given) == 1 else tuple(_added(list(parameters)) for parameters in zip(*given))
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    """Return the sum of tensors, of 16-bit ones by way of float32, which a stack's sum does by itself."""
+    if values[0].element_size() < 4:
+        return torch.stack(values).sum(0)
+    out = values[0] + values[1] if len(values) > 1 else values[0]
+    for value in values[2:]:
+        out += value
+    return out
+
+
+def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
+    """Return each copy's token as a row of the tokens' slot; worked out once for dispatch, combine and backward."""
+    layout = slots[tokens].layout
+    key = (layout, slots[index].layout, value.data_ptr(), len(value))
+    found: Indexed | None = call.known.get(key)
+    if found is None:
+        bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
+        num_tokens = call.sizes.num_rows(layout, call.rank)
+        found = call.known[key] = Indexed.of(value, bases, num_tokens, has_empty=call.has_empty_rows)
+    return found
+
+
+def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
+    tokens, gates = rows(reads[0]), rows(reads[1]).squeeze(1)
+    sharded, common = _weights(reads[2:])
+    ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
+    if not len(ends):  # a rank that helps nobody
+        return {task.writes[0]: tokens, kept(task.name): ()}
+    if call.weight_first:
+        tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
+    gate = None if call.weight_first else gates
+    out, activations = call.experts.run(sharded, common, tokens, gate, ends, shards)
+    return {task.writes[0]: out, kept(task.name): activations}
+
+
+def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call) -> Environment:
+    dy, tokens, gates = rows(reads[0]), rows(reads[1]), rows(reads[2]).squeeze(1)
+    sharded, common = _weights(reads[3:])
+    ends, shards = _ends(slots[task.reads[1]], tokens, call), _shards(slots[task.reads[1]], call)
+    if not len(ends):
+        return dict(zip(task.writes, (dy, gates.unsqueeze(1), *reads[3:])))
+    activations = environment[kept(task.name)]
+    assert not isinstance(activations, Tensor)
+    seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
+    gate = None if call.weight_first else gates
+    deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
+    d_rows, d_gates, *d_weights = call.experts.gradients(
+        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, deferred_wgrad
+    )
+    if deferred_wgrad:
+        call.deferred_wgrad[task.writes[2]] = deferred_wgrad
+    if d_gates is None:
+        d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
+        d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
+    written: list[Value] = [d_rows, d_gates.unsqueeze(1), *d_weights]
+    return dict(zip(task.writes, written))
+
+
+def _weights(values: list[Value]) -> tuple[Weights, Weights]:
+    """Return split and common parameters from the slots that an expert task reads."""
+    found = list(map(_parameters, values))
+    return found[0], found[1] if len(found) > 1 else ()
+
+
+def _parameters(value: Value) -> Weights:
+    """Return parameters as a tuple: what an expert's shards hold in common travels as one tensor."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
+    key = ("ends", slot.layout)
+    if key not in call.known:
+        counts = call.sizes.rows_per_expert(slot.layout, call.rank)
+        call.known[key] = torch.from_numpy(counts.cumsum()).to(device=tokens.device, dtype=torch.int32)
+    ends: Tensor = call.known[key]
+    return ends
+
+
+def _shards(slot: Slot, call: Call) -> int:
+    """Return how many shards of an expert see a slot's rows."""
+    assert slot.kind is Kind.ROWS
+    return math.prod(call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED)
+
+
+class Indexed:
+    """Each row's token, and what follows from it; made once per call of a layer.
+
+    Args:
+        index: (rows, 1) int64 as the program has it; negative for a row without token. It is kept, so that whoever looks
+            this up by its address finds no other index there.
+        places: (rows,) int64 or (), each row's token among all tokens; of a row without token any.
+        is_full: (rows, 1) bool which rows have a token; None for all.
+        num_tokens: that rows may belong to.
+    """
+
+    def __init__(self, index: Tensor, places: Tensor, is_full: Tensor | None, num_tokens: int) -> None:
+        self.index, self.places, self.is_full, self.num_tokens = index, places, is_full, num_tokens
+
+    @classmethod
+    def of(cls, index: Tensor, bases: np.ndarray, num_tokens: int, *, has_empty: bool) -> Indexed:
+        """Make it of an index that counts tokens of each row's origin.
+
+        Args:
+            index: as above.
+            bases: (rows,) int64 where the tokens of each row's origin start.
+            num_tokens: of all origins.
+            has_empty: some rows may have no token.
+        """
+        places, is_full = index.squeeze(1), None
+        if has_empty:
+            places, is_full = places.clamp_min(0), index >= 0
+        if bases.any():
+            places = places + torch.as_tensor(bases, device=index.device)
+        return cls(index, places, is_full, num_tokens)
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
+
+        16-bit rows are summed in float32. Others are on a CPU bags of rows, for which torch needs a quarter of the time that
+        it takes to add row after row in its place.
+        """
+        accumulate = torch.promote_types(rows.dtype, torch.float32)
+        if rows.device.type == "cpu" and rows.dtype == accumulate and self.num_tokens and len(rows):
+            by_token, starts = self._bags
+            return torch.embedding_bag(rows, by_token, starts)[0]
+        out = torch.zeros(self.num_tokens, rows.shape[1], dtype=accumulate, device=rows.device)
+        return out.index_add_(0, self.places, rows.to(accumulate)).to(rows.dtype)
+
+    @cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """The rows of token 0, of token 1 and so on, (rows,) int64, and where each token's start, (num_tokens,) int64."""
+        counts = np.bincount(self.places.numpy(), minlength=self.num_tokens)
+        return stable_order(self.places), torch.from_numpy(counts.cumsum() - counts)

@@ -1,0 +1,76 @@
+"""The torch-free byte counts of codecs are the codecs' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.codecs import ELEMENT_BYTES
+from moesaic.cost import row_bytes
+from moesaic.cost.row_bytes import coded_bytes
+from moesaic.errors import InputError
+from moesaic.kernels.codecs import CODECS
+from moesaic.plan.findings import COMPRESSION
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65]
+DIMS = [0, 1, 3, 4, 5, 16, 127, 128, 129, 300]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_messages_are_as_long_as_the_codec_says(codec: str, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        for dim in DIMS:
+            assert coded_bytes(codec, rows, dim, dtype.itemsize) == CODECS[codec]().num_bytes(rows, dim, dtype), (
+                rows,
+                dim,
+            )
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "zfp"])
+def test_messages_are_as_long_as_what_is_encoded(codec: str) -> None:
+    for dtype in DTYPES:
+        rows = torch.randn(5, 130).to(dtype)
+        assert coded_bytes(codec, 5, 130, dtype.itemsize) == CODECS[codec]().encode(rows).numel()
+
+
+def test_no_codec_has_two_names() -> None:
+    assert coded_bytes("", 3, 5, 2) == coded_bytes("none", 3, 5, 2) == 30
+
+
+def test_an_unknown_codec_has_no_size() -> None:
+    with pytest.raises(InputError, match="codec 'int3' is unknown: write one of none, bf16, fp16"):
+        coded_bytes("int3", 3, 5, 2)
+
+
+def test_a_codec_takes_no_elements_of_a_size_that_it_does_not_know() -> None:
+    assert coded_bytes("none", 3, 5, 3) == 45
+    with pytest.raises(InputError, match="codec int8 takes no elements of 3 bytes: use codec none"):
+        coded_bytes("int8", 3, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("codec", "element_bytes", "expected"),
+    [
+        ("bf16", 8, 2 * 7.3 * 300 + 2 * 7.3),
+        ("fp16", 2, 2 * 7.3 * 300 + 2 * 7.3),
+        ("int8", 4, 7.3 * 300 + 4 * 7.3),
+        ("int8", 8, 7.3 * 300 + 8 * 7.3),
+        ("fp8", 2, 7.3 * 300 + 4 * 7.3 * 3),
+        ("zfp", 2, 8 * 2 * 75 * 2 + 2 + 1),
+        ("none", 2, 7.3 * 300 * 2),
+    ],
+)
+def test_an_expected_number_of_rows_has_expected_bytes(codec: str, element_bytes: int, expected: float) -> None:
+    assert coded_bytes(codec, 7.3, 300, element_bytes) == expected
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_floors_allow_codecs_at_least_what_they_save(codec: str) -> None:
+    for size in row_bytes.DTYPES:
+        assert 1000 * 4096 * size <= COMPRESSION * coded_bytes(codec, 1000, 4096, size)
+
+
+def test_elements_are_as_wide_as_in_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ELEMENT_BYTES} == ELEMENT_BYTES

@@ -1,0 +1,69 @@
+"""Sizes of a call under even routing, by hand: what `cost.call_sizes.sizes_of` is held against, and simple sizes for tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes, LayoutIndex
+
+
+def even_sizes(
+    grid: Grid,
+    *,
+    redundant: bool = False,
+    tokens: int,
+    num_experts: int,
+    top_k: int,
+    num_chunks: int = 1,
+    node_tokens: np.ndarray | None = None,
+    units: int = 0,
+    replicates: bool = False,
+) -> CallSizes:
+    """Return the sizes of a call in which every expert gets equally many copies from every origin.
+
+    Args:
+        grid: the mesh.
+        redundant: every rank sends all tokens of its tensor group (`Program.is_redundant`).
+        tokens: per data-parallel group; `tokens * top_k` should divide by `num_experts * tp`, or shares are rounded.
+        num_experts: of the layer.
+        top_k: copies per token.
+        num_chunks: as the program was cut.
+        visits: as for `CallSizes`.
+        units: as for `CallSizes`.
+        replicates: the program can replicate copies; none are.
+    """
+    place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
+    if redundant:
+        share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
+    else:
+        run = tokens * top_k // num_experts
+        share = run * (place + 1) // grid.tp - run * place // grid.tp
+        own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
+    copies = np.repeat(share[:, None], num_experts, axis=1)
+    shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
+    return CallSizes(grid, copies, own, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
+
+
+def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
+    """Return the expected visits and stops under uniform routing, int64, as `CallSizes` takes them.
+
+    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k).
+
+    Args:
+        grid: the mesh, every copy of the experts on whole nodes.
+        tokens: per data-parallel group.
+        num_experts: of the layer.
+        top_k: copies per token.
+        num_chunks: as the program was cut; each chunk's visits are counted apart.
+    """
+    parts = []
+    for places in grid.cast_levels:
+        elsewhere = num_experts - num_experts // places
+        share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+        most = tokens * top_k / num_chunks / places
+        per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
+        parts.append(np.full((grid.world, places, num_chunks), round(per_chunk / grid.tp)))
+    return np.concatenate(parts, axis=1)

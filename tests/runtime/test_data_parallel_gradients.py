@@ -1,0 +1,116 @@
+"""What data parallelism adds up and divides: dense gradients over dp, expert gradients over edp, both divided by dp."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.experts import GatedExperts
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.program.grid import Grid
+from moesaic.runtime.data_parallel import average_gradients, expert_parameters
+from moesaic.runtime.spread import shard_experts
+
+
+class Holder(nn.Module):
+    """A dense parameter, spread experts, and a frozen and an unused parameter."""
+
+    def __init__(self, grid: Grid, rank: int) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.experts = GatedExperts(2, 4, 4)
+        self.shared = GatedExperts(2, 2, 1)
+        shard_experts(self.experts, grid, rank, None)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(world=4, ep=2),
+        Grid(world=4, tp=2, ep=2),
+        Grid(world=8, tp=2, ep=2, etp=2),
+        Grid(world=8, ep=2, etp=2, innermost="ep"),
+        Grid(world=8, tp=4, ep=4),
+        Grid(world=1),
+    ],
+    ids=str,
+)
+def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_divided_by_dp(grid: Grid) -> None:
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        module = Holder(grid, transport.rank)
+        spread = {id(p) for p in expert_parameters(module)}
+        assert spread == {id(p) for p in module.experts.parameters()}, "a shared expert is dense"
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter is not module.unused:
+                parameter.grad = torch.full_like(parameter, float(2**transport.rank))
+        average_gradients(module, Mesh(grid, transport))
+        assert module.shared.w1.grad is not None
+        assert module.dense.grad is not None
+        assert module.experts.w1.grad is not None
+        torch.testing.assert_close(module.shared.w1.grad[0, 0, 0], module.dense.grad[0])
+        assert torch.equal(module.unused.grad, torch.zeros(3))  # type: ignore[arg-type]
+        return module.dense.grad, module.experts.w1.grad, module.experts.w2.grad, module.frozen.grad  # type: ignore[return-value]
+
+    for at, (dense, w1, w2, frozen) in enumerate(run_ranks(grid.world, rank)):
+        over_dp = sum(2.0**peer for peer in range(at % grid.tp, grid.world, grid.tp)) / grid.dp
+        copies = sum(2.0**peer for peer in range(at % (grid.ep * grid.etp), grid.world, grid.ep * grid.etp)) / grid.dp
+        assert torch.equal(dense, torch.full_like(dense, over_dp))
+        assert torch.equal(w1, torch.full_like(w1, copies))
+        assert torch.equal(w2, torch.full_like(w2, copies))
+        assert frozen is None
+
+
+def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
+    def rank(transport: AbstractTransport) -> Tensor | None:
+        module = nn.Linear(2, 1, bias=False)
+        if transport.rank == 1:
+            module.weight.grad = torch.full_like(module.weight, 6.0)
+        average_gradients(module, Mesh(Grid(world=3), transport))
+        return module.weight.grad
+
+    for found in run_ranks(3, rank):
+        assert found is not None
+        assert found.tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(world=4, ep=4), Grid(world=4, tp=2, ep=2), Grid(world=4, tp=2, etp=2, ep=2), Grid(world=4, ep=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["baseline", "s1", "s2"])
+def test_a_step_on_a_mesh_is_a_step_of_one_process_on_all_tokens(grid: Grid, schedule: str) -> None:
+    """Scale does not depend on the mesh: the loss is the mean over each group's tokens, groups count alike."""
+    torch.manual_seed(0)
+    whole = MoE(4, 8, 4, 2, losses=(), shared_hidden=4).double()
+    x, weight = torch.randn(2, grid.dp, 6, 4, dtype=torch.float64)
+    alone = copy.deepcopy(whole)
+    sum((alone(x[g]) * weight[g]).sum(-1).mean() for g in range(grid.dp)).div(grid.dp).backward()  # type: ignore[union-attr]
+
+    def rank(transport: AbstractTransport) -> dict[str, Tensor | None]:
+        layer = copy.deepcopy(whole)
+        layer.parallelize(Mesh(grid, transport), Plan(schedule=schedule))  # type: ignore[arg-type]
+        group = grid.coordinate(transport.rank, "dp")
+        (layer(x[group]) * weight[group]).sum(-1).mean().backward()
+        average_gradients(layer, Mesh(grid, transport))
+        return {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+    for at, grads in enumerate(run_ranks(grid.world, rank)):
+        for name, parameter in alone.named_parameters():
+            expected = parameter.grad
+            assert expected is not None
+            if name.startswith("experts."):
+                kind = name.removeprefix("experts.")
+                each, dim = 4 // grid.ep, whole.experts.shard_dim(kind)
+                first = grid.coordinate(at, "ep") * each
+                expected = expected[first : first + each].chunk(grid.etp, dim or 0)[grid.coordinate(at, "etp")]  # type: ignore[index]
+            torch.testing.assert_close(grads[name], expected, rtol=1e-10, atol=1e-12)

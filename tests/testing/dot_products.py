@@ -1,0 +1,137 @@
+"""What must hold of programs whatever they compute: every movement's transpose is its transpose.
+
+The dot test: <A x, y> = <x, A' y> for every movement A of a program and its derived transpose A', lowered as in the plan.
+A value that all ranks of an axis have and use the same way counts once: the pairing is the sum over ranks, divided by the
+sizes of the axes on which the slot is identical.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.transport import AbstractTransport
+from moesaic.experts import AbstractExperts
+from moesaic.plan import Compiled
+from moesaic.program.grid import Grid
+from moesaic.program.passes.route_all_to_all import route_all_to_all
+from moesaic.program.task import Kind, Op, Program, Slot, State, Task
+from moesaic.program.transpose import cotangent, transpose
+from moesaic.runtime.executor import drive, interpret
+from moesaic.runtime.tasks import Call, Value
+from moesaic.testing.invariants import same_axes
+
+_WIDTH = 3
+
+
+def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, float]:
+    """Return |<A x, y> - <x, A' y>| for every movement of the forward program, relative to the larger one.
+
+    Args:
+        compiled: the plan.
+        calls: one per rank, with the sizes of some call.
+        seed: of the values.
+    """
+    errors = {}
+    for number, task in enumerate(compiled.logical.moves()):
+        alone = one_task(compiled.logical, task)
+        source, target = (alone.slot(name) for name in (*alone.inputs, *alone.outputs))
+        replicates = source.kind is Kind.WEIGHT and target.layout.chunk in (
+            "near",
+            "here",
+        )  # to each helper others: no one value to pair
+        if source.kind is Kind.INDEX or replicates:
+            continue
+        forward, backward = (route_all_to_all(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
+        x = [_values(source, call, seed + 2 * number) for call in calls]
+        y = [_values(_dual(target), call, seed + 2 * number + 1) for call in calls]
+        given = [{source.name: _as_value(source, value)} for value in x]
+        ax = _run(forward, target.name, given, calls)
+        both = [values | {cotangent(target.name): _as_value(target, value)} for values, value in zip(given, y)]
+        ay = _run(backward, cotangent(source.name), both, calls)
+        left, right = _pairing(target, ax, y, compiled.grid), _pairing(source, x, ay, compiled.grid)
+        errors[task.name] = abs(left - right) / max(abs(left), abs(right), 1.0)
+    return errors
+
+
+def one_task(program: Program, task: Task) -> Program:
+    """Return the program of one task."""
+    slots = tuple(slot for slot in program.slots if slot.name in (*task.reads, *task.writes))
+    return Program(name=task.name, slots=slots, tasks=(task,), inputs=task.reads, outputs=task.writes)
+
+
+class _RowsAsWeights:
+    """Stands where a call's experts stand: parameters are rows already."""
+
+    def pack(self, sharded: tuple[Tensor, ...]) -> Tensor:
+        return sharded[0]
+
+    def unpack(self, rows: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+        return (rows,)
+
+
+def _run(program: Program, wanted: str, given: list[dict[str, Value]], calls: list[Call]) -> list[Tensor]:
+    """Run a program of one movement on all ranks."""
+
+    def rank(transport: AbstractTransport) -> Tensor:
+        call = replace(calls[transport.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0)
+        out = drive(interpret(program, given[transport.rank], call), transport)[wanted]
+        return out if isinstance(out, Tensor) else out[0]
+
+    return run_ranks(len(calls), rank)
+
+
+def _as_value(slot: Slot, rows: Tensor) -> Value:
+    return (rows,) if slot.kind is Kind.WEIGHT else rows
+
+
+def _values(slot: Slot, call: Call, seed: int) -> Tensor:
+    """Return random rows, the same on ranks that must have the same."""
+    grid, rank = call.sizes.grid, call.rank
+    first = min(_closure(slot, grid, rank))
+    generator = torch.Generator().manual_seed(1000 * seed + first)
+    shape = call.sizes.num_rows(slot.layout, rank), 1 if slot.kind is Kind.LANE else _WIDTH
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _pairing(slot: Slot, left: list[Tensor], right: list[Tensor], grid: Grid) -> float:
+    counted = 1
+    for axis, state in slot.state:
+        counted *= grid.size(axis) if state is State.IDENTICAL else 1
+    return sum(float((a * b).sum()) for a, b in zip(left, right)) / counted
+
+
+def _closure(slot: Slot, grid: Grid, rank: int) -> set[int]:
+    """Return the ranks that have the same values of a slot as `rank`."""
+    found, new = {rank}, {rank}
+    while new:
+        new = {peer for member in new for axis in same_axes(slot) for peer in grid.group(member, (axis,))} - found
+        found |= new
+    return found
+
+
+def _dual(slot: Slot) -> Slot:
+    return replace(slot, name=cotangent(slot.name), state=tuple((axis, state.dual) for axis, state in slot.state))
+
+
+def restores(program: Program, task: Task) -> bool:
+    """Whether transposing a task twice gives its operation, group, layouts, kinds and states again."""
+    alone = one_task(program, task)
+    twice = transpose(transpose(alone))
+    return _types(alone, alone.tasks[0]) == _types(twice, twice.tasks[0])
+
+
+def _types(program: Program, task: Task) -> tuple[object, ...]:
+    slots = [program.slot(name) for name in (*task.reads, *task.writes)]
+    kinds = [(slot.kind, slot.layout, sorted(slot.state)) for slot in slots if slot.kind is not Kind.INDEX]
+    return task.op, task.group, task.power, task.dual_power, kinds
+
+
+def is_reversible(program: Program, task: Task) -> bool:
+    """Whether a task's transpose can be transposed: all but experts, fetched weights, and indices, which have none."""
+    kinds = {program.slot(name).kind for name in task.writes}
+    return task.op not in (Op.EXPERT, Op.EXPERT_GRAD, Op.ADD) and not kinds & {Kind.WEIGHT, Kind.INDEX}
