@@ -19,10 +19,12 @@ from moesaic.runtime.expert_parallel import PlainCalls
 
 SOURCE = Path(moesaic.__file__).parent
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
+ORDER = "runtime/expert_order.py"
+"""Where experts are, once they have moved: part of balancing in a folder that a layer without it reads too."""
 
 
 def entered(plan: Plan, *, placed: bool = False) -> set[str]:
-    """Return the files of the package whose functions a training step of a layer enters, on any rank, by path."""
+    """Return the files of balancing whose functions a training step of a layer enters, on any rank, by path."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> set[str]:
@@ -46,7 +48,7 @@ def entered(plan: Plan, *, placed: bool = False) -> set[str]:
 
     files: set[str] = set().union(*run_ranks(GRID.world, rank))
     assert {"layer.py", "runtime/expert_parallel.py"} <= files
-    return {path for path in files if "balance" in Path(path).parts or path == "runtime/expert_order.py"}
+    return {path for path in files if "balance" in Path(path).parts or path == ORDER}
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(all_to_all="multicast"), Plan(chunks=2, peer_groups=2)])
@@ -57,7 +59,7 @@ def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> No
 def test_what_balances_is_entered_where_it_is_on() -> None:
     assert {"balance/selector/arbiter.py", "runtime/balance/selector.py"} <= entered(Plan(replication="arbiter"))
     assert "runtime/balance/budget.py" in entered(Plan(token_budget=8))
-    assert entered(Plan(), placed=True) == {"runtime/expert_order.py"}
+    assert entered(Plan(), placed=True) == {ORDER}
 
 
 def test_a_switch_of_plans_switches_what_decides() -> None:
