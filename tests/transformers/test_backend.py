@@ -200,3 +200,12 @@ def test_low_precision_equals_eager_to_its_rounding(dtype: torch.dtype) -> None:
     assert y.dtype == dtype
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_that_was_called_once_compiles_in_one_graph() -> None:
+    model = tiny(num_hidden_layers=1).float()
+    model.set_experts_implementation("moesaic")
+    expected = model(input_ids=text(model), use_cache=False).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=text(model), use_cache=False).logits, expected)

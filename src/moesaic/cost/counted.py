@@ -10,9 +10,9 @@ from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.topology import Topology
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import NodeMap
+from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.grid import Axis
-from moesaic.program.sizes import CallSizes, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Slot, Task
 
 Legs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -31,7 +31,6 @@ class Counted(AbstractVolumes):
     def __init__(self, sizes: CallSizes, topology: Topology, shape: LayerShape) -> None:
         self.sizes, self.topology, self.shape = sizes, topology, shape
         self._rows: dict[Layout, np.ndarray] = {}
-        self._moved: dict[Move, np.ndarray] = {}
         self._legs: dict[tuple[str, tuple[Axis, ...]], dict[int, Legs]] = {}
         self._found: dict[tuple[object, ...], list[Movement]] = {}
 
@@ -60,7 +59,7 @@ class Counted(AbstractVolumes):
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._found:
-            rows = self._matrix(move)
+            rows = self.sizes.moved(move)
             if task.op is Op.HOP:
                 s, t, a, b = self._paths(task)
                 joined = np.zeros_like(rows)
@@ -85,29 +84,10 @@ class Counted(AbstractVolumes):
             found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
         return found
 
-    def _matrix(self, move: Move) -> np.ndarray:
-        """Return the rows that each rank sends to each other, (world, world) int64."""
-        if move not in self._moved:
-            rows = np.zeros((self.num_actors, self.num_actors), dtype=np.int64)
-            for rank in range(self.num_actors):
-                splits = self.sizes.outgoing(move, rank)
-                rows[rank, list(splits.peers)] = splits.counts
-            np.fill_diagonal(rows, 0)
-            self._moved[move] = rows
-        return self._moved[move]
-
     def _paths(self, task: Task) -> Legs:
         key = (task.link, task.group)
         if key not in self._legs:
-            grid = self.sizes.grid
-            found: dict[int, list[tuple[int, int, int, int]]] = {}
-            for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
-                places = NodeMap(grid, ranks)
-                for source in ranks:
-                    for target in ranks:
-                        path = ALL_TO_ALLS[task.link].path(places, source, target) if source != target else ()
-                        for leg in path:
-                            found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+            found = legs_by_hop(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
             tables = {hop: np.array(legs, dtype=np.int64) for hop, legs in found.items()}
             self._legs[key] = {hop: (t[:, 0], t[:, 1], t[:, 2], t[:, 3]) for hop, t in tables.items()}
         nothing = np.zeros(0, dtype=np.int64)

@@ -14,20 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.boxes import box_of, pieces_of_step, steps_of
 from moesaic.cost.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.hops import HopPaths, hop_paths
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
 from moesaic.cost.regular import check_regular
 from moesaic.cost.row_bytes import LayerShape, row_bytes
-from moesaic.cost.symmetry import Digits, Pairs, UnlikeError
+from moesaic.cost.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import Move
-from moesaic.program.task import Flow, Layout, Op, Program, Slot, Task
+from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 512
 """Ranks that are told apart at most where one cannot stand for the others."""
@@ -236,7 +235,7 @@ class Even(AbstractVolumes):
         return pieces
 
     def _experts_each(self, layout: Layout) -> int:
-        return self.num_experts // self.grid.ep if layout.flow in ("copies", "weights", "bias") else 1
+        return self.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
 
     def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
         extra = set(self._cuts) | set(cuts or ())

@@ -16,7 +16,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.movement import AbstractVolumes
 from moesaic.cost.row_bytes import row_bytes
 from moesaic.errors import InputError
-from moesaic.program.task import Kind, Op, Program
+from moesaic.program.task import FLOWS, Kind, Op, Program
 
 GIB = 2**30
 
@@ -112,9 +112,7 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes, part: float) -> dict
     found = {}
     for slot in program.slots:
         source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
-        rows = float(volumes.rows(slot.layout).max()) * (
-            part if slot.layout.flow in ("copies", "node_tokens", "rank_tokens") else 1.0
-        )
+        rows = float(volumes.rows(slot.layout).max()) * (part if FLOWS[slot.layout.flow].is_cut else 1.0)
         found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
     return found
 

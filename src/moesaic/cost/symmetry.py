@@ -1,10 +1,11 @@
-"""`Digits`: ranks as numbers of several digits, so that what one rank sends is known without listing all ranks.
+"""`Digits` and `Box`: ranks as numbers of several digits, so that what one rank sends is known without listing all ranks.
 
 Every axis of a mesh, every node and every switch cuts the ranks into equal runs. Where these runs nest, they are the digits
 of the rank's number in a mixed radix, each axis is some of the digits, and the pieces that a layout holds on a rank are a
 box: some digits fixed to the rank's, the others free. How many pieces two ranks share is then a product over digits, and
 depends only on which digits of the two are equal. So peers fall into classes, and a movement among 100,000 ranks costs as
-much as one among a hundred.
+much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to the expert's; those are counted by
+differences.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import FLOWS, Layout
 
 
 class UnlikeError(Exception):
@@ -147,6 +149,73 @@ class Digits:
         target = digits @ self.strides
         other = target != source
         return Pairs(source[other], target[other], np.tile(counts, len(sources))[other].astype(np.float64))
+
+
+@dataclass(frozen=True)
+class Box:
+    """The pieces of a layout on a rank: dimensions of origin and expert, and which of them are free."""
+
+    origin: frozenset[int]
+    expert: frozenset[int]
+    free_origin: frozenset[int]
+    free_expert: frozenset[int]
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """The digits on which ranks that hold the same pieces agree."""
+        return (self.origin - self.free_origin) | (self.expert - self.free_expert)
+
+
+def box_of(digits: Digits, layout: Layout) -> Box:
+    """Return the pieces that a layout holds."""
+    flow = FLOWS[layout.flow]
+    spread = digits.axes(layout.spread) | (digits.axis("tp") if layout.whole_tp else frozenset())
+    origin = frozenset(range(len(digits.sizes))) if flow.origins is None else digits.axes(flow.origins)
+    expert = digits.axes(flow.homes)
+    free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
+    return Box(origin, expert, spread & origin, free)
+
+
+def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
+    """Return the digits of ep that count the groups of a step; () without steps."""
+    if layout.step is None:
+        return frozenset()
+    at = digits.grid.etp if digits.grid.innermost == "etp" else 1
+    size = digits.grid.ep // layout.step[1]
+    return digits.axis("ep") & digits.within(at * size, digits.grid.world)
+
+
+def pieces_of_step(
+    digits: Digits,
+    ahead: frozenset[int],
+    step: tuple[int, int],
+    before: Box,
+    after: Box,
+    s: np.ndarray,
+    t: np.ndarray,
+) -> np.ndarray:
+    """Return for each pair how many (group of the origin, group of the expert's home) its rows have."""
+    order = sorted(ahead)
+    radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
+    possible = np.ones(len(s), dtype=bool)
+    bases, offsets = [], []
+    for free_before, free_after in (
+        (before.free_origin, after.free_origin),
+        (before.free_expert, after.free_expert),
+    ):
+        base, offset = np.zeros(len(s), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        for digit, weight in zip(order, radix):
+            if digit in free_before and digit in free_after:
+                offset = (offset[:, None] + weight * np.arange(digits.sizes[digit])).reshape(-1)
+                continue
+            base += weight * (t if digit in free_before else s)[:, digit]
+            if digit not in free_before and digit not in free_after:
+                possible &= s[:, digit] == t[:, digit]
+        bases.append(base)
+        offsets.append(offset)
+    apart = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
+    found: np.ndarray = possible * apart[(step[0] - bases[1] + bases[0]) % step[1]]
+    return found
 
 
 class GroupPlaces(NodeMap):

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Flow, Layout
+from moesaic.program.task import FLOWS, ONCE, Flow, Layout
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,8 @@ class AbstractLayoutIndex(ABC):
             mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
             return np.unique([self.local_experts(mate) for mate in mates])
         if layout.experts == "all":
-            sizes = {"tokens": 1, "node_tokens": self.grid.nodes_per_replica, "rank_tokens": self.grid.ep}
-            return np.arange(sizes.get(layout.flow, self.num_experts))
+            flow = FLOWS[layout.flow]
+            return np.arange(self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes)))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
 
     def _shard(self, rank: int) -> int:
@@ -243,7 +244,7 @@ class LayoutIndex(AbstractLayoutIndex):
             self._sent[(move, source)] = matched(splits)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
-        if layout.flow not in ("copies", *ONCE):
+        if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
@@ -256,12 +257,10 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
-        grid = self.grid
+        grid, origins = self.grid, FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
-        if layout.flow == "weights":
-            return np.unique([grid.coordinate(peer, "etp") for peer in peers])
-        if layout.flow == "bias":
-            return np.zeros(1, dtype=np.int64)
+        if origins is not None:
+            return np.unique([grid.coordinate(peer, origins[0]) for peer in peers] if origins else [0])
         if layout.whole_tp:
             peers = tuple(member for peer in peers for member in grid.group(peer, ("tp",)))
         return np.unique(peers)
@@ -374,6 +373,7 @@ class CallSizes:
         self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
+        self._moved: dict[Move, np.ndarray] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -464,6 +464,17 @@ class CallSizes:
         if key not in self._incoming:
             self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
+
+    def moved(self, move: Move) -> np.ndarray:
+        """Return how many rows each rank sends to each other in a movement, (world, world) int64; none to itself."""
+        if move not in self._moved:
+            rows = np.zeros((self.grid.world, self.grid.world), dtype=np.int64)
+            for rank in range(self.grid.world):
+                splits = self.outgoing(move, rank)
+                rows[rank, list(splits.peers)] = splits.counts
+            np.fill_diagonal(rows, 0)
+            self._moved[move] = rows
+        return self._moved[move]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""

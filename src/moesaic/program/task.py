@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moesaic.program.grid import Axis
 
 Flow = Literal["copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias"]
-FLOWS: tuple[Flow, ...] = ("copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias")
 ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
 """Flows in which a token goes to a place once, whatever the number of its copies there."""
 Which = Literal["all", "rank", "node"]
@@ -105,6 +104,30 @@ class Stage(str, Enum):
     DISPATCH = "dispatch"
     EXPERT = "expert"
     COMBINE = "combine"
+
+
+class FlowSpec(NamedTuple):
+    """How the pieces of a flow are told apart."""
+
+    origins: tuple[Axis, ...] | None
+    """Axes on which the origin of a run has a place; None: it is a rank."""
+    homes: tuple[Axis, ...]
+    """Axes on which what a run is bound for has a place within a copy of the experts."""
+    is_per_expert: bool
+    """There is a run for every expert at such a place; else one for the place."""
+    is_cut: bool
+    """Runs are cut into chunks."""
+
+
+FLOWS: dict[Flow, FlowSpec] = {
+    "copies": FlowSpec(None, ("ep",), is_per_expert=True, is_cut=True),
+    "tokens": FlowSpec(None, (), is_per_expert=False, is_cut=False),
+    "node_tokens": FlowSpec(None, ("node",), is_per_expert=False, is_cut=True),
+    "rank_tokens": FlowSpec(None, ("ep",), is_per_expert=False, is_cut=True),
+    "weights": FlowSpec(("etp",), ("ep",), is_per_expert=True, is_cut=False),
+    "bias": FlowSpec((), ("ep",), is_per_expert=True, is_cut=False),
+}
+"""Pieces rank by rank (`program/shapes.py`) and those counted by symmetry (`cost/symmetry.py`) both follow this table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ MIN_ROWS = 512
 
 
 @dataclass(frozen=True)
-class ExpertRows:
+class Segment:
     """The rows of one expert in a block."""
 
     expert: int
@@ -35,7 +35,7 @@ class RowBlock:
     """Among all blocks."""
     rows: int
     """How many."""
-    segments: Sequence[ExpertRows]
+    segments: Sequence[Segment]
     """In order."""
     sizes: Sequence[int]
     """Rows of each segment."""
@@ -55,7 +55,7 @@ class Blocks:
         limit = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
-        segments: list[ExpertRows] = []
+        segments: list[Segment] = []
         sizes: list[int] = []
         for expert, rows in enumerate(counts(work.ends)):
             for start in range(0, rows, limit):
@@ -63,7 +63,7 @@ class Blocks:
                 if sum(sizes) + size > limit:
                     self._close(segments, sizes)
                     segments, sizes = [], []
-                segments.append(ExpertRows(expert, len(self.sizes) + len(sizes), start == 0))
+                segments.append(Segment(expert, len(self.sizes) + len(sizes), start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
         self.most_rows = max((block.rows for block in self.all), default=0)
@@ -76,7 +76,7 @@ class Blocks:
         """Return the segments' parts of a tensor of all rows, as views."""
         return rows.split(self.sizes)
 
-    def _close(self, segments: list[ExpertRows], sizes: list[int]) -> None:
+    def _close(self, segments: list[Segment], sizes: list[int]) -> None:
         if segments:
             self.all.append(RowBlock(len(self.all), sum(sizes), tuple(segments), tuple(sizes)))
             self.sizes += sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import permutations
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
@@ -91,6 +92,19 @@ class NodeMap:
     def like(self, node: int, other: int, size: int) -> int:
         """Return the node that has, in the group of `node`, the place that `other` has in its own group of `size` nodes."""
         return node // size * size + other % size
+
+
+def legs_by_hop(
+    link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]
+) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Return by hop the legs of all packets within the groups over some axes: (source, target) of packet, then of leg."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
+        places = NodeMap(grid, ranks)
+        for source, target in permutations(ranks, 2):
+            for leg in link.path(places, source, target):
+                found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+    return found
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:

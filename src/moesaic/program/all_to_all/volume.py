@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import NodeMap
+from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.sizes import CallSizes, Move
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
@@ -99,21 +101,11 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterato
     """
     before, after = _ends(task, slots)
     move = Move(before.layout, after.layout, task.group, reduces(before, after))
-    grid = sizes.grid
-    if task.op is Op.MOVE:
-        for rank in range(grid.world):
-            outgoing = sizes.outgoing(move, rank)
-            yield from ((rank, peer, n) for peer, n in zip(outgoing.peers, outgoing.counts) if n and peer != rank)
-        return
-    joined: dict[tuple[int, int], int] = {}
-    for ranks in {grid.group(rank, task.group) for rank in range(grid.world)}:
-        places = NodeMap(grid, ranks)
-        for source in ranks:
-            for target in ranks:
-                rows = sizes.num_moved(move, source, target) if source != target else 0
-                legs = ALL_TO_ALLS[task.link].path(places, source, target) if rows else ()
-                for leg in legs:
-                    if leg.hop == task.hop:
-                        pair = (leg.source, leg.target)
-                        joined[pair] = joined.get(pair, 0) + rows
-    yield from ((source, target, rows) for (source, target), rows in joined.items())
+    rows = sizes.moved(move)
+    if task.op is Op.HOP:
+        legs = legs_by_hop(ALL_TO_ALLS[task.link], sizes.grid, task.group).get(task.hop, [])
+        of_packets, rows = rows, np.zeros_like(rows)
+        for source, target, from_rank, to_rank in legs:
+            rows[from_rank, to_rank] += of_packets[source, target]
+    for source, target in zip(*(places.tolist() for places in np.nonzero(rows))):
+        yield source, target, int(rows[source, target])
