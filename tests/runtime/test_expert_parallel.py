@@ -19,7 +19,7 @@ from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance
-from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 from moesaic.runtime.routing_cache import checkpoint
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
@@ -203,7 +203,9 @@ def test_switching_r_moves_and_allocates_nothing() -> None:
         layer = on_mesh(whole, GRID, recorder, Plan(schedule="s2"))  # type: ignore[arg-type]
         for r in (2, 1, 0, 2):
             before = len(recorder.ranges)
-            layer.on_mesh = ExpertParallel(GRID, recorder, Plan(schedule="s2", gather_weights=r), layer.experts, False)
+            layer.on_mesh = ExpertParallel(
+                GRID, recorder, Plan(schedule="s2", gather_weights=r), layer.experts, False, PlainCalls
+            )
             sent = sum(message.num_bytes for each in recorder.ranges[before:] for message in each.messages)
             parameters = list(layer.experts.parameters())
             found.append(([id(p) for p in parameters], [p.data_ptr() for p in parameters], sent, layer(x).detach()))

@@ -132,12 +132,13 @@ def test_node_tokens_are_told_with_the_counts_unless_copies_may_be_dropped(
 
 
 def exchanges_of(grid: Grid, plan: Plan, capacity: AbstractCapacity) -> list[int]:
-    """Return the exchanges of a forward pass on each rank."""
+    """Return the exchanges of a layer's second forward pass on each rank; the first one announces how long messages are."""
     whole = make_layer("swiglu", capacity=capacity)
 
     def rank(transport: AbstractTransport) -> int:
         recorder = Recorder(transport)
         layer = on_mesh(whole, grid, recorder, plan)
+        layer(tokens_of(transport.rank))
         recorder.ranges.clear()
         layer(tokens_of(transport.rank))
         return len(recorder.ranges)

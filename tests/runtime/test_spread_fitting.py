@@ -18,7 +18,7 @@ from moesaic.experts import PlainExperts
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime import spread
-from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 
@@ -108,7 +108,9 @@ def test_a_layer_goes_on_a_mesh_once() -> None:
 def test_a_plan_compiled_for_other_experts_is_refused(bias: bool) -> None:
     experts = PlainExperts(DIM, 4, 2, bias=not bias)
     with pytest.raises(InputError, match=f"the plan was compiled with bias={bias}.*: compile it with bias={not bias}"):
-        ExpertParallel(Grid(world=1), NoTransport(), compile_plan(Plan(), Grid(world=1), bias=bias), experts, False)
+        ExpertParallel(
+            Grid(world=1), NoTransport(), compile_plan(Plan(), Grid(world=1), bias=bias), experts, False, PlainCalls
+        )
 
 
 def test_a_plan_compiled_for_another_mesh_is_refused() -> None:

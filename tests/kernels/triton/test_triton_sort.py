@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_references import row_tiles_reference, sort_reference
 
-from moesaic.kernels.triton.rows.sort import Order, sort
+from moesaic.kernels.triton.rows.sort import RowOrder, sort
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 
 COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
@@ -23,8 +23,8 @@ def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
         expert = torch.where(torch.rand(num_copies) < 0.4, wrong[torch.randint(0, 6, (num_copies,))], expert)
     if sent == "one expert":
         expert.fill_(num_experts - 1)
-    found, expected = Order(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
-    for name in Order._fields:
+    found, expected = RowOrder(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
+    for name in RowOrder._fields:
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
 
 

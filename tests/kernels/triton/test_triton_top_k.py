@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import ODD_LOGITS, ranked
-from moesaic.kernels.triton.rows.sort import Order, sort
+from moesaic.kernels.triton.rows.sort import RowOrder, sort
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.routing.router import top_k_indices_reference
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
@@ -46,7 +46,7 @@ def test_odd_rows_are_routed_as_on_a_cpu(score, top_k, device):
     assert torch.equal(expert.long().cpu().flatten(), choice.expert)
     if score != "sigmoid":
         assert expert.tolist() == [ranked(row)[:top_k] for row in ODD_LOGITS.values()]
-    order = Order(*sort(expert.flatten(), 5))
+    order = RowOrder(*sort(expert.flatten(), 5))
     assert int(order.ends[-1]) == expert.numel()
     assert sorted(order.row.tolist()) == list(range(expert.numel()))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.rows.sort import Order
+from moesaic.kernels.triton.rows.sort import RowOrder
 
 
 def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ def row_tiles_reference(ends: Tensor, height: int) -> list[tuple[int, int, int]]
     return tiles
 
 
-def sort_reference(expert: Tensor, num_experts: int) -> Order:
+def sort_reference(expert: Tensor, num_experts: int) -> RowOrder:
     """Sort with a list per expert."""
     copies = [[i for i, e in enumerate(expert.tolist()) if e == wanted] for wanted in range(num_experts)]
     order = [i for of_one in copies for i in of_one]
@@ -55,7 +55,7 @@ def sort_reference(expert: Tensor, num_experts: int) -> Order:
         row[i] = place
     ends = torch.tensor([len(of_one) for of_one in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     filled = order + [0] * (len(expert) - len(order))
-    return Order(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
+    return RowOrder(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
 
 
 def up_reference(

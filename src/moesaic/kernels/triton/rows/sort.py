@@ -21,7 +21,7 @@ SCANNED = 1024
 """Blocks whose counts are added up at a time."""
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Where each row of the expert order comes from, and where each copy went."""
 
     copy: Tensor
@@ -42,7 +42,7 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         num_experts: E.
 
     Returns:
-        The fields of `Order`.
+        The fields of `RowOrder`.
     """
     num_copies = len(expert)
     blocks = triton.cdiv(num_copies, BLOCK)
