@@ -17,6 +17,7 @@ from moesaic.plan.plan import AllToAll
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
+from moesaic_lab.house import cycles
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
@@ -117,6 +118,11 @@ def test_parts_import_only_parts_before_them():
         if PARTS.index(other) > PARTS.index(part_of(path))
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", [PACKAGE, LAB, TESTBED], ids=lambda package: package.name)
+def test_no_files_and_no_folders_import_each_other_in_a_circle(package):
+    assert cycles(package) == []
 
 
 def test_the_library_does_not_know_the_laboratory():

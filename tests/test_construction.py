@@ -63,7 +63,10 @@ def test_device_and_dtype_are_where_and_what_parameters_are(name: str, dtype: to
     for parameter in [] if router is None else router.parameters():
         assert parameter.is_meta
         assert parameter.dtype == dtype
-    assert getattr(layer.router, "bias", torch.zeros(())).dtype == torch.float32
+    kept = [
+        getattr(module, each) for module in layer.router.modules() for each in getattr(module, "float32_buffers", ())
+    ]
+    assert all(buffer.dtype == torch.float32 for buffer in kept)
 
 
 def test_experts_take_device_and_dtype() -> None:

@@ -25,8 +25,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.passes.replicate import replicate
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program
 from moesaic.program.transpose import transpose
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, no_claims, once, same

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.comm.recorder import Recorder, Sent
+from moesaic.comm.recorder import RecordedMessage, Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
@@ -101,7 +101,7 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     return counted
 
 
-def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: Sent) -> int:
+def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: RecordedMessage) -> int:
     """Return the bytes of routing weights, or of indices, in a message."""
     slots = {slot.name: slot for slot in program.slots}
     pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES

@@ -17,7 +17,18 @@ from typing import Any, TypeVar
 from moesaic.errors import InputError
 from moesaic_testbed.bed import Bed, Change
 from moesaic_testbed.kernel import explain
-from moesaic_testbed.messages import Answer, Carried, Command, Count, Failure, Interrupt, Line, Open, Run, output_files
+from moesaic_testbed.messages import (
+    Answer,
+    Carried,
+    Command,
+    Count,
+    Failure,
+    Interrupt,
+    Line,
+    Open,
+    RunFunction,
+    output_files,
+)
 
 T = TypeVar("T")
 
@@ -121,7 +132,7 @@ class Cluster:
             ) from error
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
-        request = Run(
+        request = RunFunction(
             call=call,
             main=_main_script() if b"__main__" in call else None,
             path=list(sys.path),

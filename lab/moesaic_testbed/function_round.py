@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from moesaic_testbed import rank as ranks
-from moesaic_testbed.messages import Answer, Failure, Line, Run
+from moesaic_testbed.messages import Answer, Failure, Line, RunFunction
 from moesaic_testbed.round import AbstractRound, Process
 from moesaic_testbed.wiring import Wiring
 
@@ -27,7 +27,7 @@ class FunctionRound(AbstractRound):
         parent: Line,
         port: int,
         output: Sequence[int],
-        request: Run,
+        request: RunFunction,
         function: Any,
         arguments: tuple[Any, ...],
     ) -> None:

@@ -22,7 +22,7 @@ class Open:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFunction:
     """Call a function on every rank."""
 
     call: bytes

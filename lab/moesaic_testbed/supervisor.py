@@ -15,7 +15,7 @@ from typing import Any
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.command_round import CommandRound
 from moesaic_testbed.function_round import FunctionRound
-from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, Run
+from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, RunFunction
 from moesaic_testbed.rank import failure_of
 from moesaic_testbed.wiring import Wiring, WiringError
 
@@ -53,7 +53,7 @@ class Supervisor:
     def _answer(self, request: object, files: list[int]) -> Answer:
         port = FIRST_PORT + self._rounds % NUM_PORTS
         self._rounds += 1
-        if isinstance(request, Run):
+        if isinstance(request, RunFunction):
             try:
                 function, arguments = _load(request)
             except BaseException as error:
@@ -66,7 +66,7 @@ class Supervisor:
         return Answer()
 
 
-def _load(request: Run) -> tuple[Any, tuple[Any, ...]]:
+def _load(request: RunFunction) -> tuple[Any, tuple[Any, ...]]:
     """Find the function again here, before ranks are forked, so that what it imports is imported once."""
     sys.path[:] = request.path
     os.chdir(request.cwd)

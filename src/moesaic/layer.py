@@ -6,11 +6,11 @@ One call has four stages, whose names are the same everywhere: route, dispatch, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,16 @@ from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
-from moesaic.routing.route import Batch, Routed, RoutedCall, route
+from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
-from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.spread import described, shard_experts, take_first
+
+if TYPE_CHECKING:
+    from moesaic.runtime.expert_parallel import ExpertParallel
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """Of a layer that is not told which."""
@@ -64,6 +66,8 @@ class MoE(InjectsLosses, RoutingCached):
             `Capacity.fixed(f)`.
         losses: auxiliary losses, or one; by default a micro-batch load-balance loss of 0.01. `()` for none.
         shared_hidden: inner width of the shared expert; 0 for none.
+        shared_gate: multiply the shared expert's result by a trained sigmoid of the token (Qwen2).
+        router_options: by name, for a router that is named: `{"scale": 2.5}`; a function of your own says so itself.
         apply_weight: multiply by the routing weight "after" the expert (its output) or "before" it (its input).
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
@@ -91,6 +95,8 @@ class MoE(InjectsLosses, RoutingCached):
         capacity: AbstractCapacity | float | None = None,
         losses: AbstractLoss | Sequence[AbstractLoss] = DEFAULT_LOSSES,
         shared_hidden: int = 0,
+        shared_gate: bool = False,
+        router_options: Mapping[str, Any] | None = None,
         apply_weight: Literal["after", "before"] = "after",
         eval_top_k: int | None = None,
         eval_capacity: AbstractCapacity | float | None = None,
@@ -103,11 +109,13 @@ class MoE(InjectsLosses, RoutingCached):
         check_top_k(top_k, num_experts)
         if not is_whole(shared_hidden) or shared_hidden < 0:
             raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
+        if shared_gate and not shared_hidden:
+            raise InputError("shared_gate=True needs a shared expert: give shared_hidden its inner width")
         if apply_weight not in ("after", "before"):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
         dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        make_router = _pick(router, ROUTERS | ON_MESH, "router")
+        make_router = _with_options(_pick(router, ROUTERS | ON_MESH, "router"), router, router_options)
         make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
         with nullcontext() if device is None else torch.device(device):
             self.router: AbstractRouter = make_router(dim, num_experts)
@@ -115,6 +123,7 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
             self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
             self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+            self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             self.to(dtype)
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
@@ -147,8 +156,8 @@ class MoE(InjectsLosses, RoutingCached):
         Args:
             mesh: the ranks; `Mesh.create(ep=4)`.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
-            replication policy: under a plan that replicates copies, what decides which; None takes the policy that the
-            plan names.
+            policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
+                that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
 
         Raises:
@@ -157,11 +166,15 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        from moesaic.runtime.balance.calls import calls_under
+        from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
+        calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan, self.experts, before, policy, settings, weights, deepep=lambda: mesh.deepep
+            mesh.grid, mesh.transport, plan, self.experts, before, calls, settings, weights, deepep=lambda: mesh.deepep
         )
         if broadcast:
             take_first(self, mesh.transport)
@@ -252,7 +265,7 @@ class MoE(InjectsLosses, RoutingCached):
         self._check_call(x, mask, token_ids, top_k)
         if self.on_mesh is None:
             return self._run(compute, x, mask, token_ids, top_k, capacity)
-        from moesaic.runtime.eager import outside_graphs
+        from moesaic.runtime.expert_parallel import outside_graphs
 
         return outside_graphs(self._run, compute, x, mask, token_ids, top_k, capacity)
 
@@ -274,7 +287,7 @@ class MoE(InjectsLosses, RoutingCached):
         y = compute(RoutedCall(x, mask, token_ids, routed, padded_rows))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = self.inject_loss(y, routed.loss, share, compute_dtype(x) is torch.float16)
+            y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
         return y, routing
 
     def _compute(self, call: RoutedCall) -> Tensor:
@@ -305,6 +318,8 @@ class MoE(InjectsLosses, RoutingCached):
         self.experts.reset_parameters()
         if self.shared is not None:
             self.shared.reset_parameters()
+        if self.shared_gate is not None:
+            self.shared_gate.reset_parameters()
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float) -> None:
@@ -318,6 +333,8 @@ class MoE(InjectsLosses, RoutingCached):
         self.experts.init_normal(std, out_std)
         if self.shared is not None:
             self.shared.init_normal(std, out_std)
+        if self.shared_gate is not None:
+            nn.init.normal_(self.shared_gate.weight, std=std)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
@@ -360,12 +377,12 @@ class MoE(InjectsLosses, RoutingCached):
         over_step = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if self.on_mesh is not None:
-            self.data_ranks.refuse_wrapped(self.experts.parameters())
+            self.on_mesh.refuse_ddp(self.experts.parameters())
         elif trains:
             self.data_ranks.note_wrapper()
             if over_step is not None:
                 step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
-        batch = Batch(
+        batch = TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,
@@ -413,6 +430,8 @@ class MoE(InjectsLosses, RoutingCached):
         read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
         added: Tensor = self.shared(read, None, ends).to(x_TD.dtype)
+        if self.shared_gate is not None:
+            added = added * self.shared_gate(read).sigmoid().to(x_TD.dtype)
         return (added if padding is None else added.masked_fill(padding, 0.0)).view(x.shape)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
@@ -509,6 +528,22 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if callable(choice):
         raise InputError("bias=True is for experts that are named: let your function make them with biases")
     return partial(make, bias=True)  # type: ignore[call-arg]
+
+
+def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[str, Any] | None) -> RouterFactory:
+    """Return what makes a router with options, if there are any."""
+    if not options:
+        return make
+    if callable(choice):
+        raise InputError("router_options is for routers that are named: let your function make one with its options")
+
+    def made(dim: int, num_experts: int) -> AbstractRouter:
+        try:
+            return make(dim, num_experts, **options)
+        except TypeError as error:
+            raise InputError(f"router_options={dict(options)} do not fit router={choice!r}: {error}") from None
+
+    return made
 
 
 def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:

@@ -31,7 +31,7 @@ from moesaic.program.all_to_all.all_to_all import AbstractAllToAll, Hop, Leg, No
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Lane, Layout, Op
 
 GRIDS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_references import swiglu_reference
 from torch import Tensor
 
 from moesaic.kernels.activation import (
@@ -15,7 +16,6 @@ from moesaic.kernels.activation import (
     hidden_gradient_into,
     hidden_rows,
     hidden_rows_into,
-    swiglu_reference,
 )
 from moesaic.testing.reference import reference_activation
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_references import expert_ffn_reference
 from torch import Tensor
 
 from moesaic.kernels import pick
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.by_expert import blocks, results
-from moesaic.kernels.expert_ffn import expert_ffn, expert_ffn_reference
+from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted
 

@@ -84,6 +84,8 @@ def test_the_path_of_the_library_begins_at_the_layer_and_ends_at_the_wire() -> N
     assert any(name.startswith("comm/") for name in trace.files)
     assert trace.steps[0] == "layer.py __call__"
     assert set(trace.returns) < set(trace.steps)
+    assert len(trace.files) <= house.TARGETS["path_files"]
+    assert len(trace.returns) <= house.TARGETS["path_returns"]
 
 
 def test_the_claims_are_what_was_counted() -> None:

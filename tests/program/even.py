@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 
 
 def even_sizes(

@@ -12,8 +12,7 @@ from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
-from moesaic.program.shapes import LayoutIndex, Move
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import reduces, validate

@@ -23,7 +23,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.peers import Peers, kept_copies, places_before
-from moesaic.routing.route import Batch, Routed, route
+from moesaic.routing.route import Routed, TokenInfo, route
 
 DIM, EXPERTS = 8, 4
 ONE_TOKEN_AT_A_TIME = ["softmax", "sigmoid", "switch", "group_limited", "cosine", "hash", "noisy", "gshard"]
@@ -87,7 +87,7 @@ def run(
     torch.manual_seed(7)
     router = make_router(name, DIM, EXPERTS).double()
     x = tokens.x[part].clone().requires_grad_()
-    batch = Batch(
+    batch = TokenInfo(
         valid_T=None if tokens.valid is None else tokens.valid[part],
         token_ids=tokens.ids[part],
         noise=None if tokens.noise is None else tokens.noise[part],

@@ -7,14 +7,14 @@ import torch
 
 from helpers import DETERMINISTIC, Scripted, ids_for, make_router
 from moesaic import Capacity, Dropless, LoadBalance
-from moesaic.routing.route import Batch, Routed, count, route
+from moesaic.routing.route import Routed, TokenInfo, count, route
 from moesaic.routing.routers import ROUTERS
 
 
 def routed(name: str, x: torch.Tensor, **options: object) -> Routed:
     options.setdefault("capacity", Dropless())
     options.setdefault("top_k", 1 if name in ("base", "switch") else 2)
-    batch = Batch(token_ids=ids_for(x), valid_T=options.pop("valid_T", None))
+    batch = TokenInfo(token_ids=ids_for(x), valid_T=options.pop("valid_T", None))
     torch.manual_seed(1)
     return route(make_router(name), x, batch=batch, **options)
 
@@ -23,7 +23,12 @@ def routed(name: str, x: torch.Tensor, **options: object) -> Routed:
 @pytest.mark.parametrize("name", list(ROUTERS))
 def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
     router, x, top_k = make_router(name), torch.randn(12, 8), 1 if name in ("base", "switch") else 2
-    call = {"top_k": top_k, "capacity": capacity, "losses": (LoadBalance(1.0),), "batch": Batch(token_ids=ids_for(x))}
+    call = {
+        "top_k": top_k,
+        "capacity": capacity,
+        "losses": (LoadBalance(1.0),),
+        "batch": TokenInfo(token_ids=ids_for(x)),
+    }
     first = route(router, x, **call)
     state = torch.get_rng_state()
     again = route(router, x, replay=first.record, **call)
@@ -48,10 +53,10 @@ def test_a_replay_keeps_experts_that_the_router_would_no_longer_choose() -> None
 def test_a_replay_reads_the_counts_of_the_first_pass() -> None:
     router, x = make_router("softmax"), torch.randn(6, 8)
     losses, earlier = (LoadBalance(1.0, level="global_batch"),), torch.tensor([5, 0, 0, 0])
-    first = route(router, x, top_k=2, capacity=Dropless(), losses=losses, batch=Batch(earlier_counts=earlier))
+    first = route(router, x, top_k=2, capacity=Dropless(), losses=losses, batch=TokenInfo(earlier_counts=earlier))
     value = first.loss.clone()
     earlier += 100
-    batch = Batch(earlier_counts=earlier)
+    batch = TokenInfo(earlier_counts=earlier)
     again = route(router, x, top_k=2, capacity=Dropless(), losses=losses, batch=batch, replay=first.record)
     assert torch.equal(again.loss, value)
 
@@ -78,7 +83,7 @@ def test_an_unneeded_limit_and_a_full_mask_change_no_row(name: str) -> None:
 def test_counts_are_rows_and_requested_are_copies() -> None:
     x = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
     valid = torch.tensor([True, True, True, False])
-    batch = Batch(valid_T=valid)
+    batch = TokenInfo(valid_T=valid)
     result = route(Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), batch=batch).routing  # ceil(1.8) = 2
     assert result.requested.tolist() == [3, 2, 1]
     assert result.counts.tolist() == [2, 2, 1]

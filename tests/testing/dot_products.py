@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from moesaic.runtime.call import Call, Value
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
@@ -23,6 +22,7 @@ from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime.executor import drive, interpret
+from moesaic.runtime.tasks import Call, Value
 from moesaic.testing.invariants import same_axes
 
 _WIDTH = 3

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "moe_latent_size": None,
     "moe_shared_intermediate_size": 24, "top_k_experts": 2, "expert_intermediate_size": 24,
     "moe_top_k": 2, "enable_moe_block": True, "chunk_size": 8, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 8,
-    "index_topk": 4,
+    "index_topk": 4, "linear_head_dim": 8, "linear_num_heads": 4,
 }  # fmt: skip
 """What a configuration is shrunk to, field by field where it has the field."""
 OWN: dict[str, dict[str, Any]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +69,30 @@ def test_logits_and_all_gradients_equal_the_familys_own_loop(family: Family, mon
     monkeypatch.setattr(moesaic.transformers.backend, "run_tokens", lambda *given: seen.append(given[0]) or run(*given))
     compare(model)
     assert {type(module).__name__ for module in seen} <= set(family.experts)
-    assert seen
+    assert {described(gate_of(module), module.has_gate) for module in seen} == {documented()[family.name]}
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+
+
+def documented() -> dict[str, str]:
+    """Return what the page says stands between the products of each family."""
+    rows = re.findall(r"^\| ([^|`]+) \| (`[^|]+`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: words for words, names in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def described(gate: Gate | None, has_gate: bool) -> str:
+    """Return a gate in the words of the page."""
+    if gate is None:
+        return "its own"
+    if gate.clamp is not None:
+        return "clamped SwiGLU"
+    words = {("silu", True): "SwiGLU", ("gelu_tanh", True): "GeGLU, by tanh", ("relu2", False): "relu squared"}
+    return words[gate.activation, has_gate]
+
+
+def test_the_page_names_every_family() -> None:
+    assert set(documented()) == {family.name for family in families()}
 
 
 def test_the_list_of_families_is_the_packages() -> None:
@@ -175,3 +200,12 @@ def test_low_precision_equals_eager_to_its_rounding(dtype: torch.dtype) -> None:
     assert y.dtype == dtype
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_that_was_called_once_compiles_in_one_graph() -> None:
+    model = tiny(num_hidden_layers=1).float()
+    model.set_experts_implementation("moesaic")
+    expected = model(input_ids=text(model), use_cache=False).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=text(model), use_cache=False).logits, expected)

@@ -25,7 +25,7 @@ from moesaic.plan import Compiled, compile_plan
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided

@@ -23,8 +23,7 @@ from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedIndex, placed_sizes
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of

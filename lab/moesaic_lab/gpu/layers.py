@@ -81,7 +81,7 @@ class Way:
 
 def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
     """Return the way of the Triton kernels: sort, then the operator."""
-    from moesaic.kernels.triton.sort import sort
+    from moesaic.kernels.triton.rows.sort import sort
     from moesaic_lab.gpu.mlp import moe_mlp
 
     def forward() -> Tensor:

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.expert_stage import TILES, shapes
-from moesaic.kernels.triton.launch import device_of
-from moesaic.kernels.triton.tiles import Tile, default_tile
+from moesaic.kernels.triton.rows.launch import device_of
+from moesaic.kernels.triton.rows.tiles import Tile, default_tile
 from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
 
 NUMBERS = len(Tile.__dataclass_fields__)

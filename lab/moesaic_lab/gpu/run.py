@@ -128,7 +128,7 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
 
 
 def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
-    from moesaic.kernels.triton.launch import device_of
+    from moesaic.kernels.triton.rows.launch import device_of
     from moesaic_lab.gpu.search import load
     from moesaic_lab.gpu.tune import tune
 

@@ -18,12 +18,12 @@ import torch
 import triton
 
 from moesaic.errors import InputError
-from moesaic.kernels.triton.tiles import (
+from moesaic.kernels.triton.rows.tiles import (
     HOPPER,
     RESERVED_BYTES,
-    Device,
     Shape,
     Tile,
+    TileDevice,
     deepest,
     default_tile,
     shared_bytes,
@@ -50,7 +50,7 @@ GATED_CUTS = (
 class Tuned:
     """Tiles that a search found on one device."""
 
-    device: Device
+    device: TileDevice
     found: Mapping[str, Tile] = field(default_factory=dict)
     """By `Shape.bucket`."""
 
@@ -72,7 +72,7 @@ class Tuned:
         return Tuned(device=self.device, found={**self.found, shape.bucket: tile})
 
 
-def load(path: Path | str | None, device: Device) -> Tuned:
+def load(path: Path | str | None, device: TileDevice) -> Tuned:
     """Read the tiles of this device and these versions from a file; none if there is no such file.
 
     Raises:
@@ -105,7 +105,7 @@ def save(path: Path | str, tuned: Tuned) -> None:
 
 def search(
     shape: Shape,
-    device: Device,
+    device: TileDevice,
     seconds_of: Callable[[Tile], float],
     *,
     at_most: int = 24,
@@ -143,7 +143,7 @@ def search(
     return best, True
 
 
-def fits(tile: Tile, shape: Shape, device: Device) -> bool:
+def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
     """Say whether a tile runs at all and is no obvious waste."""
     accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
     if tile.descriptors and device.capability < HOPPER:
@@ -155,7 +155,7 @@ def fits(tile: Tile, shape: Shape, device: Device) -> bool:
     return shared_bytes(tile, shape) <= device.shared_bytes
 
 
-def candidates(shape: Shape, device: Device) -> Iterator[Tile]:
+def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
     """Yield the tiles that a search tries, the default first, those that do not fit left out."""
     first = default_tile(shape, device)
     yield first

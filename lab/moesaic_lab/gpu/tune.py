@@ -13,9 +13,9 @@ from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import outer_products
-from moesaic.kernels.triton.permute import sum_tokens
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.permute import sum_tokens
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.up import up
 from moesaic_lab.gpu.layers import Inputs
 from moesaic_lab.gpu.search import Tuned, save, search

@@ -17,8 +17,7 @@ from moesaic.plan import Compiled
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import ONCE, Kind, Op, Program, Slot, Task
 from moesaic.program.timeline import lay_out
 from moesaic_lab.bounds import link_seconds

@@ -26,7 +26,7 @@ from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
 from moesaic_lab.across_ranks import gathered

@@ -25,8 +25,7 @@ from moesaic.plan.compile import moving
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedIndex, placed_sizes
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program, Stage
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace

@@ -37,8 +37,8 @@ from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
 from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.experts import move as place_experts_move
-from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
+from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch

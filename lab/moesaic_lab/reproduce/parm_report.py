@@ -27,7 +27,7 @@ UNEXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Choices:
+class ParmChoices:
     """What one rule picked in a cell's layers."""
 
     speedup: float
@@ -85,7 +85,7 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
     return right, known
 
 
-def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> Choices:
+def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> ParmChoices:
     _, world, m, s = key
     known = operations(bed, bed.grid(world, m, s))
     right, regret, speedups = 0, 0.0, 0.0
@@ -96,7 +96,7 @@ def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes]
         regret += each.count * (each.seconds[picked] / each.seconds[best] - 1)
         speedups += each.count * each.speedup(picked)
     total = sum(each.count for each in times)
-    return Choices(speedups / total, right, regret / total, total)
+    return ParmChoices(speedups / total, right, regret / total, total)
 
 
 def _order(book: Book, rows: tuple[Row, ...]) -> tuple[PaperFinding, ...]:
@@ -110,7 +110,7 @@ def _order(book: Book, rows: tuple[Row, ...]) -> tuple[PaperFinding, ...]:
     )
 
 
-def _algorithm(chosen: Mapping[tuple[str, int, int, int], Mapping[str, Choices]]) -> tuple[PaperFinding, ...]:
+def _algorithm(chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]]) -> tuple[PaperFinding, ...]:
     found = []
     for rule in RULES:
         each = [by_rule[rule] for by_rule in chosen.values()]

@@ -27,8 +27,7 @@ from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedIndex, placed_sizes
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, to_trace

@@ -33,7 +33,7 @@ moesaic trace show --help tells what it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
+class TraceShowOptions:
     """What to look at."""
 
     file: Annotated[str, tyro.conf.Positional]
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    options = parse(ShowOptions, arguments, prog="moesaic trace show", description="Look at a routing trace.")
+    options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description="Look at a routing trace.")
     trace = Trace.open(Path(options.file))
     loads = layer_loads(trace)
     if options.picture is not None:

@@ -36,7 +36,7 @@ def check_same(
         transport: this rank's.
         fields: dotted names to values; two values are the same if their `as_text` is. The order does not count.
         peers: ascending ranks that compare, this one among them; None for all.
-        advice: from names of fields to what to do where they differ, if not `ADVICE`.
+        advice: what to do where a field differs, by the name of the field, if not `ADVICE`.
 
     Raises:
         InputError: on every rank, naming the first field that differs, its values and who has them.

@@ -30,9 +30,9 @@ def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
     """Return every rank's tensor, in the order of `peers`.
 
     Args:
-        transport: this rank's.
-        peers: ascending ranks, this one among them.
-        tensor: of one shape and dtype on all of them.
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
+        tensor: this rank's tensor, of one shape and dtype on all peers.
 
     Returns:
         one tensor per peer; this rank's is `tensor` itself (detached, contiguous).
@@ -44,10 +44,10 @@ def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, nu
     """Join the contiguous shares that ranks have of the first dim; see `share_of`.
 
     Args:
-        transport: this rank's.
-        peers: ascending ranks, this one among them.
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
         part: this rank's share (its rows, ...).
-        num_rows: of the whole.
+        num_rows: how many rows the whole has.
 
     Returns:
         a new tensor (num_rows, ...), the same on all peers.
@@ -62,8 +62,8 @@ def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
     Both give the same bits.
 
     Args:
-        transport: this rank's.
-        peers: ascending ranks, this one among them.
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
         tensor: numbers, of one shape and dtype on all of them.
 
     Returns:
@@ -81,9 +81,9 @@ def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source
     """Return the tensor of one rank on all.
 
     Args:
-        transport: this rank's.
-        peers: ascending ranks, this one among them.
-        tensor: on the source, what is sent; elsewhere it gives shape and dtype.
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
+        tensor: what is sent on the source; elsewhere it gives shape and dtype.
         source: the rank whose tensor is sent, one of `peers`.
 
     Returns:
@@ -122,8 +122,8 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
     with `share`, every peer takes part in the backward pass.
 
     Args:
-        transport: this rank's.
-        peers: ascending ranks, this one among them.
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
         tensor: (rows, ...).
 
     Returns:

@@ -28,7 +28,7 @@ def missing() -> str:
 
 
 @dataclass(frozen=True)
-class Sent:
+class DispatchRoute:
     """The way that the rows of one dispatch took. It keeps its buffer alive, whatever later calls use."""
 
     buffer: Any
@@ -64,7 +64,7 @@ class Received:
     """(R, top_k) int64: the rank's own expert, -1 for one elsewhere."""
     weight: Tensor
     """(R, top_k) float32 routing weights, differentiable."""
-    sent: Sent
+    sent: DispatchRoute
     """What combine needs."""
 
 
@@ -100,11 +100,11 @@ class DeepEP:
             x: (tokens, dim) bfloat16.
             expert: (tokens, top_k) int64, -1 for a dropped copy.
             weight: (tokens, top_k) float32.
-            num_experts: of the layer.
-            most_tokens: of any rank of the group, the same on all of them.
+            num_experts: how many experts the layer has.
+            most_tokens: how many tokens any rank of the group has at most, the same on all of them.
         """
         room = self._room(x.shape[1], expert.shape[1], most_tokens)
-        box: list[Sent] = []
+        box: list[DispatchRoute] = []
         rows, weights, experts = _Dispatch.apply(room, num_experts, box, x, weight, expert)
         return Received(rows, experts, weights, box[0])
 
@@ -126,7 +126,7 @@ class DeepEP:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, room: _Room, num_experts: int, box: list[Sent], x: Tensor, weight: Tensor, expert: Tensor
+        ctx: Any, room: _Room, num_experts: int, box: list[DispatchRoute], x: Tensor, weight: Tensor, expert: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, experts, weights, handle, event = room.buffer.dispatch(
             x,
@@ -138,7 +138,7 @@ class _Dispatch(torch.autograd.Function):
             async_with_compute_stream=True,
         )
         event.current_stream_wait()
-        ctx.sent = Sent(room.buffer, handle)
+        ctx.sent = DispatchRoute(room.buffer, handle)
         box.append(ctx.sent)
         ctx.mark_non_differentiable(experts)
         return rows, weights, experts
@@ -152,7 +152,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Sent, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, sent: DispatchRoute, rows: Tensor) -> Tensor:
         ctx.sent = sent
         return sent.back(rows)[0]
 

@@ -244,10 +244,10 @@ def run_ranks(
     Args:
         world: number of ranks.
         function: what a rank runs; gets its transport.
-        seed: of the order in which ranks run; the same seed gives the same order.
+        seed: the seed of the order in which ranks run; the same seed gives the same order.
         in_order: match messages in the order of issue per lane, not by tag, as NCCL does; what would swap data there is an
             AssertionError, what would hang a RuntimeError.
-        timeout_seconds: for all of it.
+        timeout_seconds: how many seconds all of it may take.
 
     Returns:
         each rank's result.

@@ -205,6 +205,39 @@ def open_transport(
     return gloo
 
 
+def open_group(group: dist.ProcessGroup, device_type: str) -> AbstractTransport:
+    """Open a transport between the ranks of a process group, which may be a part of the world; all of them call it together.
+
+    Args:
+        group: with backend gloo for "cpu"; for "cuda" only its ranks are read, since a lane wants a group of its own.
+        device_type: "cpu", or "cuda" for the current devices.
+
+    Raises:
+        InputError: for another device type, or a group that cannot serve it.
+    """
+    if device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Nccl.create(device, dist.get_process_group_ranks(group))
+    if device_type != "cpu" or "gloo" not in str(dist.get_backend(group)):
+        raise InputError(
+            f"no transport moves rows between {device_type} devices over {dist.get_backend(group)}: use cuda, or cpu with gloo"
+        )
+    return Gloo(group)
+
+
+def group_grid(group: dist.ProcessGroup, tp: int) -> Grid:
+    """Return the grid of a process group of consecutive ranks that spread the experts among them, one copy of each.
+
+    Args:
+        group: the ranks.
+        tp: so many neighbours hold the same tokens.
+    """
+    ranks, said = dist.get_process_group_ranks(group), _ranks_of_launcher()
+    per_node = int(said) if said is not None and said.isdecimal() else len(ranks)
+    spans_nodes = 0 < per_node < len(ranks) and len(ranks) % per_node == 0 and ranks[0] % per_node == 0
+    return Grid(world=len(ranks), tp=tp, ep=len(ranks), ranks_per_node=per_node if spans_nodes else None)
+
+
 def _ranks_of_launcher() -> str | None:
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 

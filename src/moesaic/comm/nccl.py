@@ -11,7 +11,7 @@ No call here makes the host wait for the device, unless TORCH_NCCL_BLOCKING_WAIT
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -24,7 +24,7 @@ class Nccl(AbstractTransport):
     """Sends between the devices of NCCL groups.
 
     Args:
-        groups: a process group of the whole world for each lane, each with a communicator of its own that exists
+        groups: a process group of the same ranks for each lane, each with a communicator of its own that exists
             already: the first operation of a communicator takes all ranks, and a transfer may not (see `create`).
         device: this process's CUDA device.
     """
@@ -36,15 +36,17 @@ class Nccl(AbstractTransport):
         self._streams = {lane: torch.cuda.Stream(device) for lane in groups}
 
     @classmethod
-    def create(cls, device: torch.device) -> Nccl:
-        """Make a group per lane over the whole world, and its communicator; all ranks call this together.
+    def create(cls, device: torch.device, ranks: Sequence[int] | None = None) -> Nccl:
+        """Make a group per lane, and its communicator; all its ranks call this together.
 
         Args:
             device: this process's CUDA device, which must be the current one.
+            ranks: of the world, ascending, this one among them; None for all.
         """
         groups: dict[Lane, dist.ProcessGroup] = {}
         for lane in get_args(Lane):
-            group = dist.new_group(backend="nccl")
+            some = None if ranks is None else list(ranks)
+            group = dist.new_group(some, backend="nccl", use_local_synchronization=some is not None)
             assert isinstance(group, dist.ProcessGroup)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[lane] = group

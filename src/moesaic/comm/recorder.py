@@ -8,7 +8,7 @@ from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 
 
 @dataclass(frozen=True)
-class Sent:
+class RecordedMessage:
     """One message."""
 
     tag: int
@@ -23,7 +23,7 @@ class Range:
 
     first: int
     length: int
-    messages: list[Sent] = field(default_factory=list)
+    messages: list[RecordedMessage] = field(default_factory=list)
     """Messages with a tag of the range, with the tag counted from its first."""
 
 
@@ -45,7 +45,7 @@ class Recorder(AbstractTransport):
         held = next(r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length)
         for peer, tensor in transfer.sends.items():
             num_bytes = tensor.numel() * tensor.element_size()
-            held.messages.append(Sent(transfer.tag - held.first, transfer.rank, peer, num_bytes))
+            held.messages.append(RecordedMessage(transfer.tag - held.first, transfer.rank, peer, num_bytes))
         return self._transport.issue(transfer)
 
     def wait(self, handle: Handle) -> None:

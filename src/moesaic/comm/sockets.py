@@ -96,7 +96,7 @@ class Sockets(AbstractTransport):
     One thread at a time may use it.
 
     Args:
-        rank: whose end it is.
+        rank: the rank whose end it is.
         lines: a connected stream socket for every other rank.
         patience: seconds without any progress until a wait gives up.
     """

@@ -71,7 +71,7 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
     """Return a connected socket for every other rank; all ranks call this together.
 
     Args:
-        group: of all ranks.
+        group: the process group of all ranks.
 
     Returns:
         sockets by rank.

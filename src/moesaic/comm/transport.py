@@ -52,7 +52,7 @@ class AbstractTransport(ABC):
     """Moves tensors between ranks, asynchronously. One rank's end of it.
 
     Args:
-        rank: whose end it is.
+        rank: the rank whose end it is.
         world: number of ranks.
         device: where tensors that it moves must be.
     """

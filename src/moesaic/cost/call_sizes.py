@@ -7,8 +7,7 @@ import numpy as np
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import ONCE, Program
 
 

@@ -25,7 +25,7 @@ from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 512

@@ -14,7 +14,7 @@ import numpy as np
 
 from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.topology import Load, Topology
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 

@@ -55,7 +55,7 @@ class AbstractExperts(nn.Module, ABC):
             rows: (R, dim), expert after expert.
             gates: (R,) routing weights, or None for weights of 1.
             ends: (num_experts,) int32, one past the last row of each expert.
-            shards: of an expert, whose results will be summed.
+            shards: how many shards of an expert there are; their results will be summed.
 
         Returns:
             (R, dim).
@@ -187,8 +187,8 @@ class AbstractExperts(nn.Module, ABC):
             sharded, common, rows, gates, ends, shards: as for `run`.
             kept: what `run` returned.
             dy: (R, dim), gradient of the result.
-            late: where this may leave what still has to be done for the split parameters' gradients, so that rows can leave
-                before; None: all is done on return.
+            deferred_wgrad: where this may leave what still has to be done for the split parameters' gradients, so that rows
+                can leave before; None: all is done on return.
         """
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *sharded, *common)]
         gate = None if gates is None else gates.detach().requires_grad_()
@@ -236,12 +236,11 @@ def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: fl
         bias.zero_()
 
 
-def compute_dtype(rows: Tensor) -> torch.dtype:
-    """Return the dtype of the products: autocast's where it is on, else that of the rows."""
-    device_type = rows.device.type
-    if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return rows.dtype
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the products for rows of a dtype on a device: autocast's where it is on, else that of the rows."""
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype
 
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ class ModuleExperts(AbstractExperts):
         """Drop the modules of experts that live on other ranks; the others keep their names.
 
         Args:
-            experts: that stay.
+            experts: the experts that stay.
             copies: ranks that keep the same ones; `copies_of` tells it of each parameter.
         """
         named = dict(self.experts.named_children())

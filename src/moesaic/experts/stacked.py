@@ -33,7 +33,7 @@ class StackedExperts(AbstractExperts):
         num_experts: how many experts there are.
         bias: add biases.
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
     """
 
     ups: tuple[str, ...]
@@ -85,7 +85,7 @@ class StackedExperts(AbstractExperts):
     def compute(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> Tensor:
-        dtype = compute_dtype(rows)
+        dtype = compute_dtype(rows.dtype, rows.device)
         sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return expert_ffn(self._work(sharded, common, rows.to(dtype), gates, ends, shards))
 
@@ -99,7 +99,7 @@ class StackedExperts(AbstractExperts):
         *,
         weight_first: bool = False,
     ) -> Tensor:
-        dtype = compute_dtype(x)
+        dtype = compute_dtype(x.dtype, x.device)
         sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         gates = weight.index_select(0, permutation.order)
         work = self._work(sharded, common, x.to(dtype), gates, permutation.ends, 1)
@@ -188,7 +188,7 @@ class PlainExperts(StackedExperts):
         activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
         bias: add biases, (num_experts, hidden) and (num_experts, dim).
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
     """
 
     ups = ("w1",)
@@ -219,7 +219,7 @@ class GatedExperts(StackedExperts):
         clamp: makes it clamped SwiGLU, as in gpt-oss; see `Clamp`.
         bias: add biases.
         device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dtype: the dtype of the parameters; None for torch's default dtype.
 
     Raises:
         InputError: for an activation that is unknown, or a clamp of another one than silu.

@@ -85,13 +85,6 @@ def clamped_swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, clamp: Clamp
     return _weighted(gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset), weight)
 
 
-def swiglu_reference(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `gated` with silu written out, in float64."""
-    gate, up = gate.double(), up.double()
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    return hidden if weight is None else hidden * weight.double()[:, None]
-
-
 def hidden_rows(pre: Sequence[Tensor], activation: str, weight: Tensor | None, clamp: Clamp | None = None) -> Tensor:
     """Return the hidden rows of plain (one pre-activation) or gated (two) experts, differentiable; shapes as above."""
     if len(pre) == 1:

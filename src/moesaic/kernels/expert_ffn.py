@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moesaic.kernels.activation import Clamp, hidden_rows
+from moesaic.kernels.activation import Clamp
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -35,28 +35,6 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
     form = _Form.of(work, work.x.dtype if out_dtype is None else out_dtype)
     y: Tensor = _ExpertFfn.apply(form, *_tensors(work))
     return y
-
-
-def expert_ffn_reference(work: ExpertWork) -> Tensor:
-    """Run the experts row after row, in float64, differentiable."""
-    x, double = work.x.double(), torch.float64
-    token = torch.arange(len(x)) if work.dispatch is None else work.dispatch.token
-    num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
-    out = [torch.zeros(x.shape[1], dtype=double) for _ in range(num_out)]
-    expert = 0
-    for row, at in enumerate(token.tolist()):
-        while row >= int(work.ends[expert]):
-            expert += 1
-        weight = torch.ones((), dtype=double) if work.gates is None else work.gates[row].double()
-        read = x[at] * (weight if work.gates_first else 1)
-        pre = [matrices[expert].double() @ read for matrices in work.ups]
-        if work.up_biases:
-            pre = [part + biases[expert].double() for part, biases in zip(pre, work.up_biases)]
-        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None, work.clamp)
-        if work.down_bias is not None:
-            result = result + work.down_bias[expert].double()
-        out[at] = out[at] + result * (1 if work.gates_first else weight)
-    return torch.stack(out) if out else x.new_zeros(0, x.shape[1])
 
 
 def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:

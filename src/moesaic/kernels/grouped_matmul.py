@@ -32,12 +32,6 @@ def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply one expert's rows after the other."""
-    starts = [0, *ends.tolist()[:-1]]
-    return torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(zip(starts, ends.tolist()))])
-
-
 @torch.library.custom_op("moesaic::rows_times", mutates_args=())
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""

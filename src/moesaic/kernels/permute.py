@@ -57,7 +57,7 @@ def sort_by_expert(
         rows_per_token: R / T when every token has that many rows, token after token; else None.
     """
     if kind_of(expert.device) == "triton":
-        from moesaic.kernels.triton.sort import sort
+        from moesaic.kernels.triton.rows.sort import sort
 
         order, row, _ = (each.long() for each in sort(expert, len(counts)))
     else:
@@ -101,14 +101,6 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
     return x
 
 
-def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Sum each token's rows one after the other, in float64."""
-    out = torch.zeros(permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for row, token in zip(rows, permutation.token.tolist()):
-        out[token] += row
-    return out
-
-
 def sum_rows(
     rows: Tensor, dispatch: Dispatch, *, weights: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -136,7 +128,7 @@ def sum_rows(
         )
         return summed
     if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
-        from moesaic.kernels.triton.permute import sum_tokens
+        from moesaic.kernels.triton.rows.permute import sum_tokens
 
         return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
     by_token = rows.index_select(0, dispatch.by_token).to(accumulate)

@@ -64,7 +64,7 @@ class Dense(nn.Module):
         return y.view(x.shape)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A short convolution, attention, then a dense or sparse feed-forward layer, each with a residual.
 
     Args:
@@ -116,7 +116,7 @@ class GPT(nn.Module):
         vocab_size: rows of the embedding, which is also the output matrix.
     """
 
-    block: ClassVar[type[Block]] = Block
+    block: ClassVar[type[TransformerBlock]] = TransformerBlock
     """What its blocks are."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -135,7 +135,7 @@ class GPT(nn.Module):
         into_residual = std / math.sqrt(2 * self.config.num_layers)
         self.embedding.weight.normal_(std=std)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             block.attention.qkv.weight.normal_(std=std)
             block.attention.out.weight.normal_(std=into_residual)
             block.ffn.init_normal(std, into_residual)
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         routings: list[Routing] = []
         for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             x, routing = self.run_block(block, x, tokens, mask, None if caches is None else caches[index])
             if routing is not None:
                 routings.append(routing)
@@ -168,7 +168,7 @@ class GPT(nn.Module):
 
     def run_block(
         self,
-        block: Block,
+        block: TransformerBlock,
         x: Tensor,
         tokens: Tensor | None,
         mask: Tensor | None,

@@ -15,14 +15,14 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import GPT, Block, GPTOutput, without_graph
+from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, without_graph
 from moesaic.routing.routing import Routing
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
 
 
-class MovingBlock(Block):
+class MovingBlock(TransformerBlock):
     """A block whose MoE layer may take its samples to other ranks, and the residual with them."""
 
     def forward(
@@ -85,7 +85,7 @@ class MovingGPT(GPT):
 
     def run_block(
         self,
-        block: Block,
+        block: TransformerBlock,
         x: Tensor,
         tokens: Tensor | None,
         mask: Tensor | None,

@@ -34,7 +34,7 @@ from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.passes.up_to_experts import up_to_experts
-from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose
@@ -62,7 +62,7 @@ class Compiled:
     again: Program | None = None
     """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
 
-    @property
+    @cached_property
     def is_multicast(self) -> bool:
         """Whether the program reads visits."""
         return self.plan.crossing is Crossing.MULTICAST

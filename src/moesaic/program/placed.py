@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import AbstractLayoutIndex, LayoutIndex, Matched, Move, Pieces, find, matched
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, LayoutIndex, Matched, Move, Pieces, find, matched
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -95,7 +94,7 @@ def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int
     Args:
         grid: the mesh, with tp = 1.
         copies: (world, slots, num_experts) int64: copies that each sample has for each expert, by origin.
-        shapes: of the call.
+        shapes: the pieces of the call.
         units: rows into which one shard of an expert is packed when weights travel.
     """
     tokens = np.full(grid.world, copies.shape[1] * shapes.length)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from moesaic.errors import InputError
 from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import figure, rounded, run_colour
-from moesaic.report.template import Chart, Drawn, page_text, write_text
+from moesaic.report.template import Drawn, Picture, page_text, write_text
 
 WHOLE = "#9aa1ac"
 """Colour of tasks that work on no chunk, or on several."""
@@ -56,7 +56,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
     if not timelines:
         raise InputError(f"{path}: no timeline to draw: give at least one")
     until = max(timeline.makespan for timeline in timelines.values())
-    charts = [Chart(title, in_words(timeline), gantt(timeline, until)) for title, timeline in timelines.items()]
+    charts = [Picture(title, in_words(timeline), gantt(timeline, until)) for title, timeline in timelines.items()]
     title = " and ".join(timelines)
     return write_text(page_text("charts.html", Drawn(), what="timeline", title=title, lead="", charts=charts), path)
 

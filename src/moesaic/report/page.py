@@ -10,7 +10,7 @@ from moesaic.report import balance, charts, layers
 from moesaic.report.plan_choices import plans_section
 from moesaic.report.style import run_colour
 from moesaic.report.summary import RunSummary, read_runs
-from moesaic.report.template import Chart, Drawn, Grid, Section, page_text, write_text
+from moesaic.report.template import Drawn, Picture, PictureGrid, Section, page_text, write_text
 from moesaic.report.words import NONE, cards, in_words
 from moesaic.train.metrics import read_metrics
 
@@ -70,29 +70,29 @@ class Page:
             configuration=self._configuration(),
         )
 
-    def _learning(self) -> list[Chart]:
+    def _learning(self) -> list[Picture]:
         return [
-            Chart(
+            Picture(
                 "Loss over steps",
                 "Training loss of single steps (thin) and validation loss. Double-click for the whole range.",
                 charts.loss_over_steps(self.runs),
             ),
-            Chart(
+            Picture(
                 "Validation loss over training time",
                 "What a step costs counts here. Evaluation time is left out.",
                 charts.validation_over_time(self.runs),
             ),
         ]
 
-    def _speed(self) -> list[Chart]:
+    def _speed(self) -> list[Picture]:
         names = list(dict.fromkeys(name for run in self.runs for name in run.auxiliary))
         return [
-            Chart("Throughput", "Training tokens per second since the line before.", charts.throughput(self.runs)),
-            Chart("MFU", "The model's FLOPs over the matmul peak measured at the start.", charts.mfu(self.runs)),
-            Chart("Gradient norm", "Over all parameters, before clipping.", charts.gradient_norm(self.runs)),
-            Chart("Learning rate", "Linear warm-up, then a cosine.", charts.learning_rate(self.runs)),
+            Picture("Throughput", "Training tokens per second since the line before.", charts.throughput(self.runs)),
+            Picture("MFU", "The model's FLOPs over the matmul peak measured at the start.", charts.mfu(self.runs)),
+            Picture("Gradient norm", "Over all parameters, before clipping.", charts.gradient_norm(self.runs)),
+            Picture("Learning rate", "Linear warm-up, then a cosine.", charts.learning_rate(self.runs)),
             *[
-                Chart(
+                Picture(
                     f"Auxiliary loss: {name.replace('_', ' ')}",
                     "Before its coefficient, mean over the MoE layers.",
                     charts.auxiliary_loss(self.runs, name),
@@ -101,16 +101,16 @@ class Page:
             ],
         ]
 
-    def _comparison(self) -> list[Chart]:
+    def _comparison(self) -> list[Picture]:
         if sum(bool(run.layers) for run in self.runs) < 2:
             return []
         return [
-            Chart(
+            Picture(
                 "MaxVio",
                 "Largest load over mean load, minus 1; mean over the layers.",
                 charts.mean_max_violation(self.runs),
             ),
-            Chart(
+            Picture(
                 "Churn",
                 "Tokens whose experts changed in one optimizer step; mean over the layers.",
                 charts.mean_churn(self.runs),
@@ -120,21 +120,21 @@ class Page:
     def _experts(self, index: int) -> Section:
         run = self.runs[index]
         large = [
-            Chart("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", layers.max_violation(run)),
-            Chart(
+            Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", layers.max_violation(run)),
+            Picture(
                 "Churn",
                 "Tokens of a fixed probe batch whose experts changed in one optimizer step.",
                 layers.churn(run),
             ),
         ]
         small = [
-            Chart("Dead experts", "Chosen by no token since the line before.", layers.dead_experts(run)),
-            Chart("Dropped copies", "For lack of capacity.", layers.dropped_share(run)),
-            Chart("Load entropy", "1 is balance, 0 one expert for all.", layers.entropy(run)),
-            Chart("Needed capacity factor", "The smallest that drops nothing.", layers.needed_capacity_factor(run)),
+            Picture("Dead experts", "Chosen by no token since the line before.", layers.dead_experts(run)),
+            Picture("Dropped copies", "For lack of capacity.", layers.dropped_share(run)),
+            Picture("Load entropy", "1 is balance, 0 one expert for all.", layers.entropy(run)),
+            Picture("Needed capacity factor", "The smallest that drops nothing.", layers.needed_capacity_factor(run)),
         ]
         maps = [
-            Chart(f"Load of layer {number}", "Each expert's load over the mean.", layers.load_heatmap(layer))
+            Picture(f"Load of layer {number}", "Each expert's load over the mean.", layers.load_heatmap(layer))
             for number, layer in enumerate(run.layers)
             if layer.loads
         ]
@@ -142,7 +142,13 @@ class Page:
             title="Experts of",
             run=run.name,
             colour=run_colour(index),
-            blocks=[layers.legend(run), Grid(large), Grid(small, "quarter"), Grid(maps), layers.table(run)],
+            blocks=[
+                layers.legend(run),
+                PictureGrid(large),
+                PictureGrid(small, "quarter"),
+                PictureGrid(maps),
+                layers.table(run),
+            ],
         )
 
     def _balance(self, index: int) -> Section | None:
@@ -152,12 +158,12 @@ class Page:
         if found is None:
             return None
         drawn = [
-            Chart(
+            Picture(
                 "Load of the busiest rank",
                 "Over the mean, mean over the layers; 1 is balance.",
                 balance.busiest_rank(found),
             ),
-            Chart(
+            Picture(
                 "Bytes that moved", "Per call, forward and backward, mean over the layers.", balance.bytes_moved(found)
             ),
         ]
@@ -166,14 +172,14 @@ class Page:
             if layer is not None:
                 title = f"Load per rank of layer {layer}, {when}"
                 caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
-                drawn.append(Chart(title, caption, balance.load_per_rank(found, layer, name)))
-        chosen = Chart("Decisions", "What each layer ran most since the line before.", balance.decisions(found))
+                drawn.append(Picture(title, caption, balance.load_per_rank(found, layer, name)))
+        chosen = Picture("Decisions", "What each layer ran most since the line before.", balance.decisions(found))
         return Section(
             title="Balance of",
             run=run.name,
             colour=run_colour(index),
             text=balance.told(found),
-            blocks=[Grid(drawn), balance.legend(found.options), Grid([chosen]), balance.table(found)],
+            blocks=[PictureGrid(drawn), balance.legend(found.options), PictureGrid([chosen]), balance.table(found)],
         )
 
     def _configuration(self) -> list[dict[str, Any]]:
@@ -204,6 +210,6 @@ def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _section(title: str, found: Sequence[Chart]) -> list[Section]:
+def _section(title: str, found: Sequence[Picture]) -> list[Section]:
     """Return the section of these charts; none where none of them has a line."""
-    return [Section(title=title, blocks=[Grid(found)])] if any(chart.figure.data for chart in found) else []
+    return [Section(title=title, blocks=[PictureGrid(found)])] if any(chart.figure.data for chart in found) else []

@@ -21,7 +21,7 @@ from moesaic.errors import InputError
 
 
 @dataclass(frozen=True)
-class Chart:
+class Picture:
     """A picture with its title and a caption."""
 
     title: str
@@ -30,10 +30,10 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PictureGrid:
     """Charts beside each other; those without a line are left out."""
 
-    charts: Sequence[Chart]
+    charts: Sequence[Picture]
     shape: str = ""
     """Empty: two in a row; quarter: four."""
 
@@ -72,7 +72,7 @@ class Section:
     colour: str = ""
     """Of the run; empty for none."""
     text: str = ""
-    blocks: Sequence[Grid | Legend | Table] = ()
+    blocks: Sequence[PictureGrid | Legend | Table] = ()
 
 
 class Drawn:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from moesaic.report.layers import load_heatmap
 from moesaic.report.style import INK, figure, layer_colours, line
 from moesaic.report.summary import LayerSeries, Series, mean_over_layers
-from moesaic.report.template import Chart, Drawn, page_text, write_text
+from moesaic.report.template import Drawn, Picture, page_text, write_text
 from moesaic.traces.load import LayerLoad
 from moesaic.traces.trace import Trace, steps_in_words
 
@@ -31,9 +31,9 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
     """
     shown = drawn_layers(len(loads))
     charts = [
-        Chart("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", violations(trace.steps, loads)),
+        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", violations(trace.steps, loads)),
         *(
-            Chart(
+            Picture(
                 f"Load of the experts, layer {load.layer}",
                 f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, {load.dead_experts} dead experts",
                 experts(trace.steps, load),

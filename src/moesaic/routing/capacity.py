@@ -117,7 +117,7 @@ class Capacity(AbstractCapacity):
         Args:
             num_tokens: padding included.
             top_k: experts per token.
-            num_experts: of the layer.
+            num_experts: how many experts the layer has.
         """
         assert self.factor is not None
         return math.ceil(num_tokens * (self.factor * top_k / num_experts))
@@ -156,7 +156,7 @@ def as_capacity(capacity: AbstractCapacity | float, name: str) -> AbstractCapaci
 
     Args:
         capacity: what a user gave.
-        name: of the argument.
+        name: the name of the argument, for a message.
 
     Raises:
         InputError: for anything else.

@@ -61,7 +61,7 @@ class RouterStatistics:
         """Take the sums of one call.
 
         Args:
-            scores: of the T tokens, which are `num_sequences` sequences of equal length, one after the other.
+            scores: the scores of the T tokens, which are `num_sequences` sequences of equal length, one after the other.
             choice: the N chosen copies.
             weight_N: (N,) their routing weights.
             alive_N: (N,) bool, False for copies of padding or held back; None for all alive.
@@ -70,7 +70,7 @@ class RouterStatistics:
             earlier_counts_E: (E,) int64 copies counted since the last optimizer step, without this call.
             with_importance: sum the routing weights too.
             first_token: where these tokens start in the batch, if they are a slice of it that may cut sequences.
-            sequence_length: of the batch; None if these tokens are the whole of it.
+            sequence_length: how many tokens a sequence of the batch has; None if these tokens are the whole of it.
         """
         num_tokens, num_experts = scores.probs.shape
         dtype, device = scores.probs.dtype, scores.probs.device

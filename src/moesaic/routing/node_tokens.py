@@ -43,9 +43,9 @@ def find_node_tokens(
     Args:
         token: (copies,) int64, expert after expert, as the copies travel.
         expert: (copies,) int64, ascending.
-        num_experts: of the layer.
-        num_tokens: that `token` counts.
-        num_chunks: as the program was cut.
+        num_experts: how many experts the layer has.
+        num_tokens: how many tokens `token` counts.
+        num_chunks: into how many chunks the program was cut.
         grid: the mesh.
     """
     tokens, nodes = max(num_tokens, 1), grid.nodes_per_replica
@@ -71,8 +71,8 @@ def _distinct(place: Tensor, num_cells: int, tokens: int) -> tuple[Tensor, Tenso
 
     Args:
         place: (n,) int64, cell * tokens + token.
-        num_cells: of the table.
-        tokens: its columns.
+        num_cells: how many cells the table has.
+        tokens: how many columns the table has.
 
     Returns:
         (m,) the distinct places, ascending; (num_cells,) how many of them each cell has; (n,) for each of `place` which one of

@@ -349,12 +349,8 @@ class Peers:
         if not bool((digests != digests[0]).any()):
             return
         if together:
-            check_same(
-                self._transport,
-                self._settings,
-                peers=ranks,
-                advice=dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES},
-            )
+            advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
+            check_same(self._transport, self._settings, peers=ranks, advice=advice)
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(

@@ -23,7 +23,7 @@ def encoded(choice: Choice, top_k: int) -> Tensor:
     """Return each token's experts, (tokens, top_k) int64, best first; -1 - expert for a copy that the router held back.
 
     Args:
-        choice: of a router by which tokens choose.
+        choice: the choice of a router by which tokens choose.
         top_k: experts per token.
     """
     assert choice.per_token == top_k

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesaic.routing.capacity import AbstractCapacity, admit
+from moesaic.routing.capacity import AbstractCapacity, Dropless, admit
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
 from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
@@ -66,7 +66,7 @@ class RoutedCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenInfo:
     """What the route stage knows about its tokens besides their activations."""
 
     valid_T: Tensor | None = None
@@ -95,7 +95,7 @@ def route(
     top_k: int,
     capacity: AbstractCapacity,
     losses: Sequence[AbstractLoss] = (),
-    batch: Batch = Batch(),
+    batch: TokenInfo = TokenInfo(),
     replay: RoutingRecord | None = None,
     peers: Peers | None = None,
 ) -> Routed:
@@ -134,7 +134,26 @@ def route(
         if sums is not None and peers is not None and record.gathered is not None:
             sums = record.gathered.statistics(sums, peers, record.earlier_counts)
         loss, values = _evaluate(losses, sums)
-    return Routed(_routing(record, weight_N, len(x), router.num_experts, values), record, loss)
+    routing = _routing(record, weight_N, len(x), router.num_experts, values)
+    return Routed(replace(routing, logits=scores.logits), record, loss)
+
+
+def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:
+    """Route tokens whose experts somebody else has chosen and weighed: count them and tell the peers; dropless.
+
+    Args:
+        expert_TK: (tokens, K) int64, of a token each expert once.
+        weight_TK: (tokens, K) routing weights, differentiable.
+        num_experts: how many there are.
+        peers: as for `route`.
+    """
+    num_tokens, top_k = expert_TK.shape
+    at = torch.arange(num_tokens * top_k, device=expert_TK.device)
+    choice = Choice(at // max(top_k, 1), expert_TK.reshape(-1), at % max(top_k, 1), per_token=top_k)
+    weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
+    detached = weight_N.detach()
+    record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, TokenInfo(), None, peers)
+    return Routed(_routing(record, weight_N, num_tokens, num_experts, {}), record, None)
 
 
 def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
@@ -157,7 +176,7 @@ def _decide(
     capacity: AbstractCapacity,
     num_tokens: int,
     num_experts: int,
-    batch: Batch,
+    batch: TokenInfo,
     sums: RouterStatistics | None,
     peers: Peers | None,
 ) -> RoutingRecord:
@@ -262,7 +281,7 @@ def _sums(
     choice: Choice,
     weight_N: Tensor,
     alive_N: Tensor | None,
-    batch: Batch,
+    batch: TokenInfo,
     earlier_counts: Tensor | None,
 ) -> RouterStatistics | None:
     """Return what the losses read, of this rank's tokens; None without losses."""

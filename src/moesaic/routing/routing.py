@@ -1,6 +1,6 @@
 """The records of the route stage: what a router says (`Scores`), whom it picks (`Choice`), what the layer runs (`Routing`).
 
-Records only: how they are made stands in `route.py` and in `gates/`.
+Records only: how they are made stands in `route.py` and in `routers/`.
 Shape letters: T tokens, D dim, E num_experts, K top_k, N chosen copies, R rows (copies that are sent).
 """
 
@@ -76,6 +76,9 @@ class Routing:
     divides by; None elsewhere."""
     rows_per_token: int | None
     """K when every token has exactly K rows, in token order; None otherwise."""
+    logits: Tensor | None = None
+    """(T, E) float32, differentiable: the router's, for losses of your own; of the tokens that this rank routed. None where
+    the experts were chosen elsewhere."""
     losses: dict[str, Tensor]
     """() float32 each, detached: the auxiliary losses before their coefficient; their gradient is injected already."""
 

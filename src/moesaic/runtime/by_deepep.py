@@ -18,7 +18,7 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     Raises:
         InputError: for tokens that are not computed in bfloat16, or a router in which tokens do not choose.
     """
-    if compute_dtype(x_TD) is not torch.bfloat16:
+    if compute_dtype(x_TD.dtype, x_TD.device) is not torch.bfloat16:
         raise InputError("plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast")
     top_k = routed.record.choice.per_token
     if top_k is None:

@@ -73,7 +73,7 @@ class DataRanks:
 
         Args:
             group: what the user says; "auto" leaves what was said before.
-            parameters: of the layer; those that FSDP2 has split tell the ranks.
+            parameters: the parameters of the layer; those that FSDP2 has split tell the ranks.
         """
         if group != "auto":
             self._groups, self._is_given = () if group is None else (group,), True
@@ -89,25 +89,6 @@ class DataRanks:
             wrapper = DistributedDataParallel._get_active_ddp_module()
             if wrapper is not None:
                 self._groups = (wrapper.process_group,)
-
-    @staticmethod
-    def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-        """Make sure that no DDP takes parameters of which every rank has its own for copies of the same.
-
-        Args:
-            parameters: of experts that are spread over a mesh.
-
-        Raises:
-            InputError: if the DDP whose forward pass runs does.
-        """
-        if torch.compiler.is_compiling():
-            return
-        wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and not all(hasattr(parameter, "_ddp_ignored") for parameter in parameters):
-            raise InputError(
-                "DDP would give all ranks the first one's experts, which are spread over a mesh: call "
-                "moesaic.parallel.prepare_ddp(model, mesh) before DDP wraps the model"
-            )
 
     def total(self, counts: Tensor, of: str) -> Tensor:
         """Return the sum over the ranks; all of them call this together.

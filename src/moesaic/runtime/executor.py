@@ -27,7 +27,7 @@ from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
 from moesaic.plan.compile import Compiled
 from moesaic.program.bundles import bundles
-from moesaic.program.shapes import Move
+from moesaic.program.sizes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.program.validate import reduces
@@ -133,7 +133,7 @@ def interpret(
 
     Args:
         program: what to run.
-        values: its inputs by name; each is freed like any slot, where nobody else holds it.
+        values: the inputs of the program by name; each is freed like any slot, where nobody else holds it.
         call: rank, sizes and experts.
         wanted: slots that are returned; every other one is freed after its last reading. None: all, and nothing is freed.
 
@@ -324,7 +324,7 @@ def run_forward(run: LayerRun, program: Program, inputs: Environment, wanted: Co
     Args:
         run: the call.
         program: what to run.
-        inputs: by name.
+        inputs: the inputs of the program by name.
         wanted: slots, and places of activations.
     """
     return drive(interpret(program, inputs, run.call, wanted), run.transport)

@@ -1,19 +1,23 @@
-"""An MoE layer on a mesh: routing that agrees over the ranks, then the compiled programs."""
+"""An MoE layer on a mesh: routing that agrees over the ranks, then the compiled programs.
+
+What decides, call by call, which programs run is a call policy; `PlainCalls` decides nothing.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather, broadcast, share, share_of, slice_rows
 from moesaic.comm.deepep import DeepEP
 from moesaic.comm.transport import AbstractTransport
@@ -27,16 +31,105 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Peers
-from moesaic.routing.route import Batch, Routed, RoutingRecord, route
+from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.balance.calls import calls_under
-from moesaic.runtime.balance.experts.order import ExpertOrder
-from moesaic.runtime.balance.slices import Slice, SlicedRun, run_slices, slices_of
 from moesaic.runtime.by_deepep import run_by_deepep
-from moesaic.runtime.calls import AbstractCallPolicy
 from moesaic.runtime.executor import LayerRun, run_program
+from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, fitting
 from moesaic.runtime.tasks import Call, Codecs, known_codec
+
+T = TypeVar("T")
+
+NUMBERS = 3
+"""Numbers that every rank tells the others with a call's counts, under every plan: ranks that brought different plans must be
+able to tell so."""
+
+
+class Chosen(NamedTuple):
+    """What a call runs."""
+
+    compiled: Compiled
+    replicated: np.ndarray | None = None
+    """(world, num_experts, ep) int64: copies that helpers compute; None where the programs replicate nothing."""
+    run_slices: Callable[[UncutCall, Tensor, Tensor, Weights, Weights], Tensor] | None = None
+    """Runs the call slice by slice, from x, gates, split and common parameters; None where the call runs as a whole."""
+
+
+class AbstractCallPolicy(ABC):
+    """Decides for the calls of one layer under one plan; alike on all ranks, from what all of them know.
+
+    Args:
+        compiled: the compiled plan of the layer.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that two ranks share if they run the same programs and decide alike."""
+        return self.compiled.digest
+
+    def tell(self) -> Sequence[float]:
+        """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
+        return (0.0,) * NUMBERS
+
+    def refuse_padding(self) -> None:
+        """Raise InputError if decisions need the counts of a call, which no rank has under a padded capacity."""
+        return
+
+    @abstractmethod
+    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+        """Return what a call runs.
+
+        Args:
+            record: the record of the call's routing; a recomputation has the record of its forward pass.
+            copies: (world, num_experts) int64 that each rank has for each expert.
+            units: hidden units of one shard of an expert.
+        """
+
+    @abstractmethod
+    def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
+        """Run a call's program and return its result; a policy that learns takes the time.
+
+        Args:
+            record: the record of the call's routing, after `choose`.
+            chosen: what `choose` returned.
+            program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
+        """
+
+
+class PlainCalls(AbstractCallPolicy):
+    """Every call runs the plan's programs, whatever its counts."""
+
+    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+        """Return the plan's programs."""
+        del record, copies, units
+        return Chosen(self.compiled)
+
+    def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
+        """Run it."""
+        del record, chosen
+        return program()
+
+
+@dataclass(frozen=True)
+class UncutCall:
+    """A call of a layer that does not run as a whole: what it takes to run it slice by slice."""
+
+    whole: LayerRun
+    """The call; its sizes, indices and tags are those of no slice."""
+    origins: tuple[int, ...]
+    """The ranks whose rows this rank's routing has: its own, or those of its tensor group."""
+    token: Tensor
+    """(rows,) int64: each row's token, expert after expert."""
+    expert: Tensor
+    """(rows,) int64: each row's expert, ascending."""
+    find: Callable[[Tensor, Tensor], NodeTokens] | None
+    """Under multicast, finds the node tokens of this rank's own rows, from their tokens and experts; None under other plans."""
+    sizes: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes]
+    """From replicated copies, copies and node tokens to sizes."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +150,12 @@ class ExpertParallel:
 
     Args:
         grid: the mesh.
-        transport: between its ranks.
+        transport: the transport between the ranks.
         plan: the choices, compiled for this mesh or not yet.
-        experts: of the layer, sharded already.
+        experts: the experts of the layer, whole.
         weight_first: multiply by the routing weight before the expert.
-        replication policy: under plans that replicate copies, decides which; None takes the policy that the plan names.
-        settings, weights: of the layer, as for `fitting`.
+        calls_under: returns the policy that decides for the layer's calls under a compiled plan.
+        settings, weights: what all ranks must bring alike; see `fitting`.
         deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
 
     Raises:
@@ -76,14 +169,14 @@ class ExpertParallel:
         plan: Plan | Compiled,
         experts: AbstractExperts,
         weight_first: bool,
-        policy: AbstractReplicationPolicy | None = None,
+        calls_under: Callable[[Compiled], AbstractCallPolicy],
         settings: Mapping[str, object] | None = None,
         weights: Mapping[str, str] | None = None,
         deepep: Callable[[], DeepEP] | None = None,
     ) -> None:
         compiled = fitting(plan, grid, transport, experts, settings, weights)
         self._mesh, self.transport, self.rank = grid, transport, transport.rank
-        self.num_experts, self._dim, self._given_policy = experts.num_experts, experts.dim, policy
+        self.num_experts, self._calls_under = experts.num_experts, calls_under
         self.codecs: Codecs = known_codec
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
         self._order: ExpertOrder | None = None
@@ -113,7 +206,7 @@ class ExpertParallel:
 
         Args:
             plan: the choices; what was made for them is kept, so that coming back costs a look-up.
-            experts: of the layer.
+            experts: the experts of the layer.
 
         Raises:
             InputError: if the plan does not fit the layer, or wants process groups that the layer does not have.
@@ -138,7 +231,7 @@ class ExpertParallel:
         find = None
         if compiled.is_multicast:
             find = partial(_find, self.num_experts, compiled)
-        calls = calls_under(compiled, self._given_policy, self.num_experts, self._dim)
+        calls = self._calls_under(compiled)
         peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots, tell=calls.tell)
         return _Way(compiled, slices, peers, deepep, calls)
 
@@ -177,11 +270,12 @@ class ExpertParallel:
         top_k: int,
         capacity: AbstractCapacity,
         losses: Sequence[AbstractLoss],
-        batch: Batch,
+        batch: TokenInfo,
         replay: RoutingRecord | None,
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
-        settings = {"dtype": compute_dtype(x_TD), "top_k": top_k, "capacity": capacity, "losses": losses}
+        dtype = compute_dtype(x_TD.dtype, x_TD.device)
+        settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
         if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
             settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
@@ -221,11 +315,28 @@ class ExpertParallel:
                 peers=self.peers,
             )
 
+    def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
+        """Route this rank's tokens to experts that somebody else has chosen; under S1 its slice of the tensor group's.
+
+        Args:
+            x_TD: all tokens of the tensor group.
+            expert_TK: (tokens, K) int64; alike on all ranks of the group, as x_TD and weight_TK are.
+            weight_TK: (tokens, K) routing weights; every rank of the group gets their whole gradient.
+        """
+        if self.peers.call_with(
+            {"call.dtype": compute_dtype(x_TD.dtype, x_TD.device), "call.top_k": expert_TK.shape[1]}
+        ):
+            self._agreed = False
+        if self._slices:
+            expert_TK = expert_TK[share_of(len(x_TD), self._place, self.grid.tp)]
+            weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
+        return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
+
     def run_experts(self, experts: AbstractExperts, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
         """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
 
         Args:
-            experts: of the layer.
+            experts: the experts of the layer.
             x_TD: all tokens of the tensor group.
             routed: what `route` returned.
             padded_rows: what `padded_rows` returned.
@@ -241,9 +352,8 @@ class ExpertParallel:
         if padded_rows is not None:
             gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
         elif self.compiled.is_multicast:
-            node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered) or self._node_tokens(
-                token, expert, routing.num_tokens
-            )
+            told = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
+            node_tokens = told or self._node_tokens(token, expert, routing.num_tokens)
         indices = {"index": token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
@@ -253,20 +363,21 @@ class ExpertParallel:
         else:
             even = (self.num_experts, routing.num_tokens, padded_rows)
             copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
-        copies, dtype = copies if self._order is None else self._order.columns(copies), compute_dtype(x_TD)
+        copies = copies if self._order is None else self._order.columns(copies)
+        dtype = compute_dtype(x_TD.dtype, x_TD.device)
 
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
             x, units = x.to(dtype), experts.num_units(sharded)
             chosen = self.calls.choose(routed.record, copies, units)
-            compiled, replicated, cut = chosen
-            sizes = self._sizes(compiled, replicated, copies, tokens, None if cut else node_tokens, units)
+            compiled, replicated, run_slices = chosen
+            sizes = self._sizes(compiled, replicated, copies, tokens, None if run_slices else node_tokens, units)
             call = Call(self.rank, sizes, experts, 0, self._weight_first, padded_rows is not None, codecs=self.codecs)
             work = LayerRun(compiled, self.transport, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-            if cut is not None:
-                slices = self._cut_up(cut, compiled, tokens, (token, expert), routing.num_tokens, units)
-                return run_slices(SlicedRun(work, slices), x, gate, *cast)
+            if run_slices is not None:
+                uncut = self._uncut(work, tokens, (token, expert), routing.num_tokens, units)
+                return run_slices(uncut, x, gate, *cast)
             forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
             call.first_tag = self.transport.take_tags(forward + backward)
             work = replace(work, backward_tag=call.first_tag + forward)
@@ -279,9 +390,9 @@ class ExpertParallel:
         """Return the rows that this rank's routing sends each expert under a padded capacity; None under others.
 
         Args:
-            capacity: of the call.
-            num_tokens: of the tensor group, equally many on all ranks.
-            top_k: of the call.
+            capacity: the capacity of the call.
+            num_tokens: how many tokens the tensor group has, equally many on all ranks.
+            top_k: experts per token.
 
         Raises:
             InputError: for a plan whose sizes depend on the routing, or tokens that do not split over tp.
@@ -305,6 +416,25 @@ class ExpertParallel:
             )
         rows = capacity.fixed_rows(num_tokens // (self.grid.tp if self._slices else 1), top_k, self.num_experts)
         return -(-rows // self.compiled.capacity_multiple) * self.compiled.capacity_multiple
+
+    @staticmethod
+    def refuse_ddp(parameters: Iterable[nn.Parameter]) -> None:
+        """Make sure that no DDP takes parameters of which every rank has its own for copies of the same.
+
+        Args:
+            parameters: the parameters of experts that are spread over a mesh.
+
+        Raises:
+            InputError: if the DDP whose forward pass runs does.
+        """
+        if torch.compiler.is_compiling():
+            return
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and not all(hasattr(parameter, "_ddp_ignored") for parameter in parameters):
+            raise InputError(
+                "DDP would give all ranks the first one's experts, which are spread over a mesh: call "
+                "moesaic.parallel.prepare_ddp(model, mesh) before DDP wraps the model"
+            )
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
         """Draw the noise of all tokens of the tensor group, the same on each of its ranks."""
@@ -356,23 +486,18 @@ class ExpertParallel:
             compiled.grid, copies, tokens, chunks, node_tokens=table, units=units, replicated=replicated, shapes=shapes
         )
 
-    def _cut_up(
-        self,
-        cut: Cut,
-        compiled: Compiled,
-        tokens: np.ndarray,
-        routing: tuple[Tensor, Tensor],
-        num_tokens: int,
-        units: int,
-    ) -> list[Slice]:
-        """Return what each slice of a call runs; `routing` is token and expert of this rank's rows."""
+    def _uncut(
+        self, work: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
+    ) -> UncutCall:
+        """Return a call that is to run slice by slice; `routing` is token and expert of this rank's rows."""
+        compiled = work.compiled
         alone = self._slices or compiled.is_redundant
         find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
 
         def bind(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
             return self._sizes(compiled, replicated, copies, tokens, node_tokens, units)
 
-        return slices_of(cut, (self.rank,) if alone else self._tensor_group, self.transport, routing, find, bind)
+        return UncutCall(work, (self.rank,) if alone else self._tensor_group, *routing, find, bind)
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
         """Find the visits of the copies that this rank sends."""
@@ -399,7 +524,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tup
     """Return copies (world, experts) and tokens (world,) of every rank.
 
     Args:
-        record: of the call's routing, exchanged.
+        record: the record of the call's routing, exchanged.
         compiled: what the layer runs.
         slices: each rank of a tensor group routed a slice of the group's tokens.
     """
@@ -422,10 +547,11 @@ def even_counts(
     """Return the same where every rank sends each expert the same rows; nothing comes from the device.
 
     Args:
-        compiled, slices: as for `counts_of`.
-        num_experts: of the layer.
-        num_tokens: of every rank's routing.
-        rows: that it sends each expert.
+        compiled: what the layer runs.
+        num_experts: how many experts the layer has.
+        num_tokens: how many tokens every rank routes.
+        rows: how many rows every rank sends each expert.
+        slices: each rank of a tensor group routed a slice of the group's tokens.
     """
     grid = compiled.grid
     shared = not compiled.is_redundant and not slices
@@ -451,8 +577,8 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
         gates: (copies,) differentiable, expert after expert.
         token: (copies,) int64.
         expert: (copies,) int64, at most `rows` copies each.
-        num_experts: of the layer.
-        rows: per expert.
+        num_experts: how many experts the layer has.
+        rows: rows per expert.
 
     Returns:
         gates and tokens, (num_experts * rows,); the token of an empty row is -1.
@@ -477,3 +603,9 @@ def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tu
     finally:
         for part, name, value in held:
             part._parameters[name] = value
+
+
+@torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
+def outside_graphs(function: Callable[..., T], *args: object) -> T:
+    """Call a function and return its result; `torch.compile` leaves it out of its graphs."""
+    return function(*args)

@@ -20,15 +20,14 @@ from moesaic.comm.transport import Transfer
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.shapes import Move
-from moesaic.program.sizes import Splits
+from moesaic.program.sizes import Move, Splits
 from moesaic.program.task import Kind, Slot, Task
 from moesaic.program.validate import reduces
 from moesaic.runtime.tasks import Call, Environment, Value, index_like, placed, take, transport_lane
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PendingMove:
     """What one movement takes from a rank and brings to it."""
 
     value: Tensor
@@ -41,7 +40,7 @@ class Exchange:
     """From the rows of each peer in the order of `incoming`, or all of them as one part, to the slot that is written."""
 
 
-def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> Exchange:
+def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> PendingMove:
     """Return what the movement of a task takes from this rank and brings to it."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
@@ -52,7 +51,7 @@ def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: En
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = len(incoming.rows) != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
-        return Exchange(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
+        return PendingMove(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
     held, experts = environment[source.name], sizes.num_held(target.layout, rank)
     none_held = call.experts.first(held, 0) if experts == 0 and not isinstance(held, Tensor) else None
 
@@ -63,7 +62,7 @@ def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: En
             return none_held
         return call.experts.unpack(_put(move, incoming, call, sums, parts), experts)
 
-    return Exchange(value, outgoing, incoming, sums, finish)
+    return PendingMove(value, outgoing, incoming, sums, finish)
 
 
 def start(
@@ -123,7 +122,7 @@ def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tenso
     return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), sums)
 
 
-def _alone(exchange: Exchange, rank: int) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
+def _alone(exchange: PendingMove, rank: int) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
     """Return messages by peer, buffers by peer, and what makes the slot, of a movement by itself.
 
     All messages are cut from one tensor, which is the value itself where its rows leave in order. All buffers are cut from
@@ -224,9 +223,9 @@ class Bundle:
 
         Args:
             memory: all messages.
-            number: of the movement.
-            dtype: of its rows.
-            in_place: as they stand in the slot that is written, rather than peer after peer.
+            number: which movement of the bundle is read.
+            dtype: the dtype of its rows.
+            in_place: return the rows as they stand in the slot that is written, rather than peer after peer.
         """
         split, width, at = self.splits[number], self._widths[number], self._places(number)
         if in_place and not split.is_whole:

@@ -39,10 +39,10 @@ def fitting(
     Args:
         plan: the choices, compiled or not yet.
         grid: the mesh of the layer.
-        transport: between its ranks.
-        experts: of the layer.
-        settings: of the layer, which all ranks must have alike.
-        weights: names of tensors to what they are compared by.
+        transport: the transport between the ranks.
+        experts: the experts of the layer.
+        settings: settings of the layer by name, which all ranks must have alike.
+        weights: for each tensor, by name, what ranks compare it by.
 
     Raises:
         InputError: on every rank, if ranks brought different plans, meshes, settings or weights; if the plan does not fit the
@@ -71,7 +71,10 @@ def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport
     """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent.
 
     Args:
-        plan, grid, transport, experts: as for `fitting`.
+        plan: the choices, compiled or not yet.
+        grid: the mesh of the layer.
+        transport: the transport between the ranks.
+        experts: the experts of the layer.
 
     Raises:
         InputError: as `fitting` does, but for what only a comparison of ranks shows.
@@ -153,8 +156,8 @@ def take_first(module: nn.Module, transport: AbstractTransport) -> None:
     """Give a module the first rank's parameters and persistent buffers, in place; those on the meta device stay as they are.
 
     Args:
-        module: of the same names, dtypes and shapes on all ranks.
-        transport: of all ranks.
+        module: a module whose tensors have the same names, dtypes and shapes on all ranks.
+        transport: the transport between all ranks.
     """
     everyone = tuple(range(transport.world))
     for tensor in module.state_dict().values():
@@ -168,7 +171,7 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
     Args:
         experts: whole, with the same values on all ranks.
         grid: the mesh.
-        rank: whose shard stays.
+        rank: the rank whose shard stays.
         device_mesh: dims ("ep", "etp"): parameters become DTensors on it, sharded over ep on the expert dimension and
             over etp on the hidden one. None: plain tensors.
 

@@ -121,7 +121,7 @@ def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: boo
     Args:
         parts: tensors of rows, at least one.
         places: (rows of all parts,) int64.
-        num_rows: of the result.
+        num_rows: how many rows the result has.
         sums: several rows may have one place.
     """
     if in_order(places, num_rows):
@@ -275,7 +275,7 @@ class Indexed:
             this up by its address finds no other index there.
         places: (rows,) int64 or (), each row's token among all tokens; of a row without token any.
         is_full: (rows, 1) bool which rows have a token; None for all.
-        num_tokens: that rows may belong to.
+        num_tokens: how many tokens rows may belong to.
     """
 
     def __init__(self, index: Tensor, places: Tensor, is_full: Tensor | None, num_tokens: int) -> None:
@@ -286,9 +286,9 @@ class Indexed:
         """Make it of an index that counts tokens of each row's origin.
 
         Args:
-            index: as above.
+            index: (rows, 1) int64 as the program has it; negative for a row without token.
             bases: (rows,) int64 where the tokens of each row's origin start.
-            num_tokens: of all origins.
+            num_tokens: how many tokens all origins have.
             has_empty: some rows may have no token.
         """
         places, is_full = index.squeeze(1), None

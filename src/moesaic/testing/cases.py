@@ -403,11 +403,11 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
         num_experts: of the layer.
         top_k: experts per token.
     """
-    groups = {"num_groups": 2, "top_groups": 2 if top_k > num_experts // 2 else 1}
+    top_groups = 2 if top_k > num_experts // 2 else 1
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),
         "hash": partial(Hash, buckets=16),
-        "group_limited": partial(group_limited_sigmoid, **groups, bias_rate=0.1),
+        "group_limited": partial(group_limited_sigmoid, num_groups=2, top_groups=top_groups, bias_rate=0.1),
         "sigmoid": partial(SigmoidTopK, bias_rate=0.1),
     }
     return options.get(name, ROUTERS[name])

@@ -26,7 +26,7 @@ from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
 from moesaic.testing.placed import call_placed, place_anew, relocator_of
-from moesaic.testing.workload import Batch, Workload, draw_workload
+from moesaic.testing.workload import CaseData, GroupBatch, draw_workload
 
 Errors = dict[str, float]
 """Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
@@ -61,7 +61,7 @@ class Ran:
     """A case that ran, with what it must give."""
 
     case: Case
-    work: Workload
+    work: CaseData
     expected: Expected
     results: list[RankResult]
     """By rank."""
@@ -117,7 +117,7 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
+def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
     """Run one rank's part of a case: a step of training. All ranks call it together.
 
     Args:
@@ -146,7 +146,7 @@ def run_rank(case: Case, work: Workload, compiled: Compiled, mesh: Mesh, norm: N
     return result
 
 
-def compare(case: Case, work: Workload, expected: Expected, results: list[RankResult]) -> Errors:
+def compare(case: Case, work: CaseData, expected: Expected, results: list[RankResult]) -> Errors:
     """Return the largest error of each quantity over all ranks."""
     errors: Errors = {}
     for rank, result in enumerate(results):
@@ -179,7 +179,7 @@ def relative(actual: Tensor | None, expected: Tensor | None) -> float:
 
 
 def _forward_backward(
-    case: Case, layer: MoE, batch: Batch, share: float, result: RankResult, relocator: Relocator | None
+    case: Case, layer: MoE, batch: GroupBatch, share: float, result: RankResult, relocator: Relocator | None
 ) -> None:
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
@@ -194,7 +194,7 @@ def _forward_backward(
     result.sent.append(routing.counts.tolist())
 
 
-def _evaluate(case: Case, layer: MoE, batch: Batch) -> Tensor:
+def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
     layer.eval()
     with torch.inference_mode(), _precision(case):
         y: Tensor = layer(batch.x, mask=batch.mask, token_ids=batch.ids)
@@ -210,7 +210,7 @@ def _local(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def pairs_of(case: Case, work: Workload, expected: Expected, rank: int, result: RankResult) -> Iterator[Pair]:
+def pairs_of(case: Case, work: CaseData, expected: Expected, rank: int, result: RankResult) -> Iterator[Pair]:
     """Yield every quantity of one rank beside what it must be."""
     group = case.grid.coordinate(rank, "dp")
     for micro in range(len(work.shares)):

@@ -20,8 +20,8 @@ from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routing import Scores
 from moesaic.testing.cases import Case
 from moesaic.testing.coded import Travel, coded_output
-from moesaic.testing.reference import in_float64, reference_expert, reference_limit
-from moesaic.testing.workload import Batch, Workload
+from moesaic.testing.reference import in_float64, reference_expert, reference_limit, reference_shared
+from moesaic.testing.workload import CaseData, GroupBatch
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Pass:
     sent: list[int]
 
 
-def expect(case: Case, work: Workload) -> Expected:
+def expect(case: Case, work: CaseData) -> Expected:
     """Compute what a case must give."""
     twin = in_float64(work.layer)
     leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
@@ -101,7 +101,7 @@ def expect(case: Case, work: Workload) -> Expected:
     )
 
 
-def expect_parts(case: Case, work: Workload) -> Parts:
+def expect_parts(case: Case, work: CaseData) -> Parts:
     """Compute what the gradients of a case must come from: the tokens are three leaves, one for each use of them."""
     twin = in_float64(work.layer)
     weights = {name: p for name, p in twin.named_parameters() if name.startswith("router")}
@@ -136,7 +136,7 @@ def dense_pass(
     case: Case,
     twin: MoE,
     xs: Sequence[Tensor],
-    batches: Sequence[Batch],
+    batches: Sequence[GroupBatch],
     to_experts: Sequence[Tensor] | None = None,
     to_shared: Sequence[Tensor] | None = None,
 ) -> Pass:
@@ -177,7 +177,7 @@ def dense_pass(
             twin, seen_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
         )
     if twin.shared is not None:
-        y_TD = y_TD + reference_expert(twin.shared, 0, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
+        y_TD = y_TD + reference_shared(twin, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
     taken = torch.tensor(chosen, dtype=torch.int64)
     copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
     copies_TE[choice.token[taken], choice.expert[taken]] = 1.0
@@ -274,7 +274,7 @@ def _admit(
     return sorted(kept)
 
 
-def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
+def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
     """Return the tokens that each routing rank has: groups, or under s1 their slices over tp."""
     parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains, start = [], 0
@@ -285,7 +285,7 @@ def _slices(case: Case, batches: Sequence[Batch]) -> list[range]:
     return domains
 
 
-def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
+def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | None:
     """Return what the ranks draw: each group from its seed, under tp from a seed that its first rank draws."""
     drawn = []
     with torch.random.fork_rng(devices=[]):
@@ -298,12 +298,12 @@ def _noise(case: Case, twin: MoE, batches: Sequence[Batch]) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
-def _sequence_of(batches: Sequence[Batch]) -> Tensor:
+def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
     lengths = [batch.x.shape[1] for batch in batches for _ in range(batch.x.shape[0])]
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
-def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Batch]) -> list[Tensor]:
+def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]) -> list[Tensor]:
     twin.eval()
     with torch.no_grad():
         y_TD = dense_pass(case, twin, xs, batches).y_TD
@@ -311,7 +311,7 @@ def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[Bat
     return _by_group(y_TD, batches)
 
 
-def _by_group(y_TD: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
+def _by_group(y_TD: Tensor, batches: Sequence[GroupBatch]) -> list[Tensor]:
     sizes = [batch.x.shape[:2].numel() for batch in batches]
     return [part.view(batch.x.shape) for part, batch in zip(y_TD.split(sizes), batches)]
 

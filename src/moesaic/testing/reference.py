@@ -97,10 +97,7 @@ def reference(
     y_TD = torch.stack(outputs) if outputs else 0 * x_TD
     if twin.shared is not None and outputs:
         y_TD = y_TD + torch.stack(
-            [
-                reference_expert(twin.shared, 0, row) if is_valid else torch.zeros_like(row)
-                for row, is_valid in zip(x_TD, valid)
-            ]
+            [reference_shared(twin, row) if is_valid else torch.zeros_like(row) for row, is_valid in zip(x_TD, valid)]
         )
 
     num_sequences = math.prod(x.shape[:-2]) if x.numel() else 1
@@ -112,6 +109,13 @@ def reference(
         total = total + loss.coefficient * value
     rows = sorted((c.token, c.expert) for c in sent)
     return Reference(y=y_TD.view(x.shape), rows=rows, requested=requested, losses=losses, loss=total)
+
+
+def reference_shared(twin: MoE, row: Tensor) -> Tensor:
+    """Return what the shared expert adds to one token, (dim,), or to several, (rows, dim)."""
+    assert twin.shared is not None
+    added = reference_expert(twin.shared, 0, row)
+    return added if twin.shared_gate is None else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
 
 
 def reference_choice(
@@ -130,10 +134,12 @@ def reference_choice(
         return scores.logits, scores.probs, copies
 
     logits = x_TD @ router.weight.T
+    if isinstance(router, SoftmaxTopK) and router.bias is not None:
+        logits = logits + router.bias
     copies = []
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
-        probs, rank_by, scale = gates, logits, 1.0
+        probs, rank_by, scale = gates, logits, router.scale
     else:
         gates = 1 / (1 + (-logits).exp())
         probs, rank_by, scale = gates / gates.sum(1, keepdim=True), gates + router.bias, router.scale

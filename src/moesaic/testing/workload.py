@@ -20,7 +20,7 @@ HIDDEN, SHARED_HIDDEN = 4, 3
 
 
 @dataclass(frozen=True)
-class Batch:
+class GroupBatch:
     """One group's tokens in one micro-batch."""
 
     x: Tensor
@@ -36,12 +36,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Workload:
+class CaseData:
     """A case's layer and tokens."""
 
     layer: MoE
     """Whole, on no mesh; copy it before use."""
-    batches: list[list[Batch]]
+    batches: list[list[GroupBatch]]
     """By micro-batch, then by group."""
     shares: tuple[float, ...]
     """What each micro-batch weighs in the step."""
@@ -51,23 +51,23 @@ class Workload:
         return _cloned(self.layer)
 
 
-def draw_workload(case: Case) -> Workload:
+def draw_workload(case: Case) -> CaseData:
     """Draw a case's layer and tokens from its seed."""
     dtype = torch.float64 if case.precision == "float64" else torch.float32
     generator = torch.Generator().manual_seed(case.seed)
     lean = torch.randn(DIM, generator=generator, dtype=torch.float64)
     layer = _build_layer(case).to(dtype)
 
-    def batch(micro: int, group: int) -> Batch:
+    def batch(micro: int, group: int) -> GroupBatch:
         shape = case.lies_on(micro, group)
         x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
         ids = torch.randint(0, 50, shape, generator=generator)
-        return Batch((x + case.skew * lean).to(dtype), dy.to(dtype), mask, ids, case.seed + 100 * micro + group)
+        return GroupBatch((x + case.skew * lean).to(dtype), dy.to(dtype), mask, ids, case.seed + 100 * micro + group)
 
     micro_batches = range(len(case.lengths))
     batches = [[batch(micro, group) for group in range(case.grid.dp)] for micro in micro_batches]
-    return Workload(layer, batches, (1.0,) if len(batches) == 1 else (0.25, 0.75))
+    return CaseData(layer, batches, (1.0,) if len(batches) == 1 else (0.25, 0.75))
 
 
 def _cloned(module: M) -> M:

@@ -27,7 +27,7 @@ from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.models.attention import ShortConv
-from moesaic.models.gpt import GPT, Block, Dense
+from moesaic.models.gpt import GPT, Dense, TransformerBlock
 from moesaic.models.split import Norm
 from moesaic.parallel import shard_over_data
 from moesaic.plan import Compiled, Plan, compile_plan
@@ -87,7 +87,7 @@ def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
     outside: Placement = Shard(1) if by_position else Replicate()
     styles: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)}
     for index, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         styles[f"blocks.{index}.attention.qkv"] = SplitParameters({"weight": 1}, takes=outside, gives=None)
         styles[f"blocks.{index}.attention.out"] = SplitParameters({"weight": 1}, takes=None, gives=outside)
         if isinstance(block.ffn, Dense):

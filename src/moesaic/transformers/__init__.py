@@ -1,4 +1,4 @@
-"""Moesaic in models of Hugging Face transformers: importing this registers both of its registries' "moesaic".
+"""Moesaic in models of Hugging Face transformers: importing this registers "moesaic" with both of its registries.
 
 `experts_implementation="moesaic"` runs the experts of a model on Moesaic's kernels (`backend.py`);
 `DistributedConfig(ep_implementation="moesaic")` spreads them over ranks by Moesaic's programs (`expert_parallel.py`).
@@ -7,13 +7,19 @@
 from __future__ import annotations
 
 from moesaic.errors import InputError
-from moesaic.transformers.backend import experts_forward
 
 try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise InputError(
-        'moesaic.transformers needs transformers 5.23 or later: pip install "moesaic[transformers]"'
-    ) from error
+        f"moesaic.transformers needs transformers 5.23 or later ({error}): pip install 'moesaic[transformers]'"
+    ) from None
+
+from moesaic.transformers.backend import experts_forward
+from moesaic.transformers.expert_parallel import MoesaicEP, register_plan, use_plan
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
+EPImplementationInterface.register("moesaic", MoesaicEP)
+
+__all__ = ["MoesaicEP", "experts_forward", "register_plan", "use_plan"]

@@ -141,7 +141,7 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     Returns:
         (tokens, dim) in the dtype of `x`.
     """
-    dtype, gate, matrices = compute_dtype(x), gate_of(module), Matrices.of(module)
+    dtype, gate, matrices = compute_dtype(x.dtype, x.device), gate_of(module), Matrices.of(module)
     ups, biases = ([each.to(dtype) for each in found] for found in (matrices.ups, matrices.up_biases))
     down, down_bias = (None if each is None else each.to(dtype) for each in (matrices.down, matrices.down_bias))
     assert down is not None

@@ -19,14 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moesaic.kernels.triton import expert_stage, launch
-from moesaic.kernels.triton.tiles import Device
+from moesaic.kernels.triton import expert_stage
+from moesaic.kernels.triton.rows import launch
+from moesaic.kernels.triton.rows.tiles import TileDevice
 from moesaic_lab.gpu import mlp
 
 DEVICES = {
-    80: Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
-    89: Device(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
-    90: Device(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
+    80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
+    89: TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
+    90: TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
 }
 
 

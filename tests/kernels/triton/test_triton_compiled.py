@@ -13,10 +13,10 @@ from moesaic.kernels.codecs import Fp8, Int8, Zfp
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton import quantise
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.permute import sum_tokens
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile
-from moesaic.kernels.triton.top_k import top_k_columns
+from moesaic.kernels.triton.rows.permute import sum_tokens
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile
+from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
 from moesaic_lab.gpu.mlp import moe_mlp

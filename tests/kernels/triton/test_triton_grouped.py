@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton_references import down_grad_reference, outer_products_reference, rows_times_reference, up_reference
 
-from moesaic.kernels.triton.down_grad import down_grad, down_grad_reference
-from moesaic.kernels.triton.grouped import rows_times, rows_times_reference
-from moesaic.kernels.triton.outer import outer_products, outer_products_reference
-from moesaic.kernels.triton.tiles import Tile, num_bites
-from moesaic.kernels.triton.up import up, up_reference
+from moesaic.kernels.triton.down_grad import down_grad
+from moesaic.kernels.triton.grouped import rows_times
+from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.rows.tiles import Tile, num_bites
+from moesaic.kernels.triton.up import up
 
 SMALL = Tile(rows=16, columns=32, depth=16, warps=4, stages=2, group=2)
 TILES = {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.expert_stage import TILES, shapes
-from moesaic.kernels.triton.launch import INTERPRETED
-from moesaic.kernels.triton.sort import sort
-from moesaic.kernels.triton.tiles import Tile, default_tile
+from moesaic.kernels.triton.rows.launch import INTERPRETED
+from moesaic.kernels.triton.rows.sort import sort
+from moesaic.kernels.triton.rows.tiles import Tile, default_tile
 from moesaic_lab.gpu.mlp import as_numbers, mlp_forward, moe_mlp
 
 #        tokens, top_k, experts, dim, hidden

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_references import row_tiles_reference, sort_reference
 
-from moesaic.kernels.triton.schedule import max_tiles, row_tiles, row_tiles_reference
-from moesaic.kernels.triton.sort import Order, sort, sort_reference
+from moesaic.kernels.triton.rows.sort import Order, sort
+from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 
 COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
 
@@ -28,7 +29,7 @@ def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
 
 
 def test_more_blocks_than_one_scan_takes(device, monkeypatch):
-    monkeypatch.setattr("moesaic.kernels.triton.sort.SCANNED", 4)
+    monkeypatch.setattr("moesaic.kernels.triton.rows.sort.SCANNED", 4)
     expert = torch.randint(0, 3, (128 * 9 + 5,))
     for found, expected in zip(sort(expert.to(device), 3), sort_reference(expert, 3)):
         assert torch.equal(found.cpu(), expected)

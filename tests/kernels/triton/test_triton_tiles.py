@@ -11,13 +11,13 @@ from moesaic.errors import InputError
 pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
 
 from moesaic.kernels.triton.expert_stage import shapes
-from moesaic.kernels.triton.tiles import Device, Shape, Tile, default_tile, shared_bytes
+from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes
 from moesaic_lab.gpu.search import Tuned, candidates, fits, load, save, search
 
 DEVICES = [
-    Device(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
-    Device(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
-    Device(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
+    TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
+    TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
+    TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
 ]
 LAYERS = [(327_680, 128, 768, 256), (262_144, 64, 4096, 2048), (524_288, 256, 4096, 256), (40, 3, 40, 24), (0, 1, 8, 8)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers import ODD_LOGITS, ranked
-from moesaic.kernels.triton.sort import Order, sort
-from moesaic.kernels.triton.top_k import top_k_columns
+from moesaic.kernels.triton.rows.sort import Order, sort
+from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.routing.router import top_k_indices_reference
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.routing.routing import Scores

@@ -18,7 +18,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures, run_case

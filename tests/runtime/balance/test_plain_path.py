@@ -15,7 +15,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls
-from moesaic.runtime.calls import PlainCalls
+from moesaic.runtime.expert_parallel import PlainCalls
 
 SOURCE = Path(moesaic.__file__).parent
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -46,7 +46,7 @@ def entered(plan: Plan, *, placed: bool = False) -> set[str]:
 
     files: set[str] = set().union(*run_ranks(GRID.world, rank))
     assert {"layer.py", "runtime/expert_parallel.py"} <= files
-    return {path for path in files if "balance" in Path(path).parts}
+    return {path for path in files if "balance" in Path(path).parts or path == "runtime/expert_order.py"}
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(all_to_all="multicast"), Plan(chunks=2, peer_groups=2)])
@@ -57,7 +57,7 @@ def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> No
 def test_what_balances_is_entered_where_it_is_on() -> None:
     assert {"balance/selector/arbiter.py", "runtime/balance/selector.py"} <= entered(Plan(replication="arbiter"))
     assert "runtime/balance/budget.py" in entered(Plan(token_budget=8))
-    assert entered(Plan(), placed=True) == {"runtime/balance/experts/order.py"}
+    assert entered(Plan(), placed=True) == {"runtime/expert_order.py"}
 
 
 def test_a_switch_of_plans_switches_what_decides() -> None:

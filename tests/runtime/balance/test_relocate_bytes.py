@@ -14,7 +14,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
 

@@ -22,7 +22,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import LoadBalance, ZLoss
 from moesaic.routing.routers import SoftmaxTopK
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove
 from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.balance.samples.rows import sample_dropout

@@ -16,7 +16,7 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.samples.moving import MovingMoE
+from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, Rest
 from moesaic.runtime.balance.samples.residual import Residual
 

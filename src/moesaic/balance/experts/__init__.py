@@ -1,4 +1,4 @@
-"""Policies that decide which expert lives where, one a file."""
+"""Policies that decide which expert lives where."""
 
 from __future__ import annotations
 

@@ -1,14 +1,27 @@
-"""The interface of sample placement, and the two policies that look at no load."""
+"""The interface of sample placement: where samples live (`Homes`), what that costs (`SampleLoad`), and who decides it.
+
+A sample is one sequence with everything that belongs to it. Attention never looks across samples, so a sample may be
+anywhere, whole; what moves it stands elsewhere (`runtime/balance/samples/relocate.py`).
+
+NetMoE (Liu et al., ICLR 2025), sections 3 and 4: with num[i, e] copies of sample i bound for expert e, moving sample i after
+a layer changes the gather of that layer and the scatter of the next, each by the copies whose expert is elsewhere. Two
+things are counted that the paper leaves out: shards of an expert (each wants every copy), and the residual that goes from
+the old home to the new one where it cannot ride along with the experts' results.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from moesaic.balance.samples.homes import Homes
-from moesaic.balance.samples.load import SampleLoad
+import numpy as np
+
+from moesaic.balance.replication.links import nodes_of, ranks_by_place
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
+from moesaic.program.grid import Grid
 
 LEAST_GAIN = 0.1
 """Share of the rows between nodes that moves must promise to save. Samples that hardly differ promise 6 to 9 % by chance, of
@@ -18,6 +31,187 @@ and more (`moesaic_lab/netmoe`, `moesaic_lab/relocate_train.py`)."""
 
 REST = 15
 """Forward passes: with one asked after as many, deciding costs a sixteenth of what it does in every pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """Every rank has equally many samples, in slots."""
+
+    samples: np.ndarray
+    """(ranks, slots) int64: which sample is in each slot; each of 0 to ranks * slots - 1 stands once."""
+
+    def __post_init__(self) -> None:
+        wanted = np.arange(self.samples.size)
+        if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), wanted):
+            raise InputError(
+                f"a placement must name each of its {self.samples.size} samples once, in (ranks, slots): "
+                f"got shape {self.samples.shape}"
+            )
+
+    @classmethod
+    def start(cls, ranks: int, slots: int) -> Homes:
+        """Return where samples are before any has moved: sample rank * slots + slot."""
+        return cls(np.arange(ranks * slots).reshape(ranks, slots))
+
+    @classmethod
+    def of_ranks(cls, rank: np.ndarray, ranks: int) -> Homes:
+        """Return the homes in which each sample is on a given rank, samples of a rank in ascending order.
+
+        Args:
+            rank: (samples,) int64, each rank equally often.
+            ranks: how many there are.
+
+        Raises:
+            InputError: if the samples are not split evenly.
+        """
+        counts = np.bincount(rank, minlength=ranks)
+        if len(counts) != ranks or (counts != len(rank) // ranks).any():
+            raise InputError(
+                f"{len(rank)} samples do not split evenly over {ranks} ranks when ranks get {counts.min()} to "
+                f"{counts.max()}: give each rank {len(rank) // ranks}"
+            )
+        return cls(np.argsort(rank, kind="stable").reshape(ranks, -1))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return int(self.samples.shape[0])
+
+    @property
+    def slots(self) -> int:
+        """Samples that each rank has."""
+        return int(self.samples.shape[1])
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """Where each sample is, (samples,) int64: rank * slots + slot."""
+        found = np.empty(self.samples.size, dtype=np.int64)
+        found[self.samples.reshape(-1)] = np.arange(self.samples.size)
+        return found
+
+    @cached_property
+    def rank(self) -> np.ndarray:
+        """The rank that each sample is on, (samples,) int64."""
+        return self.place // self.slots
+
+    def targets(self, after: Homes) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the sample in each slot goes: the rank and the slot there, (ranks, slots) int64 each."""
+        place = after.place[self.samples]
+        return place // self.slots, place % self.slots
+
+    def moved(self, after: Homes, groups: np.ndarray | None = None) -> int:
+        """Return how many samples go to another rank, or to another group of ranks.
+
+        Args:
+            after: where they go.
+            groups: (ranks,) the group of each rank, such as its node; None for each rank its own.
+        """
+        of = np.arange(self.ranks) if groups is None else groups
+        return int((of[self.rank] != of[after.rank]).sum())
+
+    def same_as(self, other: Homes) -> bool:
+        """Whether every sample is in the same slot."""
+        return np.array_equal(self.samples, other.samples)
+
+
+class Volume(NamedTuple):
+    """Rows of one movement out and one back, over all ranks; rows that stay on a rank count nowhere."""
+
+    intra: int
+    """Between ranks of one node."""
+    inter: int
+    """Between nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleLoad:
+    """What a placer decides from, the same on all ranks."""
+
+    grid: Grid
+    """With tp = 1: every rank has samples of its own."""
+    homes: Homes
+    """Where the samples are."""
+    copies: np.ndarray
+    """(samples, num_experts) int64: copies of each sample that this layer sends to each expert."""
+    following: np.ndarray | None
+    """The same of the next MoE layer, predicted; None after the last."""
+    carried: int = 0
+    """Rows per sample that a move sends from the old home to the new one: the sample's tokens where the residual travels on
+    its own, 0 where it rides along."""
+
+    def __post_init__(self) -> None:
+        grid, samples = self.grid, self.homes.samples.size
+        if grid.tp > 1:
+            raise InputError(f"sample placement needs mesh.tp=1, got {grid.tp}: a sample must be whole on its rank")
+        if self.homes.ranks != grid.world:
+            raise InputError(f"a placement over {self.homes.ranks} ranks does not fit a mesh of {grid.world}")
+        for name in ("copies", "following"):
+            table = getattr(self, name)
+            if table is not None and (table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep):
+                raise InputError(
+                    f"{name} of shape {table.shape} does not fit {samples} samples and mesh.ep={grid.ep}: give "
+                    "(samples, num_experts)"
+                )
+
+    @cached_property
+    def node(self) -> np.ndarray:
+        """The node of each rank, (ranks,) int64."""
+        return nodes_of(self.grid)
+
+    @cached_property
+    def replicas(self) -> list[np.ndarray]:
+        """The ranks of each copy of the experts, ascending: samples never leave theirs."""
+        return [np.sort(ranks, axis=None) for ranks in ranks_by_place(self.grid)]
+
+    @cached_property
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that cross links (intra, inter) if a sample lives on a rank, (samples, ranks) int64 each.
+
+        A rank outside the sample's copy of the experts has meaningless entries: no sample goes there.
+        """
+        total = self.copies if self.following is None else np.concatenate([self.copies, self.following], axis=1)
+        holders = [np.concatenate([self._holders(n, links) for n in self._widths]) for links in ("intra", "inter")]
+        # Whole numbers in float64: exact below 2**53, and a product of those is many times faster than of int64.
+        inside, across = (np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders)
+        now, ranks = self.homes.rank, np.arange(self.grid.world)
+        leaves = now[:, None] != ranks[None, :]
+        far = self.node[now][:, None] != self.node[None, :]
+        return inside + self.carried * (leaves & ~far), across + self.carried * far
+
+    def volume(self, homes: Homes) -> Volume:
+        """Return the rows that cross links when this layer's results, and the next layer's copies, use these homes."""
+        every = np.arange(homes.samples.size)
+        intra, inter = (table[every, homes.rank].sum() for table in self.rows)
+        return Volume(int(intra), int(inter))
+
+    def seconds(self, homes: Homes, intra: float, inter: float) -> float:
+        """Return the modelled time of a placement: the slower kind of link (NetMoE, section 3, equation 1).
+
+        Args:
+            homes: the placement.
+            intra: seconds per row within a node, over all of them.
+            inter: seconds per row between nodes.
+        """
+        rows = self.volume(homes)
+        return max(rows.intra * intra, rows.inter * inter)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Experts of this layer, and of the next."""
+        return (self.copies.shape[1],) if self.following is None else (self.copies.shape[1], self.following.shape[1])
+
+    def _holders(self, num_experts: int, links: str) -> np.ndarray:
+        """Return on how many other ranks a shard of each expert lives, seen from each rank, (num_experts, ranks) int64."""
+        grid = self.grid
+        table = np.zeros((num_experts, grid.world), dtype=np.int64)
+        each = num_experts // grid.ep
+        for ranks in self.replicas:
+            for holder in ranks:
+                first = grid.coordinate(int(holder), "ep") * each
+                near = self.node[ranks] == self.node[holder]
+                seen = ranks[near & (ranks != holder)] if links == "intra" else ranks[~near]
+                table[first : first + each, seen] += 1
+        return table
 
 
 def check(least_gain: float, rest: int) -> None:

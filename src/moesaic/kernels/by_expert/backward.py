@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
-from moesaic.kernels.by_expert.blocks import Block, Blocks, Part, Scratch, Source
+from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, RowBlock, Scratch, Source
 from moesaic.kernels.by_expert.results import Results
 from moesaic.kernels.dots import dot_rows
 from moesaic.kernels.memory import empty
@@ -61,10 +61,10 @@ class _Backward:
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
         may_wait = wanted.deferred_wgrad and work.dispatch is None  # a gather of x would overwrite that of dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
-        self.left: list[tuple[Part, Part, Sequence[Tensor], Block]] = []
+        self.left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
         self._clear_idle()
 
-    def work_on(self, block: Block) -> None:
+    def work_on(self, block: RowBlock) -> None:
         """Work on one block."""
         parts = [part[block.index] for part in self.pre]
         hidden, grad, *gate = (scratch.of(block) for scratch in self.wide)
@@ -87,14 +87,14 @@ class _Backward:
             finish=partial(_finish, self.left) if self.left else None,
         )
 
-    def _write(self, a: Part, b: Part, out: Sequence[Tensor], block: Block) -> None:
+    def _write(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
         """Write the products of a block, now or when `Gradients.finish` is called."""
         if block is self.last:
             self.left.append((a, b, out, block))
         else:
             _products(a, b, out, block)
 
-    def _through_down(self, block: Block, hidden: Part, grad: Part) -> None:
+    def _through_down(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
         """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`.
 
         Weights enter with the gather, where they cost nothing. A weight's own gradient is then a dot product of rows that have
@@ -118,7 +118,7 @@ class _Backward:
         if self.d_down_bias is not None:
             _column_sums(dy, self.d_down_bias, block)
 
-    def _dots_with_results(self, block: Block, dy: Part, hidden: Part, grad: Part) -> Tensor:
+    def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
         """Return the dot product of each row of dy with the expert's result before its weight: (rows,)."""
         dots = dot_rows(grad.rows, hidden.rows, self.each[: block.rows])
         if self.work.down_bias is not None:
@@ -126,7 +126,7 @@ class _Backward:
                 out += torch.mv(rows, self.work.down_bias[segment.expert])
         return dots
 
-    def _through_ups(self, block: Block, grads: list[Part]) -> None:
+    def _through_ups(self, block: RowBlock, grads: list[BlockRows]) -> None:
         """Find the gradients of the matrices that read, of the rows and of weights before them."""
         read = self.x.take(block, self.taken)
         if self.d_rows is not None:
@@ -160,7 +160,7 @@ class _Backward:
 
 
 @torch.no_grad()
-def _finish(left: list[tuple[Part, Part, Sequence[Tensor], Block]]) -> None:
+def _finish(left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
     """Write the products that were left."""
     while left:
         _products(*left.pop())
@@ -177,7 +177,7 @@ def _like(weights: Tensor) -> Tensor:
     return empty(weights.shape, weights.dtype, weights.device)
 
 
-def _products(a: Part, b: Part, out: Sequence[Tensor], block: Block) -> None:
+def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
     """Write each expert's `a.T @ b`, or add it to what earlier blocks of the expert wrote."""
     for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
         if segment.is_first:
@@ -186,7 +186,7 @@ def _products(a: Part, b: Part, out: Sequence[Tensor], block: Block) -> None:
             out[segment.expert].addmm_(a_rows.t(), b_rows)
 
 
-def _column_sums(rows: Part, out: Tensor, block: Block) -> None:
+def _column_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:
     for segment, part in zip(block.segments, rows.segments):
         if segment.is_first:
             torch.sum(part, 0, out=out[segment.expert])

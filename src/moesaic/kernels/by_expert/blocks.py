@@ -28,7 +28,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows that are worked on together."""
 
     index: int
@@ -53,7 +53,7 @@ class Blocks:
     def __init__(self, work: ExpertWork, wide: int, narrow: int) -> None:
         row_bytes = (wide * work.hidden + narrow * work.x.shape[1]) * work.x.element_size()
         limit = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
-        self.all: list[Block] = []
+        self.all: list[RowBlock] = []
         self.sizes: list[int] = []
         segments: list[Segment] = []
         sizes: list[int] = []
@@ -78,12 +78,12 @@ class Blocks:
 
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
         if segments:
-            self.all.append(Block(len(self.all), sum(sizes), tuple(segments), tuple(sizes)))
+            self.all.append(RowBlock(len(self.all), sum(sizes), tuple(segments), tuple(sizes)))
             self.sizes += sizes
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockRows:
     """A block's rows, whole and by expert."""
 
     rows: Tensor
@@ -92,7 +92,7 @@ class Part:
     """(rows of a segment, width) each, as views."""
 
     @classmethod
-    def of(cls, rows: Tensor, block: Block) -> Part:
+    def of(cls, rows: Tensor, block: RowBlock) -> BlockRows:
         """Cut rows that are a block's."""
         return cls(rows, torch.split_with_sizes(rows, block.sizes))
 
@@ -110,13 +110,13 @@ class Scratch:
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
         self._memory = like.new_empty(blocks.most_rows, width)
-        self._cuts: dict[Sequence[int], Part] = {}
+        self._cuts: dict[Sequence[int], BlockRows] = {}
 
-    def of(self, block: Block) -> Part:
+    def of(self, block: RowBlock) -> BlockRows:
         """Return the memory of a block's rows."""
         part = self._cuts.get(block.sizes)
         if part is None:
-            part = self._cuts[block.sizes] = Part.of(self._memory[: block.rows], block)
+            part = self._cuts[block.sizes] = BlockRows.of(self._memory[: block.rows], block)
         return part
 
 
@@ -135,7 +135,7 @@ class Source:
         self._rows = blocks.cut(x) if work.dispatch is None else ()
         self._each = torch.arange(0 if work.dispatch is None else blocks.most_rows, device=x.device)
 
-    def take(self, block: Block, scratch: Scratch, weight: Tensor | None = None) -> Part:
+    def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
         """Return a block's rows: gathered, or a view where there is nothing to do.
 
         Args:
@@ -146,7 +146,7 @@ class Source:
         """
         if self._token is None:
             if weight is None:
-                return Part.of(self._rows[block.index], block)
+                return BlockRows.of(self._rows[block.index], block)
             out = scratch.of(block)
             torch.mul(self._rows[block.index], weight.unsqueeze(1), out=out.rows)
             return out
@@ -158,4 +158,4 @@ class Source:
         bags = torch.ops.aten._embedding_bag_forward_only(
             self._x, token, self._each[: block.rows], False, 0, False, weight
         )
-        return Part.of(bags[0], block)
+        return BlockRows.of(bags[0], block)

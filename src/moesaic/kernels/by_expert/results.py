@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.kernels.by_expert.blocks import Block, Blocks, Part, Scratch
+from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, RowBlock, Scratch
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import ExpertWork, accumulate_dtype
@@ -41,11 +41,11 @@ class Results:
             self._rows = empty((work.num_rows, dim), x.dtype, x.device)
             self._rows_of = blocks.cut(self._rows)
 
-    def of(self, block: Block) -> Part:
+    def of(self, block: RowBlock) -> BlockRows:
         """Return where a block's rows go."""
-        return self._scratch.of(block) if self._rows is None else Part.of(self._rows_of[block.index], block)
+        return self._scratch.of(block) if self._rows is None else BlockRows.of(self._rows_of[block.index], block)
 
-    def finish(self, block: Block) -> None:
+    def finish(self, block: RowBlock) -> None:
         """Take note that a block's rows are written; blocks come in order."""
         if self._total is None:
             return

@@ -8,15 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, compute_dtype, saturate, with_cast
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.codecs.int8 import scales
-from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
 from moesaic.kernels.pick import codes_by_triton
-
-WIDTH = 128
-"""Values of a row under one scale; the last block of a row may be narrower."""
-LARGEST = 448.0
-"""The largest e4m3 number; the format has no infinity, and a cast of more gives NaN, hence the clamp."""
 
 
 @final
@@ -38,9 +33,9 @@ class Fp8(AbstractCodec):
             return
         scale, eighths = fields
         values = rows.to(scale.dtype)
-        scale.copy_(scales(block_max(values), LARGEST))
+        scale.copy_(scales(block_max(values), FP8_LARGEST))
         scaled = values / per_value(scale, rows.shape[1])
-        eighths.copy_(scaled.clamp_(-LARGEST, LARGEST).nan_to_num_(0.0))
+        eighths.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         if codes_by_triton(fields[0].device, dtype):
@@ -53,19 +48,19 @@ class Fp8(AbstractCodec):
 
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
-        scale = per_value(scales(block_max(values), LARGEST), rows.shape[1]).double()
+        scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
         # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value in float32.
         step = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-18)
         return with_cast(rows, step)
 
 
 def block_max(values: Tensor) -> Tensor:
-    """Return the largest magnitude of each block of `WIDTH` values: (R, D) -> (R, ceil(D / WIDTH))."""
+    """Return the largest magnitude of each block of `FP8_WIDTH` values: (R, D) -> (R, ceil(D / FP8_WIDTH))."""
     rows, dim = values.shape
-    padded = F.pad(values, (0, -dim % WIDTH))
-    return padded.view(rows, -1, WIDTH).abs().amax(2)
+    padded = F.pad(values, (0, -dim % FP8_WIDTH))
+    return padded.view(rows, -1, FP8_WIDTH).abs().amax(2)
 
 
 def per_value(scale: Tensor, dim: int) -> Tensor:
-    """Return each value's scale: (R, ceil(D / WIDTH)) -> (R, D)."""
-    return scale.repeat_interleave(WIDTH, dim=1)[:, :dim]
+    """Return each value's scale: (R, ceil(D / FP8_WIDTH)) -> (R, D)."""
+    return scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]

@@ -11,12 +11,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from moesaic.kernels.code_formats import INT8_LARGEST, compute_dtype, saturate, with_cast
 from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.codecs.rounding import compute_dtype, saturate, with_cast
 from moesaic.kernels.pick import codes_by_triton
-
-LEVELS = 127
-"""The largest integer sent; -128 is not used."""
 
 
 @final
@@ -37,8 +34,8 @@ class Int8(AbstractCodec):
             return
         scale, integers = fields
         values = rows.to(scale.dtype)
-        scale.copy_(scales(values.abs().amax(1, keepdim=True), LEVELS))
-        integers.copy_((values / scale).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0))
+        scale.copy_(scales(values.abs().amax(1, keepdim=True), INT8_LARGEST))
+        integers.copy_((values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         if codes_by_triton(fields[0].device, dtype):
@@ -51,7 +48,7 @@ class Int8(AbstractCodec):
 
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
-        scale = scales(values.abs().amax(1, keepdim=True), LEVELS).double()
+        scale = scales(values.abs().amax(1, keepdim=True), INT8_LARGEST).double()
         # Half a step; 2**-14 steps cover the rounding of the scale and of the quotient: 3 x 127 x 2**-24 in float32.
         step = scale * (0.5 + 2.0**-14)
         return with_cast(rows, step)

@@ -12,8 +12,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.codecs.rounding import (
+from moesaic.kernels.code_formats import (
     cast_error,
     compute_dtype,
     multiply_by_power,
@@ -21,6 +20,7 @@ from moesaic.kernels.codecs.rounding import (
     saturate_finite,
     with_cast,
 )
+from moesaic.kernels.codecs.codec import AbstractCodec
 
 
 class AbstractSixteenBit(AbstractCodec):

@@ -17,18 +17,15 @@ from torch import Tensor
 
 from moesaic.codecs import CodecSpec, blocks_of_bits
 from moesaic.errors import InputError
+from moesaic.kernels.code_formats import ZFP_BLOCK, ZFP_FLUSH, compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.codecs.rounding import compute_dtype, multiply_by_power, saturate, with_cast
-from moesaic.kernels.codecs.zfp_bound import BLOCK, block_errors
+from moesaic.kernels.codecs.zfp_bound import block_errors
 from moesaic.kernels.pick import codes_by_triton
 
 RATES = range(4, 33)
 """Bits per value that are accepted. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
 MOST_VALUES = 2**28
 """The Triton kernels count the bits of so many values with 32-bit integers; more go over the CPU."""
-FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
-"""Smaller values, as parts of the message's largest, are sent as zero: zfp's own scale overflows for blocks below 2**-98
-(float32) or 2**-962 (float64), and such blocks would come back as noise."""
 
 
 @final
@@ -87,7 +84,7 @@ class Zfp(AbstractCodec):
         shift, stream, flags = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64
-        shape = (num_rows + -num_rows % BLOCK, dim + -dim % BLOCK)
+        shape = (num_rows + -num_rows % ZFP_BLOCK, dim + -dim % ZFP_BLOCK)
         ztype = zfpy.type_double if is_double else zfpy.type_float
         decoded = zfpy._decompress(stream.numpy().tobytes(), ztype, shape, rate=self.rate)
         values = multiply_by_power(torch.from_numpy(decoded)[:num_rows, :dim], -shift.to(torch.int32))
@@ -97,8 +94,10 @@ class Zfp(AbstractCodec):
     def _bound(self, rows: Tensor) -> Tensor:
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
-        per_value = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: rows.shape[0], : rows.shape[1]]
-        step = multiply_by_power(per_value + FLUSH[values.dtype], -shift)
+        per_value = errors.repeat_interleave(ZFP_BLOCK, 0).repeat_interleave(ZFP_BLOCK, 1)[
+            : rows.shape[0], : rows.shape[1]
+        ]
+        step = multiply_by_power(per_value + ZFP_FLUSH[values.dtype], -shift)
         return with_cast(rows.cpu(), step).masked_fill(bad[:, None], torch.inf).to(rows.device)
 
 
@@ -110,7 +109,7 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         (R, D) float32 or float64 below 1 in magnitude, on the CPU, zero where the row is not finite or the value is below
-        `FLUSH`; (1,) int32, the exponent of the power of two that rows were multiplied with; (R,) bool, the rows that
+        `ZFP_FLUSH`; (1,) int32, the exponent of the power of two that rows were multiplied with; (R,) bool, the rows that
         are not finite.
     """
     values = rows.cpu().to(compute_dtype(rows.dtype))
@@ -118,12 +117,12 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = values.masked_fill(bad[:, None], 0.0)
     shift = -torch.frexp(values.abs().max()).exponent.view(1)
     values = multiply_by_power(values, shift)
-    return values.masked_fill(values.abs() < FLUSH[values.dtype], 0.0), shift, bad
+    return values.masked_fill(values.abs() < ZFP_FLUSH[values.dtype], 0.0), shift, bad
 
 
 def pad(values: Tensor) -> Tensor:
     """Fill rows and columns up to multiples of 4 with the last ones: (R, D) -> (4 ceil(R / 4), 4 ceil(D / 4))."""
-    rows, dim = (torch.arange(size + -size % BLOCK).clamp(max=size - 1) for size in values.shape)
+    rows, dim = (torch.arange(size + -size % ZFP_BLOCK).clamp(max=size - 1) for size in values.shape)
     return values[rows][:, dim].contiguous()
 
 

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCK = 4
-"""Rows and columns of a block."""
-ORDER = np.array([0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15])
-"""The coefficients of a block (row-major places) in the order in which a plane's bits are sent: by total frequency."""
+from moesaic.kernels.code_formats import ZFP_BLOCK, ZFP_ORDER
+
 CUT = 9.75
 """The error of a value in units of the last whole plane's place (derived above)."""
 LOSSES = 128
@@ -45,19 +43,23 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
         (R / 4, D / 4) float64.
     """
     rows, dim = values.shape
-    blocks = values.reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
+    blocks = (
+        values.reshape(rows // ZFP_BLOCK, ZFP_BLOCK, dim // ZFP_BLOCK, ZFP_BLOCK)
+        .swapaxes(1, 2)
+        .reshape(-1, ZFP_BLOCK, ZFP_BLOCK)
+    )
     exponent = np.frexp(np.abs(blocks).max((1, 2)))[1].astype(np.int64)
     planes = whole_planes(coefficients(blocks, exponent), block_bits(values.dtype, rate))
     width = values.dtype.itemsize * 8
     relative = CUT * np.exp2(2.0 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
     errors = np.ldexp(np.where(planes < SAFE_PLANES, WRAPPED, relative), exponent)
     errors[~blocks.any((1, 2))] = 0.0  # a block of zeros is sent as such
-    return errors.reshape(rows // BLOCK, dim // BLOCK)
+    return errors.reshape(rows // ZFP_BLOCK, dim // ZFP_BLOCK)
 
 
 def block_bits(dtype: np.dtype, rate: int) -> int:
     """Return the bits of a block that are left for its planes: all but a flag and the exponent."""
-    return BLOCK * BLOCK * rate - (9 if dtype == np.float32 else 12)
+    return ZFP_BLOCK * ZFP_BLOCK * rate - (9 if dtype == np.float32 else 12)
 
 
 def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
@@ -77,7 +79,7 @@ def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
     mask = np.array(0xAAAAAAAAAAAAAAAA >> (64 - width), dtype=unsigned)
     twos_complement: np.ndarray = np.ascontiguousarray(integers).view(unsigned)
     negabinary: np.ndarray = np.bitwise_xor(twos_complement + mask, mask)
-    return negabinary.reshape(-1, BLOCK * BLOCK)[:, ORDER]
+    return negabinary.reshape(-1, ZFP_BLOCK * ZFP_BLOCK)[:, ZFP_ORDER]
 
 
 def _transform(integers: np.ndarray) -> np.ndarray:
@@ -110,7 +112,7 @@ def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
     Returns:
         (B,) int64.
     """
-    places = np.arange(1, BLOCK * BLOCK + 1)
+    places = np.arange(1, ZFP_BLOCK * ZFP_BLOCK + 1)
     left = np.full(len(sent), bits, dtype=np.int64)
     reached = np.zeros(len(sent), dtype=np.int64)
     planes = np.zeros(len(sent), dtype=np.int64)
@@ -118,8 +120,8 @@ def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
         is_set = (sent >> sent.dtype.type(place)) & sent.dtype.type(1) != 0
         is_new = is_set & (places > reached[:, None])
         now = np.maximum(reached, (is_new * places).max(1))
-        is_last_new = (now == BLOCK * BLOCK) & (reached < BLOCK * BLOCK)
-        left -= now + is_new.sum(1) + (now < BLOCK * BLOCK) - is_last_new
+        is_last_new = (now == ZFP_BLOCK * ZFP_BLOCK) & (reached < ZFP_BLOCK * ZFP_BLOCK)
+        left -= now + is_new.sum(1) + (now < ZFP_BLOCK * ZFP_BLOCK) - is_last_new
         planes += left >= 0
         reached = now
     return planes

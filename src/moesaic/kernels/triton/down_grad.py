@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile, slope
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile, num_bites
 
 
 def down_grad(
@@ -61,7 +60,7 @@ def down_grad(
     dy, down = dy.contiguous(), unit_stride(down)
     bites = num_bites(tile, is_long=activation == "gelu")
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = Launch.of(tile, capacity * column_tiles, dy.device)
+    launch = KernelLaunch.of(tile, capacity * column_tiles, dy.device)
     (matrix,), by_descriptor = as_operands((down,), (1, tile.depth, tile.columns), tile)
     (rows,), rows_by_descriptor = as_operands((dy,), (tile.rows, tile.depth), tile if token is None else None)
     _down_grad_kernel[(launch.programs,)](
@@ -74,18 +73,6 @@ def down_grad(
         num_stages=tile.stages,
     )  # fmt: skip
     return d_pre, hidden, parts
-
-
-def down_grad_reference(
-    dy: Tensor, down: Tensor, pre: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return (d_pre, hidden, d_weight) of rows in expert order by autograd, in float64."""
-    with torch.enable_grad():
-        *pre, weight = (each.detach().double().requires_grad_() for each in (*pre, weight))
-        hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0) * weight[:, None]
-        d_hidden = rows_times_reference(dy, down.transpose(1, 2), ends)
-        *d_pre, d_weight = torch.autograd.grad(hidden, (*pre, weight), d_hidden)
-    return d_pre, hidden.detach(), d_weight
 
 
 @triton.jit

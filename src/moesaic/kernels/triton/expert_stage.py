@@ -23,10 +23,10 @@ from torch import Tensor
 from moesaic.kernels import whole_batch
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.launch import device_of
 from moesaic.kernels.triton.outer import outer_products
-from moesaic.kernels.triton.permute import sum_tokens
-from moesaic.kernels.triton.tiles import Shape, Tile, default_tile
+from moesaic.kernels.triton.rows.launch import device_of
+from moesaic.kernels.triton.rows.permute import sum_tokens
+from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.parts import place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile
 
 
 def rows_times(
@@ -53,7 +52,7 @@ def rows_times(
         return out
     other_x, other_w = rows[-1].contiguous(), unit_stride(matrices[-1])
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = Launch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
+    launch = KernelLaunch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
     block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
     (matrix, other), by_descriptor = as_operands((w, other_w), block, tile)
     (source, other_source), rows_by_descriptor = as_operands(
@@ -68,14 +67,6 @@ def rows_times(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | None = None) -> Tensor:
-    """Multiply one expert's rows after the other by (E, N, K) matrices, in float64."""
-    rows = (x if token is None else x[token.long()]).double()
-    starts = [0, *ends.tolist()[:-1]]
-    parts = [rows[a:b] @ w[e].double().T for e, (a, b) in enumerate(zip(starts, ends.tolist()))]
-    return torch.cat(parts)
 
 
 @triton.jit

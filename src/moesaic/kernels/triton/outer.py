@@ -8,14 +8,13 @@ results; an expert without rows gets zeros. Many experts make many programs, so 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import Launch, dot_precision
 from moesaic.kernels.triton.parts import place
-from moesaic.kernels.triton.tiles import Tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, dot_precision
+from moesaic.kernels.triton.rows.tiles import Tile
 
 
 def outer_products(
@@ -45,7 +44,7 @@ def outer_products(
         return out
     p, q = p.contiguous(), q.contiguous()
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
-    launch = Launch.of(tile, len(ends) * per_expert, p.device)
+    launch = KernelLaunch.of(tile, len(ends) * per_expert, p.device)
     _outer_kernel[(launch.programs,)](
         p, q, out, p if p_token is None else p_token, q if q_token is None else q_token, ends, len(ends), out.shape[1],
         out.shape[2], P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None,
@@ -53,12 +52,6 @@ def outer_products(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def outer_products_reference(p: Tensor, q: Tensor, ends: Tensor) -> Tensor:
-    """Multiply one expert's rows after the other, all in expert order, in float64."""
-    starts = [0, *ends.tolist()[:-1]]
-    return torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in zip(starts, ends.tolist())])
 
 
 @triton.jit

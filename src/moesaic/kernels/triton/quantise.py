@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.codecs.fp8 import LARGEST, WIDTH
-from moesaic.kernels.codecs.int8 import LEVELS
+from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, INT8_LARGEST
 
 CHUNK = 1024
 """Values of a row that one step takes."""
@@ -34,7 +33,9 @@ def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
         scale: (R, 1) float32, written.
         integers: (R, D) int8, written.
     """
-    _int8_encode_kernel[(len(rows),)](rows.contiguous(), scale, integers, rows.shape[1], LEVELS=LEVELS, CHUNK=CHUNK)
+    _int8_encode_kernel[(len(rows),)](
+        rows.contiguous(), scale, integers, rows.shape[1], LEVELS=INT8_LARGEST, CHUNK=CHUNK
+    )
 
 
 @torch.library.custom_op("moesaic::triton_int8_decode", mutates_args=())
@@ -65,7 +66,7 @@ def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
     grid = (len(rows), triton.cdiv(scale.shape[1], BLOCKS))
     _fp8_encode_kernel[grid](
         rows.contiguous(), scale, eighths.view(torch.uint8), rows.shape[1], scale.shape[1],
-        LARGEST=LARGEST, WIDTH=WIDTH, BLOCKS=BLOCKS,
+        LARGEST=FP8_LARGEST, WIDTH=FP8_WIDTH, BLOCKS=BLOCKS,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def fp8_decode(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
     rows = torch.empty(eighths.shape, dtype=dtype, device=eighths.device)
     grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
     _decode_kernel[grid](
-        scale, eighths.view(torch.uint8), rows, rows.shape[1], scale.shape[1], PER_SCALE=WIDTH,
+        scale, eighths.view(torch.uint8), rows, rows.shape[1], scale.shape[1], PER_SCALE=FP8_WIDTH,
         LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK,
     )  # fmt: skip
     return rows

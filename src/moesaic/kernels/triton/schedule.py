@@ -46,15 +46,6 @@ def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
     return schedule
 
 
-def row_tiles_reference(ends: Tensor, height: int) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, end of the expert's rows) of each tile, in order."""
-    tiles, start = [], 0
-    for expert, end in enumerate(ends.tolist()):
-        tiles += [(expert, row, end) for row in range(start, end, height)]
-        start = end
-    return tiles
-
-
 @triton.jit
 def _schedule_kernel(
     ends: tl.tensor,

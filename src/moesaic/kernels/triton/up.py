@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.grouped import matrix_tile, rows_tile, rows_times_reference
-from moesaic.kernels.triton.launch import Launch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 from moesaic.kernels.triton.schedule import max_tiles, row_tiles
-from moesaic.kernels.triton.tiles import Tile, num_bites
 
 
 def up(
@@ -52,7 +51,7 @@ def up(
     if num_rows == 0 or width == 0:
         return pre, hidden
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = Launch.of(tile, capacity * triton.cdiv(width, tile.columns), x.device)
+    launch = KernelLaunch.of(tile, capacity * triton.cdiv(width, tile.columns), x.device)
     one, two = unit_stride(matrices[0]), unit_stride(matrices[-1])
     (first, second), by_descriptor = as_operands((one, two), (1, tile.columns, tile.depth), tile)
     (rows,), rows_by_descriptor = as_operands((x,), (tile.rows, tile.depth), tile if token is None else None)
@@ -65,15 +64,6 @@ def up(
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return pre, hidden
-
-
-def up_reference(
-    x: Tensor, matrices: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return what `up` must, of rows that stand in expert order, in float64."""
-    pre = [rows_times_reference(x, each, ends) for each in matrices]
-    hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0)
-    return pre, hidden if weight is None else hidden * weight.double()[:, None]
 
 
 @triton.jit

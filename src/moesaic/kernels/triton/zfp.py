@@ -15,21 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.codecs.rounding import multiply_by_power
-from moesaic.kernels.codecs.zfp import FLUSH
-from moesaic.kernels.codecs.zfp_bound import BLOCK, ORDER
+from moesaic.kernels.code_formats import ZFP_BLOCK, ZFP_FLUSH, ZFP_ORDER, multiply_by_power
 from moesaic.kernels.triton.zfp_code import decode_kernel, encode_kernel
 
 PLANES = 32
 """Bit planes of a block of float32 values."""
 BLOCKS = 64
 """Blocks that one program transforms or codes."""
-PLACES = sum(int(place) << 4 * int(coefficient) for place, coefficient in enumerate(ORDER))
+PLACES = sum(int(place) << 4 * int(coefficient) for place, coefficient in enumerate(ZFP_ORDER))
 """Where each coefficient, row by row, stands among those sent: 16 places of 4 bits."""
 ORDERED = tl.constexpr(PLACES - (1 << 64) if PLACES >= 1 << 63 else PLACES)
 NEGABINARY = tl.constexpr(0xAAAAAAAA - (1 << 32))
 """The mask between two's complement and base -2, as an int32."""
-TINY = tl.constexpr(FLUSH[torch.float32])
+TINY = tl.constexpr(ZFP_FLUSH[torch.float32])
 
 
 @torch.library.custom_op("moesaic::triton_zfp_encode", mutates_args=("shift", "stream", "flags"))
@@ -50,7 +48,7 @@ def zfp_encode(rows: Tensor, shift: Tensor, stream: Tensor, flags: Tensor, rate:
     shift.copy_(exponent)
     bits = torch.nn.functional.pad(is_bad, (0, -len(is_bad) % 8)).view(-1, 8)
     flags.copy_((bits * (128 >> torch.arange(8, device=rows.device))).sum(1))
-    across, down = triton.cdiv(rows.shape[1], BLOCK), triton.cdiv(len(rows), BLOCK)
+    across, down = triton.cdiv(rows.shape[1], ZFP_BLOCK), triton.cdiv(len(rows), ZFP_BLOCK)
     planes = torch.empty(PLANES, across * down, dtype=torch.int16, device=rows.device)
     exponents = torch.empty(across * down, dtype=torch.int32, device=rows.device)
     # In two steps: the power itself may be out of range. Exact.
@@ -73,7 +71,7 @@ def zfp_decode(
     shift: Tensor, stream: Tensor, flags: Tensor, num_rows: int, dim: int, dtype: torch.dtype, rate: int
 ) -> Tensor:
     """Return (num_rows, dim) rows in `dtype` from the fields of a `Zfp` message of that rate."""
-    across, down = triton.cdiv(dim, BLOCK), triton.cdiv(num_rows, BLOCK)
+    across, down = triton.cdiv(dim, ZFP_BLOCK), triton.cdiv(num_rows, ZFP_BLOCK)
     planes = torch.zeros(PLANES, across * down, dtype=torch.int16, device=stream.device)
     exponents = torch.empty(across * down, dtype=torch.int32, device=stream.device)
     grid = (triton.cdiv(across * down, BLOCKS),)

@@ -109,8 +109,15 @@ class GroupLimited(AbstractRouter):
 
 
 def group_limited_sigmoid(
-    dim: int, num_experts: int, *, num_groups: int = 4, top_groups: int = 2, bias_rate: float = 1e-3
+    dim: int,
+    num_experts: int,
+    *,
+    num_groups: int = 4,
+    top_groups: int = 2,
+    bias_rate: float = 1e-3,
+    normalize: bool = True,
+    scale: float = 1.0,
 ) -> GroupLimited:
     """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
-    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate)
+    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate, normalize=normalize, scale=scale)
     return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter, chosen, linear_scores, token_choice, top_k_indices
@@ -26,6 +26,8 @@ class SoftmaxTopK(AbstractRouter):
         normalize: "after" applies the softmax to the chosen logits, so that a token's weights sum to one (Mixtral,
             Qwen3); "before" applies it to all of them and keeps the chosen probabilities as they are (Switch, OLMoE).
             With one expert per token "after" would always give weight 1 and no gradient, so it is refused in training.
+        bias: add a trained bias to the logits, zero at first (gpt-oss).
+        scale: factor on the weights (`routed_scaling_factor` of DeepSeek-V2).
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -36,6 +38,8 @@ class SoftmaxTopK(AbstractRouter):
         num_experts: int,
         *,
         normalize: Literal["before", "after"] = "after",
+        bias: bool = False,
+        scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -43,14 +47,21 @@ class SoftmaxTopK(AbstractRouter):
         if normalize not in ("before", "after"):
             raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
         self.weight = linear_scores(dim, num_experts, device, dtype)
-        self.normalize = normalize
+        self.bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        self.normalize, self.scale = normalize, scale
 
     @property
     def weights_sum_to_one(self) -> bool:
-        return self.normalize == "after"
+        return self.normalize == "after" and self.scale == 1
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        if self.bias is not None:
+            self.bias.zero_()
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
@@ -59,8 +70,8 @@ class SoftmaxTopK(AbstractRouter):
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         if self.normalize == "after":
-            return chosen(scores.logits, choice, top_k).softmax(-1).reshape(-1)
-        return chosen(scores.gates, choice, top_k).reshape(-1)
+            return self.scale * chosen(scores.logits, choice, top_k).softmax(-1).reshape(-1)
+        return self.scale * chosen(scores.gates, choice, top_k).reshape(-1)
 
     def check(self, top_k: int) -> None:
         super().check(top_k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +14,8 @@ from moesaic.plan import Compiled
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.budget import TokenBudget
 from moesaic.runtime.balance.selector import ProgramSelector
-from moesaic.runtime.calls import AbstractCallPolicy, Chosen, PlainCalls
+from moesaic.runtime.balance.slices import run_slices
+from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen, PlainCalls
 
 
 class BalancedCalls(AbstractCallPolicy):
@@ -52,7 +54,8 @@ class BalancedCalls(AbstractCallPolicy):
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
         """Return what the selector chose, or what of it the budget allows."""
         compiled, replicated = self.selector.choose(record, copies, units)
-        return Chosen(*self.budget.hold(compiled, replicated, copies, units))
+        compiled, replicated, cut = self.budget.hold(compiled, replicated, copies, units)
+        return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
         """Run and time it; see `ProgramSelector.timed`."""

@@ -14,19 +14,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather
-from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import Weights
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
-from moesaic.routing.node_tokens import NodeTokens
 from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
+from moesaic.runtime.expert_parallel import UncutCall
 from moesaic.runtime.tasks import Environment
 
 
@@ -42,46 +40,35 @@ class Slice:
     """The program's INDEX inputs by name."""
 
 
-def slices_of(
-    whole: Cut,
-    origins: Sequence[int],
-    transport: AbstractTransport,
-    routing: tuple[Tensor, Tensor],
-    find: Callable[[Tensor, Tensor], NodeTokens] | None,
-    bind: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes],
-) -> list[Slice]:
+def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     """Return the slices of a call. Under multicast all ranks call it together.
 
     Args:
-        whole: the call, cut.
-        origins: whose rows this rank's routing has: its own, or those of its tensor group.
-        transport: between all ranks.
-        routing: token and expert of each row, (rows,) int64, expert after expert.
-        find: under multicast, finds the visits of this rank's own rows.
-        bind: from replicated copies, copies and visits to sizes.
+        cut: how the call is cut.
+        call: what it takes to run the call slice by slice.
     """
-    token, expert = routing
+    transport, token, expert, bind = call.whole.transport, call.token, call.expert, call.sizes
     rows, node_tokens = [], []
-    for number in range(whole.num_slices):
-        places, origin = whole.rows(number, origins)
+    for number in range(cut.num_slices):
+        places, origin = cut.rows(number, call.origins)
         rows.append(torch.from_numpy(places).to(token.device))
-        if find is not None:
+        if call.find is not None:
             own = torch.from_numpy(places[origin == transport.rank]).to(token.device)
-            node_tokens.append(find(token[own], expert[own]))
+            node_tokens.append(call.find(token[own], expert[own]))
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
         told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
         node_tokens = [replace(each, of_all=told[:, number]) for number, each in enumerate(node_tokens)]
 
     def slice_of(number: int) -> Slice:
-        replicated, copies = whole.replicated(number), whole.copies(number)
+        replicated, copies = cut.replicated(number), cut.copies(number)
         if not node_tokens:
             indices = {"index": token[rows[number]].unsqueeze(1)}
             return Slice(rows[number], lambda: bind(replicated, copies, None), indices)
         seen = node_tokens[number]
         return Slice(rows[number], lambda: bind(replicated, copies, seen), seen.indices)
 
-    return [slice_of(number) for number in range(whole.num_slices)]
+    return [slice_of(number) for number in range(cut.num_slices)]
 
 
 @dataclass(frozen=True)
@@ -117,8 +104,14 @@ class SlicedRun:
         return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
 
 
-def run_slices(work: SlicedRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
-    """LayerRun dispatch, experts and combine slice by slice; see `run_program`, whose arguments and result these are."""
+def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
+    """Run dispatch, experts and combine slice by slice; see `run_program`, whose further arguments and result these are.
+
+    Args:
+        cut: how the call is cut.
+        call: what it takes to run the call slice by slice.
+    """
+    work = SlicedRun(call.whole, slices_of(cut, call))
     y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 

@@ -24,7 +24,7 @@ from moesaic.experts.experts import is_dtensor
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
 from moesaic.runtime.balance.experts.move import Masters, SentBytes, Shelf, carry_slots, shelves_of
-from moesaic.runtime.balance.experts.order import ExpertOrder
+from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
 

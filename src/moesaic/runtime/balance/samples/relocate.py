@@ -39,11 +39,11 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import is_dtensor
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import moving
-from moesaic.program.shapes import LayoutIndex
+from moesaic.program.sizes import LayoutIndex
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.balance.experts.order import ExpertOrder
 from moesaic.runtime.balance.samples.rows import carry
+from moesaic.runtime.expert_order import ExpertOrder
 
 PATIENCE = 2
 """Passes in a row in which nobody moves, before a policy may rest."""

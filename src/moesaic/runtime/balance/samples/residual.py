@@ -51,7 +51,11 @@ def rides_along(
     if residual is None or weight_first or mask is not None or not plan.is_lossless:
         return False
     dtype = residual.x.dtype
-    return router.weights_sum_to_one and compute_dtype(residual.x) is dtype and dtype.itemsize >= 4
+    return (
+        router.weights_sum_to_one
+        and compute_dtype(residual.x.dtype, residual.x.device) is dtype
+        and dtype.itemsize >= 4
+    )
 
 
 class WithResidual(AbstractExperts):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.balance.samples.homes import Homes
+from moesaic.balance.samples.placer import Homes
 from moesaic.comm.transport import AbstractTransport, Transfer
 
 

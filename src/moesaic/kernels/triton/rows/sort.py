@@ -68,18 +68,6 @@ def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
 
 
-def sort_reference(expert: Tensor, num_experts: int) -> Order:
-    """Sort with a list per expert."""
-    copies = [[i for i, e in enumerate(expert.tolist()) if e == wanted] for wanted in range(num_experts)]
-    order = [i for of_one in copies for i in of_one]
-    row = [-1] * len(expert)
-    for place, i in enumerate(order):
-        row[i] = place
-    ends = torch.tensor([len(of_one) for of_one in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    filled = order + [0] * (len(expert) - len(order))
-    return Order(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
-
-
 @triton.jit
 def _count_kernel(
     expert: tl.tensor,

@@ -11,16 +11,16 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.kernels.triton.tiles import HOPPER, Device, Tile
+from moesaic.kernels.triton.rows.tiles import HOPPER, Tile, TileDevice
 
 ALIGNMENT = 16
 """Bytes that descriptors want of addresses and strides."""
-INTERPRETED = Device(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
+INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
 """What stands for the device under Triton's interpreter: a Hopper with two multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """How many programs run a list of tiles."""
 
     programs: int
@@ -28,20 +28,20 @@ class Launch:
     """Whether a program's tiles are one pipelined loop: the next tile's loads start before the last one's epilogue."""
 
     @staticmethod
-    def of(tile: Tile, num_tiles: int, device: torch.device) -> Launch:
+    def of(tile: Tile, num_tiles: int, device: torch.device) -> KernelLaunch:
         """Return the launch of `num_tiles` tiles or fewer."""
         if tile.programs == 0:
-            return Launch(programs=num_tiles, flatten=False)
-        return Launch(programs=min(num_tiles, tile.programs * device_of(device).multiprocessors), flatten=True)
+            return KernelLaunch(programs=num_tiles, flatten=False)
+        return KernelLaunch(programs=min(num_tiles, tile.programs * device_of(device).multiprocessors), flatten=True)
 
 
-def device_of(device: torch.device) -> Device:
+def device_of(device: torch.device) -> TileDevice:
     """Return what a choice of tiles depends on; for CPU tensors, which only the interpreter takes, `INTERPRETED`."""
     if device.type != "cuda":
         return INTERPRETED
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
-    return Device(
+    return TileDevice(
         name=properties.name,
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,

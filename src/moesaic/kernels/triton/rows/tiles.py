@@ -49,7 +49,7 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class TileDevice:
     """What a choice of tiles depends on."""
 
     name: str
@@ -133,7 +133,7 @@ def num_bites(tile: Tile, *, is_long: bool = False) -> int:
     return max(1, min(per_thread // (16 if is_long or tile.programs else 32), tile.columns // 16))
 
 
-def default_tile(shape: Shape, device: Device) -> Tile:
+def default_tile(shape: Shape, device: TileDevice) -> Tile:
     """Return a tile without a search.
 
     128 x 128 with two programs on a multiprocessor at a time, so that one's epilogue hides behind the other's products;

@@ -150,7 +150,12 @@ def _run(
     routed: Routed,
 ) -> Tensor:
     """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
-    plain, relocator, dtype, transport = bare_of(on_mesh.calls), move.relocator, compute_dtype(x_TD), on_mesh.transport
+    plain, relocator, dtype, transport = (
+        bare_of(on_mesh.calls),
+        move.relocator,
+        compute_dtype(x_TD.dtype, x_TD.device),
+        on_mesh.transport,
+    )
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
     copies, selector = move.copies, selector_of(on_mesh.calls)
     assert copies is not None

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.launch import next_power_of_2
+from moesaic.kernels.triton.rows.launch import next_power_of_2
 
 WIDEST = 1024
 """Columns that one program works on at a time."""

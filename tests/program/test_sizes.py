@@ -18,8 +18,7 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.shapes import LayoutIndex, Move
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 

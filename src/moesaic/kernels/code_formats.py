@@ -1,9 +1,24 @@
-"""What the codecs share: the dtype they compute in, casts that never overflow, and how far a cast may be off."""
+"""What codecs and their Triton kernels share: constants of the formats, casts that never overflow, and their errors."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+INT8_LARGEST = 127
+"""The largest integer sent; -128 is not used."""
+FP8_WIDTH = 128
+"""Values of a row under one scale; the last block of a row may be narrower."""
+FP8_LARGEST = 448.0
+"""The largest e4m3 number; the format has no infinity, and a cast of more gives NaN, hence the clamp."""
+ZFP_BLOCK = 4
+"""Rows and columns of a block."""
+ZFP_ORDER = np.array([0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15])
+"""The coefficients of a block (row-major places) in the order in which a plane's bits are sent: by total frequency."""
+ZFP_FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
+"""Smaller values, as parts of the message's largest, are sent as zero: zfp's own scale overflows for blocks below 2**-98
+(float32) or 2**-962 (float64), and such blocks would come back as noise."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,7 +24,7 @@ class ExpertOrder:
     """The order of one layer's experts on a mesh, and the load that was seen of them.
 
     Args:
-        num_experts: of the layer.
+        num_experts: how many experts the layer has.
     """
 
     def __init__(self, num_experts: int) -> None:

@@ -1,0 +1,53 @@
+"""What the kernels must compute, written plainly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.activation import hidden_rows
+from moesaic.kernels.permute import Permutation
+from moesaic.kernels.work import ExpertWork
+
+
+def swiglu_reference(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
+    """Return `gated` with silu written out, in float64."""
+    gate, up = gate.double(), up.double()
+    hidden = gate / (1 + torch.exp(-gate)) * up
+    return hidden if weight is None else hidden * weight.double()[:, None]
+
+
+def expert_ffn_reference(work: ExpertWork) -> Tensor:
+    """Run the experts row after row, in float64, differentiable."""
+    x, double = work.x.double(), torch.float64
+    token = torch.arange(len(x)) if work.dispatch is None else work.dispatch.token
+    num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
+    out = [torch.zeros(x.shape[1], dtype=double) for _ in range(num_out)]
+    expert = 0
+    for row, at in enumerate(token.tolist()):
+        while row >= int(work.ends[expert]):
+            expert += 1
+        weight = torch.ones((), dtype=double) if work.gates is None else work.gates[row].double()
+        read = x[at] * (weight if work.gates_first else 1)
+        pre = [matrices[expert].double() @ read for matrices in work.ups]
+        if work.up_biases:
+            pre = [part + biases[expert].double() for part, biases in zip(pre, work.up_biases)]
+        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None, work.clamp)
+        if work.down_bias is not None:
+            result = result + work.down_bias[expert].double()
+        out[at] = out[at] + result * (1 if work.gates_first else weight)
+    return torch.stack(out) if out else x.new_zeros(0, x.shape[1])
+
+
+def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply one expert's rows after the other."""
+    starts = [0, *ends.tolist()[:-1]]
+    return torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(zip(starts, ends.tolist()))])
+
+
+def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
+    """Sum each token's rows one after the other, in float64."""
+    out = torch.zeros(permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
+    for row, token in zip(rows, permutation.token.tolist()):
+        out[token] += row
+    return out

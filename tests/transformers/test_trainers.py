@@ -1,0 +1,94 @@
+"""Other people's trainers over the backend: transformers' Trainer, TRL's SFT, PEFT's LoRA, a few steps each."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+
+from ep_ranks import Sequences, arguments, batch, losses, train
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+import moesaic.transformers
+from worlds import on_ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Mixtral."""
+    path = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SIZES)).save_pretrained(path)
+    return str(path)
+
+
+def model_of(folder: str, implementation: str) -> Any:
+    assert moesaic.transformers.experts_forward
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=implementation)
+
+
+def losses_of_trainer(folder: str, implementation: str, out: Path) -> list[float]:
+    given = TrainingArguments(**arguments(str(out), per_device_train_batch_size=4))
+    return losses(Trainer(model=model_of(folder, implementation), args=given, train_dataset=Sequences()))
+
+
+def test_the_trainer_learns_as_over_the_familys_own_loop(folder: str, tmp_path: Path) -> None:
+    found, expected = (losses_of_trainer(folder, name, tmp_path) for name in ("moesaic", "eager"))
+    assert len(expected) == 3
+    assert expected[-1] < expected[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_trainer_learns_alike_on_two_ranks(folder: str, tmp_path: Path) -> None:
+    expected = losses_of_trainer(folder, "eager", tmp_path)
+    for found in on_ranks(2, train, folder, str(tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts_too", [False, True])
+def test_lora_has_the_familys_own_gradients(folder: str, experts_too: bool) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    found = {}
+    for name in ("moesaic", "eager"):
+        torch.manual_seed(1)
+        on_experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if experts_too else {}
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **on_experts)
+        model = peft.get_peft_model(model_of(folder, name), config)
+        model(input_ids=batch(2), labels=batch(2)).loss.backward()
+        found[name] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert found["moesaic"].keys() == found["eager"].keys()
+    assert any("experts" in key for key in found["eager"]) == experts_too
+    for key, gradient in found["eager"].items():
+        torch.testing.assert_close(found["moesaic"][key], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_supervised_fine_tuning_runs_over_the_backend(folder: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(64)}
+    of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
+    rows = datasets.Dataset.from_dict({"input_ids": batch(8).tolist()})
+    found = {}
+    for name in ("moesaic", "eager"):
+        given = trl.SFTConfig(**arguments(str(tmp_path), per_device_train_batch_size=4, bf16=False))
+        trainer = trl.SFTTrainer(
+            model=model_of(folder, name), args=given, train_dataset=rows, processing_class=tokenizer
+        )
+        found[name] = losses(trainer)
+    assert len(found["eager"]) == 3
+    assert all(map(math.isfinite, found["eager"]))
+    torch.testing.assert_close(found["moesaic"], found["eager"], rtol=1e-4, atol=1e-4)
