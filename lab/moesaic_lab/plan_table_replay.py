@@ -30,11 +30,10 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.plan.plan import Plan
+from moesaic.plan.plan import Plan, plan_in_words
 from moesaic.plan.predict import Predictor
 from moesaic.plan.search import search
 from moesaic.plan.table import PlanTable, TableSettings
-from moesaic.plan.words import plan_in_words
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same

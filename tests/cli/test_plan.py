@@ -13,7 +13,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.cli.plan import plan_in_words
 from moesaic.plan import Plan
-from moesaic.plan.planned import read_planned
+from moesaic.plan.files import read_planned
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
 

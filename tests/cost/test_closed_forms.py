@@ -14,13 +14,13 @@ from cost.clusters import flat
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.collectives import in_turn_all_to_all, pipelined_all_to_all, pipelined_speedup
 from moesaic.cost.simulate import Simulator, simulate
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Lane, Op
+from moesaic_lab.reproduce.collectives import in_turn_all_to_all, pipelined_all_to_all, pipelined_speedup
 
 W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
 """Ranks of one node, tokens of a tensor group, width, experts, experts per token."""
@@ -211,7 +211,7 @@ def test_simulates_without_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from moesaic.cost.cluster_file import read_cluster\n"
         "from moesaic.cost.simulate import simulate\n"
-        "from moesaic.cost.step import simulate_step\n"
+        "from moesaic.cost.step import StepCostModel\n"
         "from moesaic.cost.workload import Workload\n"
         "from moesaic.plan import Plan, compile_plan\n"
         "from moesaic.program.grid import Grid\n"

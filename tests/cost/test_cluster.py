@@ -11,8 +11,7 @@ import pytest
 from cost.clusters import DEVICE, tree
 from moesaic.cost.cluster import ClusterSpec, Link, Peer, Tflops
 from moesaic.cost.cluster_file import cluster_from, presets, read_cluster, to_toml
-from moesaic.cost.emulated import emulated
-from moesaic.cost.rates import parse_rate
+from moesaic.cost.emulated import emulated, parse_rate
 from moesaic.cost.topology import Topology
 from moesaic.errors import InputError
 

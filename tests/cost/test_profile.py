@@ -15,7 +15,7 @@ from moesaic.cost.profile import (
     Errors,
     HostCosts,
     LinkCosts,
-    Machine,
+    MachineInfo,
     Products,
     Versions,
     read_profile,
@@ -32,7 +32,7 @@ from moesaic.program.grid import Grid
 LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PROFILE = ClusterProfile(
-    date="2026-01-01", machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
+    date="2026-01-01", machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
     host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, transport_byte=1e-9, sharing=2.0),
     products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
@@ -84,7 +84,7 @@ def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, change:
 
 
 def test_a_profile_of_another_machine_can_be_taken_all_the_same(tmp_path: Path) -> None:
-    other = replace(PROFILE, machine=Machine(processor="Z80", cores=1, system="CP/M"))
+    other = replace(PROFILE, machine=MachineInfo(processor="Z80", cores=1, system="CP/M"))
     other.write(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json", any_machine=True) == other
 

@@ -9,7 +9,16 @@ import pytest
 
 from cost.clusters import DEVICE, flat
 from moesaic.cost.cluster import ClusterSpec, Host
-from moesaic.cost.collectives import (
+from moesaic.cost.memory import Memory
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import Estimate, StepCostModel, StepModel, reduce_seconds
+from moesaic.cost.timing import Simulated
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.model_shape import ModelShape, MoEShape
+from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -19,16 +28,7 @@ from moesaic.cost.collectives import (
     reduce,
     reduce_scatter,
 )
-from moesaic.cost.memory import Memory
-from moesaic.cost.roofline import ideal, semi_ideal
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import Estimate, StepCostModel, StepModel, reduce_seconds
-from moesaic.cost.timing import Simulated
-from moesaic.cost.workload import Workload
-from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.roofline import ideal, semi_ideal
 
 LAYER = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 MODEL = StepModel(num_layers=4, layer=LAYER, seq_len=256, moe_every=2, vocab=1000)

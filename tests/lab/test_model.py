@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Versions
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic.errors import InputError
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
@@ -20,7 +20,7 @@ BED = BedFields(name="2x2", intra="400mbit")
 CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
 CONFIG = ModelBenchConfig(beds=(BED,), cases=(CASE,))
 PROFILE = ClusterProfile(
-    machine=Machine.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
+    machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
     host=HostCosts(layer=1e-3, task=1e-4, message=2e-5, sharing=2.0),
 )  # fmt: skip

@@ -10,9 +10,8 @@ from moesaic.cost.memory import Memory
 from moesaic.cost.step import Estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan
-from moesaic.plan.files import read_plan, write_plan
+from moesaic.plan.files import read_plan, read_planned, write_plan, write_planned
 from moesaic.plan.findings import Found
-from moesaic.plan.planned import read_planned, write_planned
 from moesaic.program.grid import Grid
 
 FOUND = Found(

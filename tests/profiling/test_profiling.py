@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Machine, Products
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Products
 from moesaic.cost.profile_host import FEATURES, costs_vector
 from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.errors import InputError
@@ -82,7 +82,7 @@ def test_a_profile_says_what_was_measured() -> None:
     assert profile.outside.all_senders == pytest.approx(12.5e6)
     assert profile.outside.latency_seconds == pytest.approx(4e-4 - TRUE.task - TRUE.message, rel=0.05)
     assert profile.products == REST.products
-    assert profile.machine == Machine.here()
+    assert profile.machine == MachineInfo.here()
     assert profile.errors.host_worst < 0.02
     assert profile.errors.links_worst < 0.01
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.collectives import broadcast, reduce
 from moesaic.cost.compute import rates_of
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import reduce_seconds
@@ -21,6 +20,7 @@ from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.collectives import broadcast, reduce
 from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, shadows, stay_home
 from moesaic_lab.reproduce.records import Book
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.cost.roofline import ideal, semi_ideal
 from moesaic_lab.reproduce.fastermoe import (
     GPT,
     GPT_L,
@@ -19,6 +18,7 @@ from moesaic_lab.reproduce.fastermoe import (
     skew_of,
 )
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
+from moesaic_lab.reproduce.roofline import ideal, semi_ideal
 
 ASSUMPTIONS = (
     "experts are chosen by a Zipf law, its exponent fitted on one figure; 1024 tokens per GPU for MoE-GPT, 2048 for BERT-Wide",

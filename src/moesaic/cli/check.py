@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.profile import Machine, Versions
+from moesaic.cost.profile import MachineInfo, Versions
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
 
     summary = evidence.summary
     return {
-        "machine": asdict(Machine.here()),
+        "machine": asdict(MachineInfo.here()),
         "versions": asdict(Versions.here()),
         "passed": evidence.passed,
         "cases": summary.cases,

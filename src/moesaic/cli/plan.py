@@ -24,14 +24,13 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.layouts import Pins, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import PRESETS, read_job, with_batch
-from moesaic.plan.plan import AllToAll, Codec, Order, Schedule
-from moesaic.plan.planned import write_planned
+from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.search import search
-from moesaic.plan.words import plan_in_words
 from moesaic.traces.trace import Trace
 
 TABLES = 4

@@ -6,10 +6,10 @@ What is asked of the kernel is known here; what Python, Gloo and the cores add i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops
-from moesaic.cost.rates import parse_rate
 from moesaic.errors import InputError
 
 UNSHAPED_GBPS = 8.0
@@ -27,6 +27,9 @@ CPU = Device(
     gemm_share=(0.1, 0.5, 0.85, 1.0),
 )
 """One process with one thread of a server core; assumed."""
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+"""Of link rates, the words of `tc`: 200mbit, 25gbit."""
 
 
 def emulated(
@@ -112,3 +115,19 @@ def _in_runs(switches: tuple[int, ...]) -> bool:
     count = len(set(switches)) or 1
     size = len(switches) // count
     return switches == tuple(node // size for node in range(size * count)) if switches else True
+
+
+def parse_rate(text: str, where: str) -> float:
+    """Return a rate in gigabits per second.
+
+    Args:
+        text: a number and bit, kbit, mbit or gbit.
+        where: names the field in the refusal.
+
+    Raises:
+        InputError: if it is not a rate above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", str(text).lower())
+    if not found or found.group(2) not in _UNITS or float(found.group(1)) <= 0:
+        raise InputError(f"{where}={text!r} is no rate: write a number above 0 and bit, kbit, mbit or gbit: 200mbit")
+    return float(found.group(1)) * _UNITS[found.group(2)] / 1e9

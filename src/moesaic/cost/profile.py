@@ -27,7 +27,7 @@ SHARED_FROM = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineInfo:
     """Where a profile was measured."""
 
     processor: str = ""
@@ -38,7 +38,7 @@ class Machine:
     """Operating system and its release."""
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> MachineInfo:
         """Return this machine."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(processor=_processor(), cores=cores, system=f"{platform.system()} {platform.release()}")
@@ -154,7 +154,7 @@ class ClusterProfile:
     format: int = FORMAT
     date: str = ""
     """Of the measurement, YYYY-MM-DD."""
-    machine: Machine = field(default_factory=Machine)
+    machine: MachineInfo = field(default_factory=MachineInfo)
     versions: Versions = field(default_factory=Versions)
     nodes: int = 1
     ranks_per_node: int = 1
@@ -280,11 +280,11 @@ def read_profile(path: Path, *, any_machine: bool = False) -> ClusterProfile:
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"profile {path}: {error}") from error
     if not any_machine:
-        for mine, found in ((profile.machine, Machine.here()), (profile.versions, Versions.here())):
+        for mine, found in ((profile.machine, MachineInfo.here()), (profile.versions, Versions.here())):
             apart = differing_fields(mine, found)
             if apart:
                 raise InputError(
-                    f"profile {path} is of another {'machine' if found == Machine.here() else 'version'} ({apart[0]}): "
+                    f"profile {path} is of another {'machine' if found == MachineInfo.here() else 'version'} ({apart[0]}): "
                     "measure again with moesaic profile, or read it with any_machine=True"
                 )
     return profile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.policy import NO_REPLICATION
-from moesaic.codecs import CODECS, NO_CODEC
+from moesaic.codecs import CODECS, NO_CODEC, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -134,6 +134,19 @@ class Plan(StaticPlan):
     def replicates(self) -> bool:
         """Whether copies may be computed by other ranks than their experts' homes."""
         return self.replication != NO_REPLICATION
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Return what of a plan is not the plain one."""
+    words: list[str] = [plan.schedule, plan.all_to_all]
+    words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
+    words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
+    words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + ["overlapped gather"] * plan.overlap_gather
+    words += [f"{plan.codec} forward"] * is_coded(plan.codec)
+    words += [f"{plan.backward_codec} backward"] * is_coded(plan.backward_codec)
+    words += [f"replication {plan.replication}"] * plan.replicates
+    words += [] if plan.token_budget is None else [f"at most {plan.token_budget} rows"]
+    return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])
 
 
 def check_replication(where: str, replication: str, token_budget: int | None) -> None:

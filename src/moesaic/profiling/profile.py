@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
 from moesaic.cost.movement import movements_of
-from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, Machine, Versions
+from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
 from moesaic.cost.profile_host import FEATURES, host_features, layer_features
 from moesaic.cost.profile_simulate import profiled_simulator
@@ -122,7 +122,7 @@ def _finished(
     return replace(
         profile,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        machine=Machine.here(),
+        machine=MachineInfo.here(),
         versions=Versions.here(),
         errors=Errors(
             host_median=host.median_error, host_worst=host.worst_error, links_worst=link_error, spread=host.spread

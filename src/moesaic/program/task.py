@@ -127,7 +127,7 @@ FLOWS: dict[Flow, FlowSpec] = {
     "weights": FlowSpec(("etp",), ("ep",), is_per_expert=True, is_cut=False),
     "bias": FlowSpec((), ("ep",), is_per_expert=True, is_cut=False),
 }
-"""Pieces rank by rank (`program/shapes.py`) and those counted by symmetry (`cost/symmetry.py`) both follow this table."""
+"""Pieces rank by rank (`program/sizes.py`) and those counted by symmetry (`cost/symmetry.py`) both follow this table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

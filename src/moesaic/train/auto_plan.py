@@ -18,11 +18,10 @@ from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.plan import Crossing
-from moesaic.plan.planned import MESH, read_planned
+from moesaic.plan.files import MESH, read_planned
+from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
-from moesaic.plan.words import plan_in_words
 from moesaic.train.balance import DecisionMeter
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks

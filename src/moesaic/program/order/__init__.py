@@ -16,7 +16,7 @@ from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Program
 
 
-class Order(Protocol):
+class TaskOrder(Protocol):
     """A function that puts the tasks of a program in another sequence."""
 
     def __call__(
@@ -36,7 +36,7 @@ class Order(Protocol):
         """
 
 
-ORDERS: dict[str, Order] = {
+ORDERS: dict[str, TaskOrder] = {
     "fifo": fifo,
     "early": early,
     "optsche": optsche,
