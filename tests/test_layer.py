@@ -267,7 +267,7 @@ BAD_LAYERS = [
     ({"shared_hidden": -4}, "shared_hidden=-4: give the shared expert's inner width, or 0 for none"),
     ({"apply_weight": "around"}, 'apply_weight=\'around\' is unknown: write "after" or "before"'),
     ({"router": "topk"}, "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function"),
-    ({"experts": "geglu"}, "experts='geglu' is unknown: choose one of swiglu, gelu, relu, or pass a function"),
+    ({"experts": "reglu"}, "experts='reglu' is unknown: choose one of swiglu, .*, or pass a function"),
 ]
 
 BAD_CALLS = [

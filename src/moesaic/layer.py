@@ -284,7 +284,7 @@ class MoE(InjectsLosses, RoutingCached):
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
-        y = compute(RoutedCall(x, mask, token_ids, routed, padded_rows))
+        y = compute(RoutedCall(x, x_TD, mask, token_ids, routed, padded_rows))
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
             y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
@@ -292,9 +292,9 @@ class MoE(InjectsLosses, RoutingCached):
 
     def _compute(self, call: RoutedCall) -> Tensor:
         """The dispatch, expert and combine stages, and the shared expert: y of x's shape."""
-        y = self._run_experts(call.x.reshape(-1, self.dim), call.routed, call.padded_rows).view(call.x.shape)
-        added = self.run_shared(call.x, call.mask)
-        return y if added is None else y + added
+        y_TD = self._run_experts(call.x_TD, call.routed, call.padded_rows)
+        added_TD = self.run_shared(call.x_TD, call.mask)
+        return (y_TD if added_TD is None else y_TD + added_TD).view(call.x.shape)
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`.
@@ -417,22 +417,22 @@ class MoE(InjectsLosses, RoutingCached):
             x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)
         )
 
-    def run_shared(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return what the shared expert makes of every token that is not padding, of x's shape; None without one.
+    def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return what the shared expert makes of every token that is not padding, (tokens, dim); None without one.
 
         Args:
-            x: (..., dim).
-            mask: x's shape without dim, bool, False for padding, which may hold anything, NaN included; None for none.
+            x_TD: (tokens, dim).
+            mask: as many bools, False for padding, which may hold anything, NaN included; None for none.
         """
         if self.shared is None:
             return None
-        x_TD, padding = x.reshape(-1, self.dim), None if mask is None else ~mask.reshape(-1, 1)
+        padding = None if mask is None else ~mask.reshape(-1, 1)
         read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
         added: Tensor = self.shared(read, None, ends).to(x_TD.dtype)
         if self.shared_gate is not None:
             added = added * self.shared_gate(read).sigmoid().to(x_TD.dtype)
-        return (added if padding is None else added.masked_fill(padding, 0.0)).view(x.shape)
+        return added if padding is None else added.masked_fill(padding, 0.0)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:

@@ -131,7 +131,8 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
         def __init__(self) -> None:
             dist.ProcessGroup.__init__(self, 1, 3)
 
-    def new_group(backend: str) -> Any:
+    def new_group(ranks: list[int] | None, backend: str, use_local_synchronization: bool) -> Any:
+        assert (ranks, use_local_synchronization) == (None, False)
         made.append((backend, FakeGroup()))
         return made[-1][1]
 

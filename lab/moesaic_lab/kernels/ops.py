@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,18 +108,18 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Ker
 def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
     """What happens between the products, and the routing weights' gradient."""
 
-    def into(*pre: Tensor) -> Tensor:
+    def into(activation: str, *pre: Tensor) -> Tensor:
         out = torch.empty_like(pre[0])
-        hidden_rows_into(pre, "gelu", out)
+        hidden_rows_into(pre, activation, out)
         return out
 
     size = a.nbytes
     return [
-        KernelOp(name="GELU", inputs=(a,), run=into, plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
+        KernelOp(name="GELU", inputs=(a,), run=partial(into, "gelu"), plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
         KernelOp(
             name="SwiGLU",
             inputs=(a, b),
-            run=into,
+            run=partial(into, "silu"),
             plain=lambda gate, up: F.silu(gate) * up,
             flops=0.0,
             num_bytes=3.0 * size,

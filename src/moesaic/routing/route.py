@@ -55,6 +55,8 @@ class RoutedCall(NamedTuple):
 
     x: Tensor
     """(..., dim), as the layer was called."""
+    x_TD: Tensor
+    """(tokens, dim), x once more: the one view by which the stages read it, so that its gradients add up in place."""
     mask: Tensor | None
     """x's shape without dim, bool, False for padding; None for none."""
     token_ids: Tensor | None

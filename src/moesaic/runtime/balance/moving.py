@@ -37,7 +37,7 @@ class WrappedLayer(Protocol):
     def call_with(self) -> Callable[..., tuple[Tensor, Routing]]:
         """Runs the layer with another middle; see `MoE.call_with`."""
 
-    def run_shared(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+    def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
         """Run the shared expert; see `MoE.run_shared`."""
 
 
@@ -93,7 +93,8 @@ class MovingMoE(nn.Module):
             )
         riding = residual if self.layer.shared is None else None  # what the shared expert adds must travel anyway
         y = _run_moved(self.layer, call, move, riding).view(call.x.shape)
-        added = self.layer.run_shared(call.x, call.mask)
+        shared_TD = self.layer.run_shared(call.x_TD, call.mask)
+        added = None if shared_TD is None else shared_TD.view(call.x.shape)
         if residual is not None and not move.rides:
             added = residual.x if added is None else residual.x + added
         return y if added is None else y + move.carry(added)
@@ -113,8 +114,7 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
     Returns:
         (tokens, dim).
     """
-    on_mesh, experts, routed = layer.on_mesh, layer.experts, call.routed
-    x_TD = call.x.reshape(-1, experts.dim)
+    on_mesh, experts, routed, x_TD = layer.on_mesh, layer.experts, call.routed, call.x_TD
     if on_mesh is None:
         raise InputError("sample placement: the layer is on no mesh: call parallelize(mesh, plan) first")
     if len(x_TD) != move.before.slots * move.length:
