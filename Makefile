@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 # A worker per core, a file on one worker; ranks and workers have one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help setup demo test test-all lint bench bench-all docs site clean
+.PHONY: help setup demo test test-random test-all lint bench bench-all docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -28,9 +28,12 @@ demo: $(STAMP)  ## train a sparse and a dense GPT, compare them, sample, write t
 	$(BIN)/moesaic demo
 
 test: $(STAMP)  ## the tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not random"
 
-test-all: $(STAMP)  ## the tests, the slow ones too
+test-random: $(STAMP)  ## the tests that draw thousands of random cases
+	$(PYTEST) -m "random and not slow"
+
+test-all: $(STAMP)  ## the tests, the random and the slow ones too
 	$(PYTEST)
 
 lint: $(STAMP)  ## ruff and mypy

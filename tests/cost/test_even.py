@@ -96,6 +96,7 @@ def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) ->
     assert seen or all_to_all == "multicast"
 
 
+@pytest.mark.random
 def test_random_plans() -> None:
     draw = random.Random(5)
     space = list(

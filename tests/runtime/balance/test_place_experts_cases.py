@@ -29,6 +29,7 @@ __all__ = ["opened"]
 CASES = 60
 
 
+@pytest.mark.random
 def test_random_cases_in_random_orders() -> None:
     seeds = [seed for seed in range(4 * CASES) if draw_case(seed).grid.ep > 1][:CASES]
     assert len(seeds) == CASES

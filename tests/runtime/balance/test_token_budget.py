@@ -60,6 +60,7 @@ def with_budget(seed: int) -> Case:
     return replace(case, plan=replace(case.plan, token_budget=budget, replication=replication))  # type: ignore[arg-type]
 
 
+@pytest.mark.random
 def test_random_plans_compute_the_same_under_any_budget(held: Counter[str]) -> None:
     wrong = {}
     for seed in range(1000, 1080):
