@@ -62,8 +62,14 @@ def test_a_line_goes_to_the_end_of_its_registry(text: str, expected: str) -> Non
 
 
 def test_claims_tell_a_simulator_that_is_wrong_either_way() -> None:
-    rows = [{"files_touched": 2, "tests_failed": 0, "even_over_exact": ratio} for ratio in (1.001, 0.5, 1.2)]
+    tested = {"files_touched": 2, "tests_passed": 9, "tests_failed": 0}
+    rows = [{**tested, "even_over_exact": ratio} for ratio in (1.001, 0.5, 1.2)]
     worst, files, failed = extending.claims(rows)
     assert (worst.value, worst.holds) == (2.0, False)
     assert (files.value, files.holds) == (2, True)
     assert (failed.value, failed.holds) == (0, True)
+
+
+def test_tests_that_nobody_saw_pass_are_no_claim() -> None:
+    rows = [{"files_touched": 2, "tests_passed": passed, "tests_failed": 0, "even_over_exact": 1.0} for passed in (9, 0)]
+    assert extending.claims(rows)[-1].value is None
