@@ -71,5 +71,7 @@ def test_claims_tell_a_simulator_that_is_wrong_either_way() -> None:
 
 
 def test_tests_that_nobody_saw_pass_are_no_claim() -> None:
-    rows = [{"files_touched": 2, "tests_passed": passed, "tests_failed": 0, "even_over_exact": 1.0} for passed in (9, 0)]
+    rows = [
+        {"files_touched": 2, "tests_passed": passed, "tests_failed": 0, "even_over_exact": 1.0} for passed in (9, 0)
+    ]
     assert extending.claims(rows)[-1].value is None
