@@ -64,21 +64,8 @@ def expert_forward(
 ) -> list[Tensor]:  # fmt: skip
     """Return the result and the pre-activations; the arguments are an `ExpertWork`, flat."""
     work = _work(
-        x,
-        gates,
-        token,
-        by_token,
-        starts,
-        per_token,
-        ends,
-        ups,
-        up_biases,
-        down,
-        down_bias,
-        activation,
-        clamp,
-        gates_first,
-    )
+        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, clamp, gates_first
+    )  # fmt: skip
     y, pre = expert_kernel(x.device).forward(work, out_dtype)
     return [y, *pre]
 
@@ -108,21 +95,8 @@ def expert_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of x, gates, ups, their biases, down and its bias; empty ones for what is not wanted."""
     work = _work(
-        x,
-        gates,
-        token,
-        by_token,
-        starts,
-        per_token,
-        ends,
-        ups,
-        up_biases,
-        down,
-        down_bias,
-        activation,
-        clamp,
-        gates_first,
-    )
+        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, clamp, gates_first
+    )  # fmt: skip
     wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
     found = expert_kernel(x.device).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
     d_x, d_gates = (x.new_empty(0) if each is None else each for each in (found.x, found.gates))
@@ -172,8 +146,7 @@ def _work(
         dispatch = Dispatch(token=token, by_token=by_token, starts=starts, per_token=per_token or None)
     return ExpertWork(
         x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, ups=ups, up_biases=up_biases,
-        down=down, down_bias=down_bias, activation=activation,
-        clamp=Clamp(*clamp) if clamp else None,
+        down=down, down_bias=down_bias, activation=activation, clamp=Clamp(*clamp) if clamp else None,
     )  # fmt: skip
 
 
