@@ -19,6 +19,7 @@ BENCHMARKS = {
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
+    "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
     "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
     "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs, orders on an emulated cluster"),
