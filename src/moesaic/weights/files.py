@@ -1,0 +1,278 @@
+"""Tensors in files, by parts: safetensors, and what torch.distributed.checkpoint writes (DCP).
+
+Elements are opaque here: bits pass as they are. Nothing that a file names is run: of DCP's list of tensors and of the parts
+of its files only what describes a tensor is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner, state_dict_saver
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from moesaic.errors import InputError
+from moesaic.train.shard_metadata import read_list
+from moesaic.weights.layout import Readable, Region, every, integer, naming, pieces, volume
+
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""What safetensors calls dtypes."""
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""A safetensors file is closed when it has as many."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a tensor in a file."""
+
+    path: Path
+    start: int
+    """The byte where it begins."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    archive: int | None = None
+    """Bytes of the archive of `torch.save` that holds it; None if its elements are there as they are, row after row."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in files."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def read(self, at: Region) -> np.ndarray:
+        whole = [dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at]
+        out = np.empty([len(dim) for dim in whole], integer(self.dtype))
+        for part in self.parts:
+            starts = part.offsets
+            inside = [
+                slice(_before(dim, start), _before(dim, start + size)) for dim, start, size in zip(whole, starts, part.sizes)
+            ]
+            rows = [dim[here] for dim, here in zip(whole, inside)]
+            if all(rows):
+                here = tuple(slice(row[0] - start, row[-1] - start + 1, row.step) for row, start in zip(rows, starts))
+                out[tuple(inside)] = _mapped(part, self.dtype)[here]
+        return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
+
+
+def _before(dim: range, place: int) -> int:
+    """Return how many places of a row stand before one."""
+    return min(len(dim), max(0, -((dim.start - place) // dim.step)))
+
+
+def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
+    """Return the part's elements, mapped from its file for as long as the array lives."""
+    start, strides = part.start, None
+    if part.archive is not None:
+        start, strides = _in_archive(part.path, part.start, part.archive, dtype)
+    kind = integer(dtype)
+    if not part.sizes:
+        return np.fromfile(part.path, kind, 1, offset=start).reshape(())
+    if strides is None:
+        return np.memmap(part.path, kind, "r", start, part.sizes)
+    span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
+    flat = np.memmap(part.path, kind, "r", start, (span,))
+    return np.lib.stride_tricks.as_strided(flat, part.sizes, [each * kind.itemsize for each in strides], writeable=False)
+
+
+@lru_cache(maxsize=64)
+def _in_archive(path: Path, start: int, length: int, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
+    """Return where the elements of a tensor begin that `torch.save` wrote into a part of a file, and their strides."""
+    with path.open("rb") as file, FakeTensorMode():
+        found = torch.load(_create_file_view(file, start, length), weights_only=True)
+    if not isinstance(found, torch.Tensor) or found.dtype != dtype:
+        raise InputError(f"{path}: byte {start} begins no tensor of {dtype}: the list of tensors is of another checkpoint")
+    begin: int = found.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+    return start + begin + found.storage_offset() * dtype.itemsize, tuple(found.stride())
+
+
+def read_safetensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        InputError: if a file is missing, cut off, or of another checkpoint than the index; says which.
+    """
+    listed: dict[str, str] | None = None
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / Path(name).name for name in sorted(set(listed.values()))]
+    elif len(paths) > 1:
+        raise InputError(f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it")
+    found: dict[str, Stored] = {}
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path} is missing: the index lists {len(paths)} files, fetch this one")
+        for name, stored in _header(path).items():
+            if listed is not None and listed.get(name) != path.name:
+                where = f"in {listed[name]}" if name in listed else "nowhere"
+                raise InputError(f"{path} holds {name}, which the index has {where}: shards of two checkpoints are mixed")
+            found[name] = stored
+    gone = [] if listed is None else sorted(listed.keys() - found.keys())
+    if gone:
+        raise InputError(f"{folder / listed[gone[0]]} lacks {naming(gone)}: shards of two checkpoints are mixed")  # type: ignore[index]
+    return found
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        try:
+            header = json.loads(file.read(min(length, size)))
+        except ValueError:
+            raise InputError(f"{path}: is no safetensors file, or its beginning is damaged: fetch it again") from None
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in CODES:
+            raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
+        shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if 8 + length + end > size:
+            raise InputError(f"{path}: has {size:,} bytes and needs {8 + length + end:,} for {name}: fetch it again")
+        part = Part(path, 8 + length + start, (0,) * len(shape), shape)
+        found[name] = Stored(CODES[entry["dtype"]], shape, (part,))
+    return found
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors into safetensors files of about `SHARD_BYTES`, and the index if there are several."""
+    files: list[dict[str, Readable]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if files[-1] and size > room:
+            files.append({})
+            room = SHARD_BYTES
+        files[-1][name] = tensor
+        room -= size
+    several, total, placed = len(files) > 1, 0, {}
+    for number, held in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
+        placed |= dict.fromkeys(held, name)
+        total += _write_file(folder / name, held)
+    if several:
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
+    codes = {dtype: code for code, dtype in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": codes[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for region in pieces(tensor.shape, tensor.dtype.itemsize):
+                file.write(np.ascontiguousarray(tensor.read(region)).data)
+    return end
+
+
+def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote, on any mesh, and the names of what is none.
+
+    Raises:
+        InputError: if a file is missing or cut off, or no file has a part of a tensor; says which.
+    """
+    others: list[str] = []
+    metadata = read_list((folder / ".metadata").read_bytes(), str(folder / ".metadata"), others=others)
+    parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        path = folder / place.relative_path
+        if place.relative_path not in sizes:
+            if not path.exists():
+                raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
+            sizes[place.relative_path] = path.stat().st_size
+        if place.offset + place.length > sizes[place.relative_path]:
+            raise InputError(f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, fetch it again")
+        entry = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = tuple(index.offset or (0,) * len(entry.size))
+        extents = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
+    found = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if sum(volume(every(part.sizes)) for part in parts[name]) < math.prod(entry.size):
+            raise InputError(f"{folder}: parts of {name} are in no file: the checkpoint is incomplete")
+        found[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
+    return found, others
+
+
+def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors as torch.distributed.checkpoint does, each in parts of about `BUFFER`, so that any mesh can load them."""
+    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it remarks that this is one process
+        state_dict_saver.save({}, storage_writer=writer, planner=_ByParts(tensors), no_dist=True)
+
+
+class _ByParts(SavePlanner):
+    """Gives each part of each tensor when it is written."""
+
+    def __init__(self, tensors: Mapping[str, Readable]) -> None:
+        self.tensors = tensors
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _parts(self) -> Iterator[WriteItem]:
+        for name, tensor in self.tensors.items():
+            properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
+            for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
+                offsets, sizes = torch.Size(r.start for r in region), torch.Size(len(r) for r in region)
+                data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, size)
+                yield WriteItem(MetadataIndex(name, offsets, number), WriteItemType.SHARD, tensor_data=data)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(list(self._parts()))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        entries: dict[str, TensorStorageMetadata] = {}
+        for item in all_plans[0].items:
+            data = item.tensor_data
+            assert data is not None
+            entry = entries.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            entry.chunks.append(data.chunk)
+        return all_plans, Metadata(dict(entries))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        data, tensor = write_item.tensor_data, self.tensors[write_item.index.fqn]
+        assert data is not None
+        region = tuple(range(o, o + s) for o, s in zip(data.chunk.offsets, data.chunk.sizes))
+        return torch.from_numpy(np.ascontiguousarray(tensor.read(region))).view(tensor.dtype)

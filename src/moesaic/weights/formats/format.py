@@ -1,0 +1,133 @@
+"""What a format is: where its files are, what it calls tensors, and the rules by which it places a model's elements."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from moesaic.weights.files import Stored
+from moesaic.weights.layout import Block, Readable, every
+from moesaic.weights.model import LAYER, Architecture, Part
+
+
+class AbstractFormat(ABC):
+    """A way to keep a model in files."""
+
+    title: str
+    """What it is called in a sentence."""
+
+    @abstractmethod
+    def finds(self, folder: Path) -> bool:
+        """Return whether a folder looks like a checkpoint of this format."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+        """Return a checkpoint's tensors by name, and the names of what is no tensor."""
+
+    @abstractmethod
+    def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
+        """Write tensors under their names."""
+
+    @abstractmethod
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+        """Yield where each element of a model is.
+
+        Args:
+            model: to place.
+            names: those of the checkpoint that is read, where a format has several ways; empty to write.
+        """
+
+    def called(self, stored: str, state: str | None) -> str | None:
+        """Return the name of a tensor, or of the state that an optimizer keeps of it; None if that has no place."""
+        return stored if state is None else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a format keeps one part of a layer."""
+
+    name: str
+    """What the format calls the tensor, inside the layer."""
+    place: Callable[[Part, Architecture], Iterator[tuple[range, range]]] | None = None
+    """Yields rows of the part and the rows of the format's tensor that they are; None: the part is the whole tensor."""
+
+
+Rules: TypeAlias = "Mapping[str, Rule | str]"
+
+
+def first(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
+    """Put a part into the upper half of a tensor."""
+    rows = part.shape[part.rows]
+    yield range(rows), range(rows)
+
+
+def second(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
+    """Put a part into the lower half of a tensor."""
+    rows = part.shape[part.rows]
+    yield range(rows), range(rows, 2 * rows)
+
+
+def grouped(which: str) -> Callable[[Part, Architecture], Iterator[tuple[range, range]]]:
+    """Put queries, keys or values into a tensor that has, for each key's head, its queries, itself and its values.
+
+    Args:
+        which: q, k or v.
+    """
+
+    def place(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
+        groups = model.config.num_key_value_heads
+        shared = model.config.num_attention_heads // groups
+        rows = part.shape[part.rows] // groups
+        width = rows // shared if which == "q" else rows
+        start = {"q": 0, "k": shared * width, "v": (shared + 1) * width}[which]
+        for group in range(groups):
+            at = group * (shared + 2) * width + start
+            yield range(group * rows, (group + 1) * rows), range(at, at + rows)
+
+    return place
+
+
+def by_rules(
+    model: Architecture, outside: Mapping[str, str], rules: Callable[[int], Rules], layer_prefix: str, *, stacked: bool = False
+) -> Iterator[Block]:
+    """Yield the blocks that rules give; what no rule names has none.
+
+    Args:
+        model: to place.
+        outside: names of the tensors outside the layers, the model's to the format's.
+        rules: from a layer to what is in it: parts of the model to where they are.
+        layer_prefix: in front of a layer's names; `{}` stands for its number.
+        stacked: whether all layers are in one tensor, under a prefix without the number.
+    """
+    for tensor in model.shapes:
+        if tensor in outside:
+            yield model.whole(tensor).block(outside[tensor], every(model.shapes[tensor]))
+        found = LAYER.fullmatch(tensor)
+        if found is None:
+            continue
+        layer, key = int(found[1]), found[2]
+        known = rules(layer)
+        parts = [model.whole(tensor)] if key in known else model.parts(tensor)
+        for part in parts:
+            rule = known.get(part.name.split(".", 3)[3])
+            if rule is None:
+                continue
+            name, place = (rule, None) if isinstance(rule, str) else (rule.name, rule.place)
+            stored = (layer_prefix if stacked else layer_prefix.format(layer)) + name
+            lead = (layer,) if stacked else ()
+            if place is None:
+                yield part.block(stored, (*lead, *every(part.shape)))
+                continue
+            for rows, at in place(part, model):
+                spread = list(every(part.shape))
+                spread[part.rows] = at
+                yield part.block(stored, (*lead, *spread), rows)
+
+
+def sizes_differ(stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Return whether a tensor has other elements than expected."""
+    return stored != expected and math.prod(stored) != math.prod(expected)

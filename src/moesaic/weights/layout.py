@@ -1,0 +1,237 @@
+"""Where a format keeps a model's elements: rectangles of its own tensors, each a rectangle of one of the model's tensors.
+
+The model's tensors are those that a transformers model of this configuration has in memory; every format says where each of
+their elements is, and nothing else. So any two formats convert into each other, no conversion computes with a value, and a
+format that forgets an element, or has one twice, is found before a byte is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from moesaic.errors import InputError
+
+Dim: TypeAlias = "int | range"
+"""Along one dimension of a tensor: one place, which the rectangle has no dimension for, or a row of places."""
+Region: TypeAlias = tuple[Dim, ...]
+BUFFER = 32 * 2**20
+"""Bytes that are moved at once."""
+
+
+class Readable(Protocol):
+    """A tensor whose elements can be had by regions."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return the elements there, as integers of their size; without the dimensions of which one place is taken."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a stored tensor that is a rectangle of one of the model's tensors."""
+
+    stored: str
+    at: Region
+    tensor: str
+    index: Region
+    transposed: bool = False
+    """Whether the last two dimensions are exchanged between the two."""
+
+    def flipped(self) -> Block:
+        """Return the same with the two sides exchanged."""
+        return Block(self.tensor, self.index, self.stored, self.at, self.transposed)
+
+    def cut(self, region: Region) -> Block | None:
+        """Return the part whose stored side lies in a region; None if nothing does."""
+        at = [_meet(mine, other) for mine, other in zip(self.at, region)]
+        if any(found is None for found in at):
+            return None
+        index = list(self.index)
+        mine = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
+        other = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
+        if self.transposed:
+            other[-2:] = reversed(other[-2:])
+        for i, j in zip(mine, other):
+            whole, there = self.at[i], self.index[j]
+            assert isinstance(whole, range) and isinstance(there, range)
+            index[j] = _along(whole, at[i], there)
+        return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)  # type: ignore[arg-type]
+
+
+def _meet(a: Dim, b: Dim) -> Dim | None:
+    """Return the places that two sets of them share."""
+    if isinstance(a, int):
+        return a if a == b or (isinstance(b, range) and a in b) else None
+    if isinstance(b, int):
+        return b if b in a else None
+    if a.step != b.step and 1 not in (a.step, b.step):
+        raise NotImplementedError("rows of two different steps")
+    wide, fine = (a, b) if a.step == 1 else (b, a)
+    if not wide or not fine or (wide.step > 1 and (wide.start - fine.start) % fine.step):
+        return None
+    first = max(0, -((fine.start - wide.start) // fine.step))
+    last = min(len(fine), (wide[-1] - fine.start) // fine.step + 1)
+    return fine[first:last] if first < last else None
+
+
+def _along(whole: range, part: Dim | None, there: range) -> Dim:
+    """Return the places of `there` that stand where those of `part` stand in `whole`."""
+    if isinstance(part, int):
+        return there[whole.index(part)]
+    assert part is not None
+    first, step = whole.index(part[0]), max(1, part.step // whole.step)
+    return there[first : first + (len(part) - 1) * step + 1 : step]
+
+
+def every(shape: Iterable[int]) -> tuple[range, ...]:
+    """Return the region that is a whole tensor."""
+    return tuple(range(size) for size in shape)
+
+
+def volume(region: Region) -> int:
+    """Return how many elements a region has."""
+    return math.prod(len(dim) for dim in region if isinstance(dim, range))
+
+
+def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
+    """Yield regions of at most `BUFFER` bytes (or one row), which follow each other in memory and are the whole tensor."""
+    inner = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape))
+    if inner >= len(shape):
+        yield every(shape)
+        return
+    rows = max(1, BUFFER // max(1, math.prod(shape[inner + 1 :]) * itemsize))
+    for outer in np.ndindex(*shape[:inner]):
+        for start in range(0, shape[inner], rows):
+            here = range(start, min(start + rows, shape[inner]))
+            yield (*(range(i, i + 1) for i in outer), here, *every(shape[inner + 1 :]))
+
+
+class Layout:
+    """All blocks of a format for one model.
+
+    Args:
+        blocks: that it consists of.
+        shapes: of the model's tensors.
+        title: what the format is called, for messages.
+        copies: whether an element that is stored once may be several of the model's.
+
+    Raises:
+        InputError: where an element of the model has no place, or the format does not know a tensor; names the tensors.
+    """
+
+    def __init__(
+        self, blocks: Iterable[Block], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
+    ) -> None:
+        self.by_stored: dict[str, list[Block]] = defaultdict(list)
+        self.by_tensor: dict[str, list[Block]] = defaultdict(list)
+        sizes: dict[str, int] = defaultdict(int)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for block in blocks:
+            self.by_stored[block.stored].append(block)
+            self.by_tensor[block.tensor].append(block)
+            sizes[block.tensor] += volume(block.index)
+            ends = tuple(dim[-1] + 1 if isinstance(dim, range) else dim + 1 for dim in block.at)
+            known = self.shapes.get(block.stored, ends)
+            self.shapes[block.stored] = tuple(map(max, known, ends))
+        lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
+        if lost:
+            raise InputError(f"{title} has no place for {naming(lost)}: convert this model to another format")
+        for name, shape in () if copies else self.shapes.items():
+            assert math.prod(shape) == sum(volume(block.at) for block in self.by_stored[name]), name
+
+
+def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Return the layout that is the model's own."""
+    return Layout((Block(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor of one layout, gathered from tensors of another when it is read."""
+
+    name: str
+    layout: Layout
+    source: Layout
+    tensors: Mapping[str, Readable]
+    """By the source's stored names."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shapes[self.name]
+
+    @cached_property
+    def feeding(self) -> list[str]:
+        """The source's stored names that this one consists of."""
+        pairs = (
+            (mine, theirs) for mine in self.layout.by_stored[self.name] for theirs in self.source.by_tensor[mine.tensor]
+        )
+        return list(dict.fromkeys(theirs.stored for mine, theirs in pairs if theirs.flipped().cut(mine.index)))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of all tensors that it consists of.
+
+        Raises:
+            InputError: if they differ.
+        """
+        found = {self.tensors[name].dtype: name for name in self.feeding}
+        if len(found) != 1:
+            (one, first), (other, second), *_ = found.items()
+            raise InputError(f"{first} is {one}, {second} {other}, and they become one tensor: give them one dtype first")
+        return next(iter(found))
+
+    def read(self, at: Region) -> np.ndarray:
+        out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
+        for mine in self.layout.by_stored[self.name]:
+            wanted = mine.cut(at)
+            if wanted is None:
+                continue
+            for theirs in self.source.by_tensor[wanted.tensor]:
+                found = theirs.flipped().cut(wanted.index)
+                if found is None:
+                    continue
+                place = wanted.flipped().cut(found.at)
+                assert place is not None
+                values = self.tensors[theirs.stored].read(found.index)
+                if theirs.transposed != wanted.transposed:
+                    values = values.swapaxes(-1, -2)
+                out[_within(place.index, at)] = values
+        return out
+
+
+def _within(places: Region, at: Region) -> tuple[Any, ...]:
+    """Return the index of places in an array that holds the region `at`."""
+    found: list[int | slice] = []
+    for place, dim in zip(places, at):
+        if not isinstance(dim, range):
+            continue
+        if isinstance(place, int):
+            found.append(dim.index(place))
+        else:
+            first, last = dim.index(place[0]), dim.index(place[-1])
+            found.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
+    return tuple(found)
+
+
+def integer(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the integers that stand for elements of a dtype."""
+    return np.dtype(f"i{dtype.itemsize}")
+
+
+def naming(names: Iterable[str]) -> str:
+    """Return names for a message: the first three and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
