@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.layout import Block, Region, every
-
-try:
-    import transformers
-except ImportError as error:
-    raise InputError(
-        f"converting needs transformers 5.23 or later ({error}): pip install 'moesaic[transformers]'"
-    ) from None
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
