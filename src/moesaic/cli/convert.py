@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -45,8 +45,8 @@ class ConvertOptions:
     """With --experts: standard deviation of the routers' entries."""
     seed: int = 0
     """With --experts: of the routers."""
-    logits: bool | None = None
-    """Run the model before and after; None does for models of at most 2 GiB."""
+    logits: Literal["auto", "yes", "no"] = "auto"
+    """Whether to run the model before and after; auto does for models of at most 2 GiB."""
     json: bool = False
     """Print the receipt as JSON."""
 
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
         source_format=options.source_format,
         config=options.config,
         upcycle=upcycle,
-        logits=options.logits,
+        logits={"auto": None, "yes": True, "no": False}[options.logits],
     )
     print(json.dumps(receipt) if options.json else "\n".join(_told(receipt, f"{options.out}/{RECEIPT}")))
     return 0

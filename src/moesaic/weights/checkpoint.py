@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moesaic.errors import InputError
 from moesaic.weights.formats import FORMATS
 from moesaic.weights.formats.format import AbstractFormat
@@ -73,7 +71,7 @@ def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
     running.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
         here = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
-        running.update(np.ascontiguousarray(tensor.read(here)).data)
+        running.update(tensor.read(here).data)
     return running
 
 

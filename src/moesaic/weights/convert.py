@@ -43,7 +43,7 @@ class Counter:
 
     def read(self, at: Region) -> np.ndarray:
         """Return the number's bits; `at` is the empty region."""
-        return np.frombuffer(self.value, np.int32).reshape(())
+        return np.frombuffer(self.value, np.int32).reshape(()).copy()
 
 
 def convert(
@@ -58,7 +58,7 @@ def convert(
 ) -> dict[str, Any]:
     """Convert a checkpoint into another format, bit by bit, and read both back to compare them.
 
-    Memory holds a few buffers of 32 MiB and, at most, the matrices of one expert, never a whole tensor of all experts.
+    Memory holds a few buffers of 16 MiB and, at most, the matrices of one expert, never a whole tensor of all experts.
 
     Args:
         source: the folder of the checkpoint, left as it is.
@@ -87,17 +87,19 @@ def convert(
         before = upcycled(before, upcycle)
     layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
     tensors, unplaced = _named(before, layout, FORMATS[to])
+    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors.values())
     target.mkdir(parents=True, exist_ok=True)
     before.model.config.save_pretrained(target)
     FORMATS[to].write(target, tensors)
     if to == "hf" or came_from == "hf":
         _copy_others(folder, target)
     after = open_checkpoint(target, to, before.model)
-    receipt = _receipt(before, after, tensors) | {
+    receipt = _receipt(before, after) | {
+        "tensors": len(tensors), "bytes": size,
         "source": {"folder": folder.name, "format": came_from}, "target": {"format": to},
         "left_behind": sorted(before.left_behind + unplaced), "upcycled": None if upcycle is None else vars(upcycle),
     }  # fmt: skip
-    run = receipt["bytes"] <= LOGITS_BYTES if logits is None else logits
+    run = size <= LOGITS_BYTES if logits is None else logits
     receipt["logits"] = _compared(folder, before, after, target, upcycle is None, (came_from, to)) if run else None
     (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt
@@ -133,7 +135,7 @@ def _copy_others(folder: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _receipt(before: Checkpoint, after: Checkpoint, written: Mapping[str, Readable]) -> dict[str, Any]:
+def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
     """Return what is known of a conversion once both sides are read back.
 
     Raises:
@@ -148,8 +150,6 @@ def _receipt(before: Checkpoint, after: Checkpoint, written: Mapping[str, Readab
     return {
         "moesaic": __version__,
         "model": after.model.config.model_type,
-        "tensors": len(written),
-        "bytes": sum(math.prod(each.shape) * each.dtype.itemsize for each in written.values()),
         "moments": {
             state: {"in the source": len(found), "placed": len(places.get(state, ()))}
             for state, found in digests.items()

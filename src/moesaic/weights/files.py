@@ -195,7 +195,7 @@ def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             for region in pieces(tensor.shape, tensor.dtype.itemsize):
-                file.write(np.ascontiguousarray(tensor.read(region)).data)
+                file.write(tensor.read(region).data)
     return end
 
 
@@ -275,4 +275,4 @@ class _ByParts(SavePlanner):
         data, tensor = write_item.tensor_data, self.tensors[write_item.index.fqn]
         assert data is not None
         region = tuple(range(o, o + s) for o, s in zip(data.chunk.offsets, data.chunk.sizes))
-        return torch.from_numpy(np.ascontiguousarray(tensor.read(region))).view(tensor.dtype)
+        return torch.from_numpy(tensor.read(region)).view(tensor.dtype)

@@ -22,7 +22,7 @@ from moesaic.errors import InputError
 Dim: TypeAlias = "int | range"
 """Along one dimension of a tensor: one place, which the rectangle has no dimension for, or a row of places."""
 Region: TypeAlias = tuple[Dim, ...]
-BUFFER = 32 * 2**20
+BUFFER = 16 * 2**20
 """Bytes that are moved at once."""
 
 
@@ -36,7 +36,7 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements there, as integers of their size; without the dimensions of which one place is taken."""
+        """Return a copy of the elements there, as integers of their size, row after row; without the dimensions of one place."""
 
 
 @dataclass(frozen=True)

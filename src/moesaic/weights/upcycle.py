@@ -65,7 +65,7 @@ class Drawn:
         generator = torch.Generator().manual_seed(self.how.seed * 100_003 + self.layer)
         copies = torch.randn(self.shape[0] // self.how.granularity, self.shape[1], generator=generator) * self.how.router_std
         rows = copies.repeat_interleave(self.how.granularity, 0).to(self.dtype)
-        return rows.view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()[_slices(at)]
+        return rows.view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()[_slices(at)].copy()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Scaled:
         return self.tensor.shape
 
     def read(self, at: Region) -> np.ndarray:
-        values = torch.from_numpy(np.ascontiguousarray(self.tensor.read(at)))
+        values = torch.from_numpy(self.tensor.read(at))
         return (values.view(self.dtype) * self.factor).view(values.dtype).numpy()
 
 
