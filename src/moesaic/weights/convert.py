@@ -179,6 +179,8 @@ def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.model.config)
         model.load_state_dict(values, strict=False, assign=True)
         model.tie_weights()
+    if checkpoint.model.experts:
+        model.set_experts_implementation("eager")  # the default one has no float64
     tokens = (7 * torch.arange(TOKENS) + 1) % checkpoint.model.config.vocab_size
     found: Tensor = model.eval()(input_ids=tokens[None]).logits
     return found
