@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import moesaic
 from moesaic.errors import InputError
-from moesaic.weights.formats import FORMATS
+from moesaic.weights.checkpoint import FORMATS
 from moesaic.weights.layout import BUFFER
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
 from moesaic_lab.claims import Claim
@@ -78,7 +78,9 @@ def trip(folder: Path, family: str, through: Sequence[str]) -> dict[str, Any]:
         before, after = (load_file(each / "model.safetensors") for each in (folder / family, source))
     if before.keys() != after.keys():
         return row | {"different_bytes": sum(tensor.nbytes for tensor in before.values())}
-    bits = (((tensor.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))) for name, tensor in before.items())
+    bits = (
+        ((tensor.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))) for name, tensor in before.items()
+    )
     return row | {"different_bytes": sum(int((a != b).sum()) if a.shape == b.shape else len(a) for a, b in bits)}
 
 
@@ -91,7 +93,12 @@ def peak_row(folder: Path, hidden: int, intermediate: int) -> dict[str, Any]:
     done = subprocess.run(told, capture_output=True, text=True, check=True)
     largest = 8 * 2 * intermediate * hidden * 4
     beyond = json.loads(done.stdout)["beyond"]
-    return {"largest_bytes": largest, "buffer_bytes": BUFFER, "peak_bytes": beyond, "peak_over_largest": beyond / largest}
+    return {
+        "largest_bytes": largest,
+        "buffer_bytes": BUFFER,
+        "peak_bytes": beyond,
+        "peak_over_largest": beyond / largest,
+    }
 
 
 def convert_all(folder: Path) -> int:

@@ -30,5 +30,7 @@ def test_trips_and_claims(tmp_path: Path) -> None:
     assert claims["convert.roundtrip_worst"].value == 0
     assert claims["convert.peak_over_largest"].value is None
     assert claims["convert.families_without_a_place"].value == 1
-    bad = {claim.name: claim for claim in BENCHMARK.claims([{**rows[0], "different_bytes": 3}, {"peak_over_largest": 1.3}])}
+    bad = {
+        claim.name: claim for claim in BENCHMARK.claims([{**rows[0], "different_bytes": 3}, {"peak_over_largest": 1.3}])
+    }
     assert [bad["convert.roundtrip_worst"].holds, bad["convert.peak_over_largest"].holds] == [False, False]

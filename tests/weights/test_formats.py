@@ -16,7 +16,7 @@ from checkpoints import FAMILIES, WITHOUT, assert_bitwise, build, tensors_of
 
 import moesaic
 from moesaic.errors import InputError
-from moesaic.weights.formats import FORMATS
+from moesaic.weights.checkpoint import FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -109,7 +109,9 @@ def test_megatrons_layout_where_layers_are_alike(written: Any) -> None:
         prefix = f"model.layers.{layer}"
         experts = prefix + ".block_sparse_moe.experts.{}."
         gate, up, down = (stacked(hub, f"{experts}w{number}.weight") for number in (1, 3, 2))
-        assert torch.equal(mcore["decoder.layers.mlp.experts.experts.linear_fc1.weight"][layer], torch.cat([gate, up], 1))
+        assert torch.equal(
+            mcore["decoder.layers.mlp.experts.experts.linear_fc1.weight"][layer], torch.cat([gate, up], 1)
+        )
         assert torch.equal(mcore["decoder.layers.mlp.experts.experts.linear_fc2.weight"][layer], down)
         assert torch.equal(mcore["decoder.layers.self_attention.linear_qkv.weight"][layer], qkv(hub, prefix, "weight"))
         norm = mcore["decoder.layers.self_attention.linear_qkv.layer_norm_weight"][layer]

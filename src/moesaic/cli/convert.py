@@ -81,7 +81,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.experts is not None:
         shared = {name: getattr(options, name) for name in ("top_k", "granularity", "router_std", "seed")}
         upcycle = Upcycling(num_experts=options.experts, **shared)
-    elif any(getattr(options, name) != getattr(ConvertOptions, name) for name in ("top_k", "granularity", "router_std", "seed")):
+    elif any(
+        getattr(options, name) != getattr(ConvertOptions, name)
+        for name in ("top_k", "granularity", "router_std", "seed")
+    ):
         raise InputError("top-k, granularity, router-std and seed are of --experts: give how many")
     receipt = convert(
         options.source,
@@ -103,7 +106,9 @@ def _told(receipt: dict[str, Any], path: str) -> list[str]:
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
         f"{receipt['bytes']:,} bytes, {experts} experts"
     ]
-    lines += [f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()]
+    lines += [
+        f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()
+    ]
     if receipt["left_behind"]:
         lines.append(f"left behind: {len(receipt['left_behind'])}, {receipt['left_behind'][0]} for one")
     if receipt["logits"] is not None:

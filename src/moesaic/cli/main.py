@@ -91,7 +91,13 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
 
 
-_EXTRAS = {"torch": "train", "safetensors": "train", "transformers": "transformers", "plotly": "report", "jinja2": "report"}
+_EXTRAS = {
+    "torch": "train",
+    "safetensors": "train",
+    "transformers": "transformers",
+    "plotly": "report",
+    "jinja2": "report",
+}
 
 
 def _usage() -> str:

@@ -10,15 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.weights.formats import FORMATS
-from moesaic.weights.formats.format import AbstractFormat
+from moesaic.weights.format import AbstractFormat
+from moesaic.weights.hub import Hub, Moesaic
 from moesaic.weights.layout import Gathered, Layout, Readable, every, identity, naming, pieces
+from moesaic.weights.megatron import Megatron
 from moesaic.weights.model import Architecture
+from moesaic.weights.torchtitan import Torchtitan
 
+FORMATS: dict[str, AbstractFormat] = {
+    "hf": Hub(),
+    "moesaic": Moesaic(),
+    "torchtitan": Torchtitan(),
+    "megatron": Megatron(),
+}
+"""By the names that `moesaic convert` takes. A new format is one entry here and a file of rules."""
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
 """What optimizers keep of a parameter, in its shape."""
 COUNTER = "step"
-"""What they keep as one number."""
+"""What they keep of a parameter as one number."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors to which Megatron adds rows that no token has."""
 
@@ -31,22 +40,34 @@ class Checkpoint:
     layout: Layout
     tensors: dict[str | None, dict[str, Readable]]
     """By state, None for the weights themselves, then by the layout's stored names."""
-    steps: dict[str, bytes] = field(default_factory=dict)
-    """An optimizer's counter of each stored tensor, as float32."""
     left_behind: list[str] = field(default_factory=list)
     """What is there and is no part of the model."""
 
     def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
-        """Return the tensors of another layout, each gathered when it is read; those of a state that is not whole are none."""
-        found = {name: Gathered(name, layout, self.layout, self.tensors.get(state, {})) for name in layout.by_stored}
-        have = self.tensors.get(state, {}).keys()
-        return {name: tensor for name, tensor in found.items() if all(each in have for each in tensor.feeding)}
+        """Return the tensors of another layout, each gathered when it is read.
+
+        Raises:
+            InputError: if a state is there for some of what becomes one tensor, or counters of it differ.
+        """
+        have, found = self.tensors[state], dict[str, Readable]()
+        for name in layout.by_stored:
+            tensor = Gathered(name, layout, self.layout, have)
+            there = [each for each in tensor.feeding if each in have]
+            if not there:
+                continue
+            counts = {have[each].read(()).tobytes() for each in there} if state == COUNTER else ()
+            if len(there) < len(tensor.feeding) or len(counts) > 1:
+                raise InputError(
+                    f"{state} is not the same for all of {naming(tensor.feeding)}, which become one tensor"
+                )
+            found[name] = have[there[0]] if state == COUNTER else tensor
+        return found
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """Return SHA-256 of all elements in the model's own order, the same in every format.
 
         Returns:
-            by state ("weights" for the weights), then by name: a hash of a tensor, a list of hashes, one per expert, of experts.
+            by state ("weights" for the weights), then by name: a hash of a tensor; of experts a list, one per expert.
         """
         layout = identity(self.model.shapes)
         return {state or "weights": self._digests(self.into(layout, state)) for state in self.tensors}
@@ -55,14 +76,15 @@ class Checkpoint:
         found: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor, experts = tensors[name], self.model.experts_of(name)
-            if experts is None:
+            if experts is None or not tensor.shape:
                 found[name] = _updated(hashlib.sha256(), tensor, every(tensor.shape)).hexdigest()
                 continue
             each = found.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
             for expert, running in enumerate(each):
                 _updated(running, tensor, (range(expert, expert + 1), *every(tensor.shape[1:])))
         return {
-            name: [each.hexdigest() for each in entry] if isinstance(entry, list) else entry for name, entry in found.items()
+            name: [each.hexdigest() for each in entry] if isinstance(entry, list) else entry
+            for name, entry in found.items()
         }
 
 
@@ -107,7 +129,9 @@ def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
     missing = weights.keys() - stored.keys()
     if missing:
         raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {naming(missing)}")
-    found = Checkpoint(model, layout, {None: {each: stored[place] for place, each in weights.items()}}, left_behind=others)
+    found = Checkpoint(
+        model, layout, {None: {each: stored[place] for place, each in weights.items()}}, left_behind=others
+    )
     for each in weights.values():
         _check_shape(found, each, f"{folder}: {format.called(each, None)}")
     rest = stored.keys() - weights.keys()
@@ -126,7 +150,9 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
     if shape == expected:
         return
     if name not in PADDED or shape[1:] != expected[1:] or shape[0] < expected[0]:
-        raise InputError(f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: take the model's own")
+        raise InputError(
+            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: take the model's own"
+        )
     checkpoint.left_behind.append(f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary")
 
 
@@ -134,17 +160,13 @@ def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str,
     """Take what an optimizer kept into the checkpoint; returns the names of all of it."""
     found = set()
     for name, shape in checkpoint.layout.shapes.items():
-        for state in STATES:
+        for state in (*STATES, COUNTER):
             place = format.called(name, state)
             if place is None or place not in stored:
                 continue
             found.add(place)
-            if stored[place].shape == shape or name in PADDED:
+            if stored[place].shape == (() if state == COUNTER else shape) or name in PADDED:
                 checkpoint.tensors.setdefault(state, {})[name] = stored[place]
             else:
                 checkpoint.left_behind.append(f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}")
-        place = format.called(name, COUNTER)
-        if place is not None and place in stored:
-            found.add(place)
-            checkpoint.steps[name] = stored[place].read(()).tobytes()
     return found

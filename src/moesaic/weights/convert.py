@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
 from moesaic import __version__
 from moesaic.errors import InputError
-from moesaic.weights.checkpoint import COUNTER, Checkpoint, format_of, open_checkpoint
-from moesaic.weights.files import INDEX, Stored
-from moesaic.weights.formats import FORMATS
-from moesaic.weights.formats.format import AbstractFormat
-from moesaic.weights.layout import Layout, Readable, Region, every, identity, naming
+from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
+from moesaic.weights.format import AbstractFormat
+from moesaic.weights.layout import Layout, Readable, every, identity, naming
 from moesaic.weights.model import Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
@@ -30,20 +26,6 @@ LOGITS_BYTES = 2**31
 """Models of at most as many bytes are run before and after, unless the caller says otherwise."""
 TOKENS = 16
 """Positions of the fixed text that models are compared on: token i is 7 i + 1, modulo the vocabulary."""
-
-
-class Counter:
-    """An optimizer's counter, as a tensor of one number."""
-
-    dtype = torch.float32
-    shape: tuple[int, ...] = ()
-
-    def __init__(self, value: bytes) -> None:
-        self.value = value
-
-    def read(self, at: Region) -> np.ndarray:
-        """Return the number's bits; `at` is the empty region."""
-        return np.frombuffer(self.value, np.int32).reshape(()).copy()
 
 
 def convert(
@@ -76,8 +58,9 @@ def convert(
         InputError: for a checkpoint that is incomplete, mixed up, not of this model, or a format without a place for it.
     """
     folder, target = Path(source), Path(out)
-    if to not in FORMATS or (source_format or to) not in FORMATS:
-        raise InputError(f"{source_format or to} or {to} is no format: choose of {', '.join(FORMATS)}")
+    for name in (to, source_format or to):
+        if name not in FORMATS:
+            raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
     if target.exists() and any(target.iterdir()):
         raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
     came_from = source_format or format_of(folder)
@@ -116,22 +99,15 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
                 unplaced.append(f"{state} of {name}")
             else:
                 named[place] = tensor
-    for name, tensor in before.into(layout).items() if before.steps else ():
-        counts = {before.steps.get(each) for each in tensor.feeding}  # type: ignore[attr-defined]
-        if len(counts) > 1:
-            raise InputError(f"{naming(tensor.feeding)} have counters that differ, and become one tensor: {name}")  # type: ignore[attr-defined]
-        (value,), place = counts, format.called(name, COUNTER)
-        if value is not None and place is not None:
-            named[place] = Counter(value)
-        elif value is not None:
-            unplaced.append(f"{COUNTER} of {name}")
     return named, unplaced
 
 
 def _copy_others(folder: Path, target: Path) -> None:
     """Copy what stands beside the weights: tokenizer, chat template, generation settings."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (INDEX, RECEIPT, "config.json"):
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
+            (".index.json", RECEIPT, "config.json")
+        ):
             shutil.copyfile(path, target / path.name)
 
 
@@ -214,5 +190,7 @@ def verify(out: str | Path) -> dict[str, Any]:
             which = ""
             if isinstance(digest, list) and isinstance(here, list):
                 which = f"expert {next(i for i, pair in enumerate(zip(digest, here)) if pair[0] != pair[1])} of "
-            raise InputError(f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again")
+            raise InputError(
+                f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again"
+            )
     return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(receipt["sha256"])}

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner, state_dict_saver
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moesaic.errors import InputError
@@ -41,6 +40,7 @@ CODES = {
 }  # fmt: skip
 """What safetensors calls dtypes."""
 INDEX = "model.safetensors.index.json"
+DCP_FILE = "__0_0.distcp"
 SHARD_BYTES = 5 * 10**9
 """A safetensors file is closed when it has as many."""
 
@@ -67,12 +67,14 @@ class Stored:
     parts: tuple[Part, ...]
 
     def read(self, at: Region) -> np.ndarray:
+        """Return the elements in a region; its part of the files is mapped for so long only."""
         whole = [dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at]
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
             starts = part.offsets
             inside = [
-                slice(_before(dim, start), _before(dim, start + size)) for dim, start, size in zip(whole, starts, part.sizes)
+                slice(_before(dim, start), _before(dim, start + size))
+                for dim, start, size in zip(whole, starts, part.sizes)
             ]
             rows = [dim[here] for dim, here in zip(whole, inside)]
             if all(rows):
@@ -97,19 +99,18 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if strides is None:
         return np.memmap(part.path, kind, "r", start, part.sizes)
     span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
-    flat = np.memmap(part.path, kind, "r", start, (span,))
-    return np.lib.stride_tricks.as_strided(flat, part.sizes, [each * kind.itemsize for each in strides], writeable=False)
+    flat, steps = np.memmap(part.path, kind, "r", start, (span,)), [each * kind.itemsize for each in strides]
+    return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
 
 
-@lru_cache(maxsize=64)
 def _in_archive(path: Path, start: int, length: int, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return where the elements of a tensor begin that `torch.save` wrote into a part of a file, and their strides."""
     with path.open("rb") as file, FakeTensorMode():
-        found = torch.load(_create_file_view(file, start, length), weights_only=True)
+        found: Any = torch.load(_create_file_view(file, start, length), weights_only=True)  # type: ignore[arg-type]
     if not isinstance(found, torch.Tensor) or found.dtype != dtype:
-        raise InputError(f"{path}: byte {start} begins no tensor of {dtype}: the list of tensors is of another checkpoint")
-    begin: int = found.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-    return start + begin + found.storage_offset() * dtype.itemsize, tuple(found.stride())
+        raise InputError(f"{path}: no {dtype} begins at byte {start}: the list of tensors is of another checkpoint")
+    storage: Any = found.untyped_storage()
+    return start + storage._checkpoint_offset + int(found.storage_offset()) * dtype.itemsize, tuple(found.stride())
 
 
 def read_safetensors(folder: Path) -> dict[str, Stored]:
@@ -132,11 +133,11 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
         for name, stored in _header(path).items():
             if listed is not None and listed.get(name) != path.name:
                 where = f"in {listed[name]}" if name in listed else "nowhere"
-                raise InputError(f"{path} holds {name}, which the index has {where}: shards of two checkpoints are mixed")
+                raise InputError(f"{path} holds {name}, which the index has {where}: two checkpoints are mixed")
             found[name] = stored
     gone = [] if listed is None else sorted(listed.keys() - found.keys())
     if gone:
-        raise InputError(f"{folder / listed[gone[0]]} lacks {naming(gone)}: shards of two checkpoints are mixed")  # type: ignore[index]
+        raise InputError(f"{folder / listed[gone[0]]} lacks {naming(gone)}: two checkpoints are mixed")  # type: ignore[index]
     return found
 
 
@@ -172,7 +173,8 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
             room = SHARD_BYTES
         files[-1][name] = tensor
         room -= size
-    several, total, placed = len(files) > 1, 0, {}
+    several, total = len(files) > 1, 0
+    placed: dict[str, str] = {}
     for number, held in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
         placed |= dict.fromkeys(held, name)
@@ -233,46 +235,18 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
     """Write tensors as torch.distributed.checkpoint does, each in parts of about `BUFFER`, so that any mesh can load them."""
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it remarks that this is one process
-        state_dict_saver.save({}, storage_writer=writer, planner=_ByParts(tensors), no_dist=True)
-
-
-class _ByParts(SavePlanner):
-    """Gives each part of each tensor when it is written."""
-
-    def __init__(self, tensors: Mapping[str, Readable]) -> None:
-        self.tensors = tensors
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _parts(self) -> Iterator[WriteItem]:
-        for name, tensor in self.tensors.items():
-            properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with (folder / DCP_FILE).open("wb") as file:
+        for name, tensor in tensors.items():
+            chunks: list[ChunkStorageMetadata] = []
             for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
-                offsets, sizes = torch.Size(r.start for r in region), torch.Size(len(r) for r in region)
-                data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, size)
-                yield WriteItem(MetadataIndex(name, offsets, number), WriteItemType.SHARD, tensor_data=data)
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(list(self._parts()))
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        entries: dict[str, TensorStorageMetadata] = {}
-        for item in all_plans[0].items:
-            data = item.tensor_data
-            assert data is not None
-            entry = entries.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            entry.chunks.append(data.chunk)
-        return all_plans, Metadata(dict(entries))
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        data, tensor = write_item.tensor_data, self.tensors[write_item.index.fqn]
-        assert data is not None
-        region = tuple(range(o, o + s) for o, s in zip(data.chunk.offsets, data.chunk.sizes))
-        return torch.from_numpy(tensor.read(region)).view(tensor.dtype)
+                offsets, start = torch.Size(row.start for row in region), file.tell()
+                torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(len(row) for row in region)))
+                places[MetadataIndex(name, offsets, number)] = _StorageInfo(DCP_FILE, start, file.tell() - start)
+            properties = TensorProperties(dtype=tensor.dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

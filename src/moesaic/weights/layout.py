@@ -30,13 +30,15 @@ class Readable(Protocol):
     """A tensor whose elements can be had by regions."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
 
     def read(self, at: Region) -> np.ndarray:
-        """Return a copy of the elements there, as integers of their size, row after row; without the dimensions of one place."""
+        """Return a copy of the elements there, as integers of their size, row after row."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Block:
             other[-2:] = reversed(other[-2:])
         for i, j in zip(mine, other):
             whole, there = self.at[i], self.index[j]
-            assert isinstance(whole, range) and isinstance(there, range)
+            assert isinstance(whole, range)
+            assert isinstance(there, range)
             index[j] = _along(whole, at[i], there)
         return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)  # type: ignore[arg-type]
 
@@ -170,6 +173,7 @@ class Gathered:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """As the layout has it."""
         return self.layout.shapes[self.name]
 
     @cached_property
@@ -190,10 +194,13 @@ class Gathered:
         found = {self.tensors[name].dtype: name for name in self.feeding}
         if len(found) != 1:
             (one, first), (other, second), *_ = found.items()
-            raise InputError(f"{first} is {one}, {second} {other}, and they become one tensor: give them one dtype first")
+            raise InputError(
+                f"{first} is {one}, {second} {other}, and both become {self.name}: give them one dtype first"
+            )
         return next(iter(found))
 
     def read(self, at: Region) -> np.ndarray:
+        """Return the elements in a region: each block's part of it, read from each of the source's blocks there."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
         for mine in self.layout.by_stored[self.name]:
             wanted = mine.cut(at)

@@ -68,7 +68,9 @@ class Architecture:
         self.tied = tied
         """Names that share another's tensor, and are stored with it."""
         self.shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in tied}
-        self.experts = {n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")}
+        self.experts = {
+            n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
+        }
         """The modules that hold stacked experts, by name."""
 
     def experts_of(self, tensor: str) -> str | None:
@@ -116,7 +118,9 @@ def read_config(folder: Path, named: Path | None) -> Any:
         table = json.loads(path.read_text(encoding="utf-8"))
         config = transformers.AutoConfig.for_model(**table)
     except (ValueError, TypeError) as error:
-        raise InputError(f"{path}: is no configuration of transformers ({' '.join(str(error).split()):.200})") from error
+        raise InputError(
+            f"{path}: is no configuration of transformers ({' '.join(str(error).split()):.200})"
+        ) from error
     if table.get("quantization_config"):
         raise InputError(f"{path}: the weights are quantized: load them with dequantize=True, save them, convert those")
     return config

@@ -62,8 +62,11 @@ class Drawn:
     layer: int
 
     def read(self, at: Region) -> np.ndarray:
+        """Return rows, drawn anew and alike each time."""
         generator = torch.Generator().manual_seed(self.how.seed * 100_003 + self.layer)
-        copies = torch.randn(self.shape[0] // self.how.granularity, self.shape[1], generator=generator) * self.how.router_std
+        copies = (
+            torch.randn(self.shape[0] // self.how.granularity, self.shape[1], generator=generator) * self.how.router_std
+        )
         rows = copies.repeat_interleave(self.how.granularity, 0).to(self.dtype)
         return rows.view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()[_slices(at)].copy()
 
@@ -77,13 +80,16 @@ class Scaled:
 
     @property
     def dtype(self) -> torch.dtype:
+        """As it was."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """As it was."""
         return self.tensor.shape
 
     def read(self, at: Region) -> np.ndarray:
+        """Return scaled elements, exact as long as none leaves the dtype's range."""
         values = torch.from_numpy(self.tensor.read(at))
         return (values.view(self.dtype) * self.factor).view(values.dtype).numpy()
 
@@ -106,7 +112,8 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
         found = LAYER.fullmatch(name)
         if model.experts_of(name) is not None:
             for part in model.parts(name):
-                assert found is not None and not part.transposed
+                assert found is not None
+                assert not part.transposed
                 which = part.name.rpartition(".")[2]
                 stored = f"model.layers.{found[1]}.mlp.{which}_proj.weight"
                 whole = weights[stored]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.weights.files import INDEX, Stored, read_dcp, read_safetensors, write_dcp, write_safetensors
-from moesaic.weights.formats.format import AbstractFormat
+from moesaic.weights.format import AbstractFormat
 from moesaic.weights.layout import Block, Readable, every
 from moesaic.weights.model import Architecture
 
@@ -36,10 +36,13 @@ class Hub(AbstractFormat):
         write_safetensors(folder, tensors)
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
-        tables = get_model_conversion_mapping(model.model, add_legacy=False)
-        converters = [table for table in tables if isinstance(table, WeightConverter)]
+        tables = [
+            t for t in get_model_conversion_mapping(model.model, add_legacy=False) if not isinstance(t, PrefixChange)
+        ]
+        model.model._weight_conversions = tables  # else each call below looks them up again
+        converters = [(table.reverse_transform(), table) for table in tables if isinstance(table, WeightConverter)]
         for tensor, shape in model.shapes.items():
-            used = [c for c in converters if c.reverse_transform().rename_source_key(tensor)[1] is not None]
+            used = [table for reverse, table in converters if reverse.rename_source_key(tensor)[1] is not None]
             kinds = {type(operation).__name__ for converter in used for operation in converter.operations}
             made = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
             if not kinds:
@@ -48,7 +51,9 @@ class Hub(AbstractFormat):
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(made) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(made))
             else:
-                raise InputError(f"the hub's names for {tensor} come about by {', '.join(sorted(kinds))}: not supported")
+                raise InputError(
+                    f"the hub's names for {tensor} come about by {', '.join(sorted(kinds))}: not supported"
+                )
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[Block]:
@@ -58,7 +63,9 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
     for number, name in enumerate(names):
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
-        yield Block(name, every((rows, *shape[2:])), tensor, (expert, range(kind * rows, (kind + 1) * rows), *every(shape[2:])))
+        yield Block(
+            name, every((rows, *shape[2:])), tensor, (expert, range(kind * rows, (kind + 1) * rows), *every(shape[2:]))
+        )
 
 
 class Moesaic(AbstractFormat):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from moesaic.weights.files import Stored, read_dcp, write_dcp
-from moesaic.weights.formats.format import AbstractFormat, Rules, by_rules
+from moesaic.weights.format import AbstractFormat, Rules, by_rules
 from moesaic.weights.layout import Block, Readable
 from moesaic.weights.model import Architecture
 
@@ -19,7 +19,11 @@ OUTSIDE = {
     "lm_head.weight": "lm_head.weight",
 }
 ATTENTION = {
-    **{f"self_attn.{name}_proj.{kind}": f"attention.qkv_linear.w{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")},
+    **{
+        f"self_attn.{name}_proj.{kind}": f"attention.qkv_linear.w{name}.{kind}"
+        for name in "qkv"
+        for kind in ("weight", "bias")
+    },
     "self_attn.o_proj.weight": "attention.wo.weight",
     "self_attn.o_proj.bias": "attention.wo.bias",
     "self_attn.q_norm.weight": "attention.q_norm.weight",

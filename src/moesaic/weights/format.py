@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,7 +91,12 @@ def grouped(which: str) -> Callable[[Part, Architecture], Iterator[tuple[range, 
 
 
 def by_rules(
-    model: Architecture, outside: Mapping[str, str], rules: Callable[[int], Rules], layer_prefix: str, *, stacked: bool = False
+    model: Architecture,
+    outside: Mapping[str, str],
+    rules: Callable[[int], Rules],
+    layer_prefix: str,
+    *,
+    stacked: bool = False,
 ) -> Iterator[Block]:
     """Yield the blocks that rules give; what no rule names has none.
 
@@ -126,8 +130,3 @@ def by_rules(
                 spread = list(every(part.shape))
                 spread[part.rows] = at
                 yield part.block(stored, (*lead, *spread), rows)
-
-
-def sizes_differ(stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether a tensor has other elements than expected."""
-    return stored != expected and math.prod(stored) != math.prod(expected)

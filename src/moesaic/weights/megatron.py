@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moesaic.weights.files import Stored, read_dcp, write_dcp
-from moesaic.weights.formats.format import AbstractFormat, Rule, Rules, by_rules, first, grouped, second
+from moesaic.weights.format import AbstractFormat, Rule, Rules, by_rules, first, grouped, second
 from moesaic.weights.layout import Block, Readable
 from moesaic.weights.model import LAYER, Architecture
 
@@ -22,7 +22,7 @@ OUTSIDE = {
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
-ATTENTION = {
+ATTENTION: Rules = {
     **{
         f"self_attn.{name}_proj.{kind}": Rule(f"self_attention.linear_qkv.{kind}", grouped(name))
         for name in "qkv"
@@ -35,7 +35,7 @@ ATTENTION = {
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",
 }
-LATENT_ATTENTION = {
+LATENT_ATTENTION: Rules = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attn.q_proj.weight": "self_attention.linear_q_proj.weight",
     "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
@@ -46,13 +46,13 @@ LATENT_ATTENTION = {
     "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
 }
-DENSE = {
+DENSE: Rules = {
     "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "mlp.gate_proj.weight": Rule("mlp.linear_fc1.weight", first),
     "mlp.up_proj.weight": Rule("mlp.linear_fc1.weight", second),
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
 }
-SPARSE = {
+SPARSE: Rules = {
     "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
@@ -94,7 +94,9 @@ class Megatron(AbstractFormat):
 
     def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
         tensors, others = read_dcp(self._inside(folder))
-        return {name.removeprefix("chained_0.") if "optimizer" in name else name: t for name, t in tensors.items()}, others
+        return {
+            name.removeprefix("chained_0.") if "optimizer" in name else name: t for name, t in tensors.items()
+        }, others
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         inside = folder / self.folder
