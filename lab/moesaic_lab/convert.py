@@ -30,6 +30,7 @@ from moesaic.weights.checkpoint import FORMATS
 from moesaic.weights.layout import BUFFER
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
 from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
 
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe",
@@ -158,7 +159,13 @@ BENCHMARK = Benchmark(
     name="convert", description="Convert checkpoints of nine families between all formats.", options=ConvertOptions,
     notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, is_proof=True,
     columns=(
-        Shown(title="there and back", where={"family": FAMILIES}),
+        Shown(
+            title="there and back", where={"family": FAMILIES}, group_by=("family",),
+            columns=(
+                Column(key="family", title="family", is_text=True), Column(key="through", title="through", is_text=True),
+                Column(key="different_bytes", title="different bytes"),
+            ),
+        ),
         Shown(title="memory of a larger model", where={"buffer_bytes": (BUFFER,)}),
     ),
     packages=("torch", "numpy", "transformers", "safetensors"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,12 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     assert_bitwise(
         again.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict()
     )
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
+    block, _ = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    assert capsys.readouterr().out == "0.0\n"
+    assert "layers.1.moe.routed_experts.inner_experts.w2_EDF" in tensors_of(tmp_path / "tiny-titan")
