@@ -136,7 +136,8 @@ def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
         _check_shape(found, each, f"{folder}: {format.called(each, None)}")
     rest = stored.keys() - weights.keys()
     rest -= _states(found, format, stored)
-    ignored = [re.compile(pattern) for pattern in model.model._keys_to_ignore_on_load_unexpected or ()]
+    unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
+    ignored = [re.compile(pattern) for pattern in (*unexpected, r"rotary_emb\.inv_freq$")]
     known = {each for each in rest if each in model.tied or any(pattern.search(each) for pattern in ignored)}
     if rest - known:
         raise InputError(f"{folder}: {len(rest - known)} tensors are unknown to the model: {naming(rest - known)}")
