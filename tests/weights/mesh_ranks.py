@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from ep_ranks import Case, as_launched, load
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from moesaic.train.distributed_checkpoint import SHARDS
@@ -32,3 +32,10 @@ def differing(case: Case, converted: str) -> tuple[int, list[str]]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def save_spread(case: Case, folder: str) -> None:
+    """Write a spread model as its ranks have it: each rank its own part, under global names."""
+    as_launched()
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in load(case).state_dict().items()}
+    state_dict_saver.save(tensors, checkpoint_id=Path(folder) / SHARDS)

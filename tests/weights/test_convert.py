@@ -247,7 +247,10 @@ def test_what_megatron_adds_is_left_behind(hub: Path, tmp_path: Path) -> None:
 def test_what_transformers_ignores_is_left_behind(tmp_path: Path) -> None:
     build("DeepseekV3").save_pretrained(tmp_path / "hub")
     tensors = load_file(tmp_path / "hub" / "model.safetensors")
-    more = {"model.layers.61.enorm.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    more = {
+        "model.layers.61.enorm.weight": torch.zeros(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+    }
     save_file(tensors | more, tmp_path / "hub" / "model.safetensors")
     receipt = moesaic.convert(tmp_path / "hub", tmp_path / "a", to="moesaic", logits=False)
     assert receipt["left_behind"] == sorted(more)
