@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,37 +44,24 @@ class AbstractFormat(ABC):
         return stored if state is None else None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a format keeps one part of a layer."""
-
-    name: str
-    """What the format calls the tensor, inside the layer."""
-    place: Callable[[Part, Architecture], Iterator[tuple[range, range]]] | None = None
-    """Yields rows of the part and the rows of the format's tensor that they are; None: the part is the whole tensor."""
+Place: TypeAlias = Callable[[Part, Architecture], Iterator[tuple[range, range]]]
+"""Yields rows of a part, and the rows of the format's tensor that they are."""
+Rules: TypeAlias = "Mapping[str, str | tuple[str, Place]]"
+"""A part of a layer to what the format calls its tensor inside the layer, and its place there; without one it is whole."""
 
 
-Rules: TypeAlias = "Mapping[str, Rule | str]"
+def half(number: int) -> Place:
+    """Put a part into the upper (0) or lower (1) half of a tensor."""
+
+    def place(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
+        rows = part.shape[part.rows]
+        yield range(rows), range(number * rows, (number + 1) * rows)
+
+    return place
 
 
-def first(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
-    """Put a part into the upper half of a tensor."""
-    rows = part.shape[part.rows]
-    yield range(rows), range(rows)
-
-
-def second(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
-    """Put a part into the lower half of a tensor."""
-    rows = part.shape[part.rows]
-    yield range(rows), range(rows, 2 * rows)
-
-
-def grouped(which: str) -> Callable[[Part, Architecture], Iterator[tuple[range, range]]]:
-    """Put queries, keys or values into a tensor that has, for each key's head, its queries, itself and its values.
-
-    Args:
-        which: q, k or v.
-    """
+def grouped(which: str) -> Place:
+    """Put q, k or v into a tensor that has, for each key's head, its queries, itself and its values."""
 
     def place(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
         groups = model.config.num_key_value_heads
@@ -120,7 +106,7 @@ def by_rules(
             rule = known.get(part.name.split(".", 3)[3])
             if rule is None:
                 continue
-            name, place = (rule, None) if isinstance(rule, str) else (rule.name, rule.place)
+            name, place = (rule, None) if isinstance(rule, str) else rule
             stored = (layer_prefix if stacked else layer_prefix.format(layer)) + name
             lead = (layer,) if stacked else ()
             if place is None:

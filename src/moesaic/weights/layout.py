@@ -31,7 +31,7 @@ class Readable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Of its elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:

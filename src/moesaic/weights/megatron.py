@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moesaic.weights.files import Stored, read_dcp, write_dcp
-from moesaic.weights.format import AbstractFormat, Rule, Rules, by_rules, first, grouped, second
+from moesaic.weights.format import AbstractFormat, Rules, by_rules, grouped, half
 from moesaic.weights.layout import Block, Readable
 from moesaic.weights.model import LAYER, Architecture
 
@@ -24,7 +24,7 @@ OUTSIDE = {
 }
 ATTENTION: Rules = {
     **{
-        f"self_attn.{name}_proj.{kind}": Rule(f"self_attention.linear_qkv.{kind}", grouped(name))
+        f"self_attn.{name}_proj.{kind}": (f"self_attention.linear_qkv.{kind}", grouped(name))
         for name in "qkv"
         for kind in ("weight", "bias")
     },
@@ -48,8 +48,8 @@ LATENT_ATTENTION: Rules = {
 }
 DENSE: Rules = {
     "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "mlp.gate_proj.weight": Rule("mlp.linear_fc1.weight", first),
-    "mlp.up_proj.weight": Rule("mlp.linear_fc1.weight", second),
+    "mlp.gate_proj.weight": ("mlp.linear_fc1.weight", half(0)),
+    "mlp.up_proj.weight": ("mlp.linear_fc1.weight", half(1)),
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
 }
 SPARSE: Rules = {
@@ -61,15 +61,24 @@ SPARSE: Rules = {
     "block_sparse_moe.router.weight": "mlp.router.weight",
     "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
     **{
-        f"mlp.{experts}.{name}_proj.weight": Rule(f"mlp.shared_experts.linear_{place}.weight", half)
-        for experts in ("shared_expert", "shared_experts")
-        for name, place, half in (("gate", "fc1", first), ("up", "fc1", second), ("down", "fc2", None))
+        f"mlp.{shared}.{name}_proj.weight": ("mlp.shared_experts.linear_fc1.weight", half(number))
+        for shared in ("shared_expert", "shared_experts")
+        for number, name in enumerate(("gate", "up"))
     },
     **{
-        f"{moe}.experts.{name}{ending}": Rule(f"mlp.experts.experts.linear_{place}.{kind}", half)
+        f"mlp.{shared}.down_proj.weight": "mlp.shared_experts.linear_fc2.weight"
+        for shared in ("shared_expert", "shared_experts")
+    },
+    **{
+        f"{moe}.experts.{name}{ending}": (f"mlp.experts.experts.linear_fc1.{kind}", half(number))
         for moe in ("mlp", "block_sparse_moe")
         for ending, kind in (("", "weight"), ("_bias", "bias"))
-        for name, place, half in (("gate", "fc1", first), ("up", "fc1", second), ("down", "fc2", None))
+        for number, name in enumerate(("gate", "up"))
+    },
+    **{
+        f"{moe}.experts.down{ending}": f"mlp.experts.experts.linear_fc2.{kind}"
+        for moe in ("mlp", "block_sparse_moe")
+        for ending, kind in (("", "weight"), ("_bias", "bias"))
     },
 }
 
@@ -94,9 +103,7 @@ class Megatron(AbstractFormat):
 
     def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
         tensors, others = read_dcp(self._inside(folder))
-        return {
-            name.removeprefix("chained_0.") if "optimizer" in name else name: t for name, t in tensors.items()
-        }, others
+        return {name.removeprefix("chained_0."): tensor for name, tensor in tensors.items()}, others
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         inside = folder / self.folder

@@ -8,7 +8,7 @@ they sum to 1 over copies of the same, and a shard's output is scaled by the num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,49 +53,33 @@ INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Router rows from a normal distribution, the same for all shards of a copy."""
+class Made:
+    """A tensor that is computed when it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    how: Upcycling
-    layer: int
+    make: Callable[[Region], torch.Tensor]
 
     def read(self, at: Region) -> np.ndarray:
-        """Return rows, drawn anew and alike each time."""
-        generator = torch.Generator().manual_seed(self.how.seed * 100_003 + self.layer)
-        copies = (
-            torch.randn(self.shape[0] // self.how.granularity, self.shape[1], generator=generator) * self.how.router_std
-        )
-        rows = copies.repeat_interleave(self.how.granularity, 0).to(self.dtype)
-        return rows.view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()[_slices(at)].copy()
+        """Return the elements there, the same each time."""
+        return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A tensor times a power of two."""
+def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: int) -> Made:
+    """Return router rows from a normal distribution, the same for all shards of a copy."""
 
-    tensor: Readable
-    factor: int
+    def make(at: Region) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(how.seed * 100_003 + layer)
+        copies = torch.randn(shape[0] // how.granularity, shape[1], generator=generator) * how.router_std
+        index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
+        return copies.repeat_interleave(how.granularity, 0).to(dtype)[index]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """As it was."""
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As it was."""
-        return self.tensor.shape
-
-    def read(self, at: Region) -> np.ndarray:
-        """Return scaled elements, exact as long as none leaves the dtype's range."""
-        values = torch.from_numpy(self.tensor.read(at))
-        return (values.view(self.dtype) * self.factor).view(values.dtype).numpy()
+    return Made(dtype, shape, make)
 
 
-def _slices(at: Region) -> tuple[Any, ...]:
-    return tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
+def _scaled(tensor: Readable, factor: int) -> Made:
+    """Return a tensor times a power of two, exact as long as none of it leaves the dtype's range."""
+    return Made(tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor)
 
 
 def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
@@ -117,7 +101,7 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
                 which = part.name.rpartition(".")[2]
                 stored = f"model.layers.{found[1]}.mlp.{which}_proj.weight"
                 whole = weights[stored]
-                tensors[stored] = Scaled(whole, how.granularity) if which == "down" else whole
+                tensors[stored] = _scaled(whole, how.granularity) if which == "down" else whole
                 blocks += _shards(part, stored, whole.shape, how, cut=1 if which == "down" else 0)
             continue
         if name in weights:
@@ -125,7 +109,7 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
         else:
             assert found is not None, name
             norm = weights[f"model.layers.{found[1]}.input_layernorm.weight"]
-            tensors[name] = Drawn(norm.dtype, shape, how, int(found[1]))
+            tensors[name] = _router(shape, norm.dtype, how, int(found[1]))
         blocks.append(Block(name, every(shape), name, every(shape)))
     left = [f"{state}, an optimizer's, which experts have none of" for state in dense.tensors if state is not None]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
