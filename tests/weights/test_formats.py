@@ -18,6 +18,8 @@ import moesaic
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
+QUICK = ("Mixtral", "DeepseekV3", "GptOss")
+"""Families of which the quick tests convert every pair of formats: alike layers, differing layers, biases and turns."""
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -38,7 +40,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_any_format_becomes_any_other_bit_by_bit(family: str, written: Any, tmp_path: Path) -> None:
     folder = written(family)
     names = [name for name in FORMATS if (family, name) not in WITHOUT]

@@ -12,6 +12,7 @@ import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ class Part:
     archive: int | None = None
     """Bytes of the archive of `torch.save` that holds it; None if its elements are there as they are, row after row."""
 
+    @cached_property
+    def in_archive(self) -> tuple[int, tuple[int, ...]]:
+        """The byte where the elements begin in the archive, and their strides; nothing in it is run.
+
+        Raises:
+            InputError: if no tensor of these sizes is there.
+        """
+        assert self.archive is not None
+        with self.path.open("rb") as file, FakeTensorMode():
+            found: Any = torch.load(_create_file_view(file, self.start, self.archive), weights_only=True)  # type: ignore[arg-type]
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
+            raise InputError(
+                f"{self.path}: byte {self.start} begins no tensor of {list(self.sizes)}: two checkpoints are mixed"
+            )
+        storage: Any = found.untyped_storage()
+        begin = self.start + storage._checkpoint_offset + int(found.storage_offset()) * found.dtype.itemsize
+        return begin, tuple(found.stride())
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -90,9 +109,7 @@ def _before(dim: range, place: int) -> int:
 
 def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     """Return the part's elements, mapped from its file for as long as the array lives."""
-    start, strides = part.start, None
-    if part.archive is not None:
-        start, strides = _in_archive(part.path, part.start, part.archive, dtype)
+    start, strides = (part.start, None) if part.archive is None else part.in_archive
     kind = integer(dtype)
     if not part.sizes:
         return np.fromfile(part.path, kind, 1, offset=start).reshape(())
@@ -101,16 +118,6 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
     flat, steps = np.memmap(part.path, kind, "r", start, (span,)), [each * kind.itemsize for each in strides]
     return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
-
-
-def _in_archive(path: Path, start: int, length: int, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return where the elements of a tensor begin that `torch.save` wrote into a part of a file, and their strides."""
-    with path.open("rb") as file, FakeTensorMode():
-        found: Any = torch.load(_create_file_view(file, start, length), weights_only=True)  # type: ignore[arg-type]
-    if not isinstance(found, torch.Tensor) or found.dtype != dtype:
-        raise InputError(f"{path}: no {dtype} begins at byte {start}: the list of tensors is of another checkpoint")
-    storage: Any = found.untyped_storage()
-    return start + storage._checkpoint_offset + int(found.storage_offset()) * dtype.itemsize, tuple(found.stride())
 
 
 def read_safetensors(folder: Path) -> dict[str, Stored]:

@@ -58,9 +58,12 @@ class Block:
 
     def cut(self, region: Region) -> Block | None:
         """Return the part whose stored side lies in a region; None if nothing does."""
-        at = [_meet(mine, other) for mine, other in zip(self.at, region)]
-        if any(found is None for found in at):
-            return None
+        at: list[Dim] = []
+        for pair in zip(self.at, region):
+            shared = _meet(*pair)
+            if shared is None:
+                return None
+            at.append(shared)
         index = list(self.index)
         mine = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
         other = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
@@ -71,7 +74,7 @@ class Block:
             assert isinstance(whole, range)
             assert isinstance(there, range)
             index[j] = _along(whole, at[i], there)
-        return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)  # type: ignore[arg-type]
+        return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
 
 
 def _meet(a: Dim, b: Dim) -> Dim | None:
@@ -90,11 +93,10 @@ def _meet(a: Dim, b: Dim) -> Dim | None:
     return fine[first:last] if first < last else None
 
 
-def _along(whole: range, part: Dim | None, there: range) -> Dim:
+def _along(whole: range, part: Dim, there: range) -> Dim:
     """Return the places of `there` that stand where those of `part` stand in `whole`."""
     if isinstance(part, int):
         return there[whole.index(part)]
-    assert part is not None
     first, step = whole.index(part[0]), max(1, part.step // whole.step)
     return there[first : first + (len(part) - 1) * step + 1 : step]
 
@@ -122,6 +124,31 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
             yield (*(range(i, i + 1) for i in outer), here, *every(shape[inner + 1 :]))
 
 
+class Found:
+    """Blocks by the name of their stored side, and by the expert or layer that they are of, where they are of a single one."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[int | None, list[Block]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, block: Block) -> None:
+        """Take a block."""
+        single = block.at[0] if block.at and isinstance(block.at[0], int) else None
+        self._held[block.stored][single].append(block)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def cuts(self, name: str, region: Region) -> Iterator[tuple[Block, Block]]:
+        """Yield the blocks of a tensor that have something in a region, and what of them is there."""
+        held = self._held[name]
+        outer = region[0] if region else ()
+        for single in (*([outer] if isinstance(outer, int) else outer), None) if len(held) > 1 else list(held):
+            for block in held.get(single, ()):
+                found = block.cut(region)
+                if found is not None:
+                    yield block, found
+
+
 class Layout:
     """All blocks of a format for one model.
 
@@ -138,13 +165,12 @@ class Layout:
     def __init__(
         self, blocks: Iterable[Block], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
     ) -> None:
-        self.by_stored: dict[str, list[Block]] = defaultdict(list)
-        self.by_tensor: dict[str, list[Block]] = defaultdict(list)
+        self.by_stored, self.by_tensor = Found(), Found()
         sizes: dict[str, int] = defaultdict(int)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for block in blocks:
-            self.by_stored[block.stored].append(block)
-            self.by_tensor[block.tensor].append(block)
+            self.by_stored.add(block)
+            self.by_tensor.add(block.flipped())
             sizes[block.tensor] += volume(block.index)
             ends = tuple(dim[-1] + 1 if isinstance(dim, range) else dim + 1 for dim in block.at)
             known = self.shapes.get(block.stored, ends)
@@ -153,7 +179,9 @@ class Layout:
         if lost:
             raise InputError(f"{title} has no place for {naming(lost)}: convert this model to another format")
         for name, shape in () if copies else self.shapes.items():
-            assert math.prod(shape) == sum(volume(block.at) for block in self.by_stored[name]), name
+            assert math.prod(shape) == sum(volume(found.at) for _, found in self.by_stored.cuts(name, every(shape))), (
+                name
+            )
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
@@ -179,10 +207,9 @@ class Gathered:
     @cached_property
     def feeding(self) -> list[str]:
         """The source's stored names that this one consists of."""
-        pairs = (
-            (mine, theirs) for mine in self.layout.by_stored[self.name] for theirs in self.source.by_tensor[mine.tensor]
-        )
-        return list(dict.fromkeys(theirs.stored for mine, theirs in pairs if theirs.flipped().cut(mine.index)))
+        mine = [found for _, found in self.layout.by_stored.cuts(self.name, every(self.shape))]
+        theirs = (block for each in mine for block, _ in self.source.by_tensor.cuts(each.tensor, each.index))
+        return list(dict.fromkeys(block.tensor for block in theirs))
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -202,18 +229,12 @@ class Gathered:
     def read(self, at: Region) -> np.ndarray:
         """Return the elements in a region: each block's part of it, read from each of the source's blocks there."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
-        for mine in self.layout.by_stored[self.name]:
-            wanted = mine.cut(at)
-            if wanted is None:
-                continue
-            for theirs in self.source.by_tensor[wanted.tensor]:
-                found = theirs.flipped().cut(wanted.index)
-                if found is None:
-                    continue
+        for _, wanted in self.layout.by_stored.cuts(self.name, at):
+            for _, found in self.source.by_tensor.cuts(wanted.tensor, wanted.index):
                 place = wanted.flipped().cut(found.at)
                 assert place is not None
-                values = self.tensors[theirs.stored].read(found.index)
-                if theirs.transposed != wanted.transposed:
+                values = self.tensors[found.tensor].read(found.index)
+                if found.transposed != wanted.transposed:
                     values = values.swapaxes(-1, -2)
                 out[_within(place.index, at)] = values
         return out
