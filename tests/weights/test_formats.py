@@ -147,3 +147,33 @@ def test_megatrons_layout_of_gpt_oss(written: Any) -> None:
     assert torch.equal(mcore["decoder.layers.self_attention.linear_qkv.bias"][1], qkv(hub, "model.layers.1", "bias"))
     sinks = mcore["decoder.layers.self_attention.core_attention.softmax_offset"][1]
     assert torch.equal(sinks, hub["model.layers.1.self_attn.sinks"])
+
+
+def test_megatrons_layout_of_linear_attention_and_gated_attention(written: Any, tmp_path: Path) -> None:
+    folder = written("Qwen3Next")
+    hub, mcore = tensors_of(folder / "hf"), tensors_of(folder / "megatron")
+    linear = "model.layers.0.linear_attn."
+    query, key, value, z = (
+        hub[f"{linear}in_proj_qkvz.weight"].view(2, -1, 32).split([8, 8, 16, 16], 1)
+    )  # two heads of keys
+    beta, alpha = hub[f"{linear}in_proj_ba.weight"].view(2, -1, 32).split([2, 2], 1)
+    parts = {"query": query, "key": key, "value": value, "z": z, "beta": beta, "alpha": alpha}
+    for name, part in parts.items():
+        assert torch.equal(mcore[f"decoder.layers.0.self_attention.in_proj.weight.{name}"], part.reshape(-1, 32))
+    for name, part in zip(("query", "key", "value"), hub[f"{linear}conv1d.weight"].split([16, 16, 32])):
+        assert torch.equal(mcore[f"decoder.layers.0.self_attention.conv1d.weight.{name}"], part)
+    assert torch.equal(mcore["decoder.layers.0.self_attention.out_norm.weight"], hub[f"{linear}norm.weight"] - 1)
+    queries, gates = (
+        hub["model.layers.1.self_attn.q_proj.weight"].view(2, 2, 2, 8, 32).unbind(2)
+    )  # groups, heads of each
+    keys, values = (hub[f"model.layers.1.self_attn.{name}_proj.weight"].view(2, 1, 8, 32) for name in "kv")
+    wanted = torch.cat([queries, gates, keys, values], 1).reshape(-1, 32)
+    assert torch.equal(mcore["decoder.layers.1.self_attention.linear_qkv.weight"], wanted)
+
+
+def test_a_norm_that_megatron_could_not_give_back_is_refused(tmp_path: Path) -> None:
+    model = build("Qwen3Next")
+    model.model.layers[0].linear_attn.norm.weight.data[3] = 0.01
+    model.save_pretrained(tmp_path / "hub")
+    with pytest.raises(InputError, match=r"out_norm\.weight is kept minus one, which torch\.bfloat16 cannot undo"):
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="megatron", logits=False)

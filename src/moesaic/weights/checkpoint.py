@@ -142,6 +142,7 @@ def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
     if rest - known:
         raise InputError(f"{folder}: {len(rest - known)} tensors are unknown to the model: {naming(rest - known)}")
     found.left_behind += sorted(known)
+    found.tensors[None] = {each: format.kept(each, t, back=True) for each, t in found.tensors[None].items()}
     return found
 
 

@@ -98,7 +98,7 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
             if place is None:
                 unplaced.append(f"{state} of {name}")
             else:
-                named[place] = tensor
+                named[place] = format.kept(name, tensor, back=False) if state is None else tensor
     return named, unplaced
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from moesaic.weights.files import Stored
 from moesaic.weights.layout import Block, Readable, every
@@ -39,13 +39,17 @@ class AbstractFormat(ABC):
             names: those of the checkpoint that is read, where a format has several ways; empty to write.
         """
 
+    def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
+        """Return a tensor as the format keeps it or, `back`, as the model has it; nearly all are kept as they are."""
+        return tensor
+
     def called(self, stored: str, state: str | None) -> str | None:
         """Return the name of a tensor, or of the state that an optimizer keeps of it; None if that has no place."""
         return stored if state is None else None
 
 
-Place: TypeAlias = Callable[[Part, Architecture], Iterator[tuple[range, range]]]
-"""Yields rows of a part, and the rows of the format's tensor that they are."""
+Place: TypeAlias = Callable[[Part, Any], Iterator[tuple[str, range, range]]]
+"""From a part and the model's configuration: endings of names, rows of the part, and rows of the tensors that they are."""
 Rules: TypeAlias = "Mapping[str, str | tuple[str, Place]]"
 """A part of a layer to what the format calls its tensor inside the layer, and its place there; without one it is whole."""
 
@@ -53,25 +57,9 @@ Rules: TypeAlias = "Mapping[str, str | tuple[str, Place]]"
 def half(number: int) -> Place:
     """Put a part into the upper (0) or lower (1) half of a tensor."""
 
-    def place(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
+    def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         rows = part.shape[part.rows]
-        yield range(rows), range(number * rows, (number + 1) * rows)
-
-    return place
-
-
-def grouped(which: str) -> Place:
-    """Put q, k or v into a tensor that has, for each key's head, its queries, itself and its values."""
-
-    def place(part: Part, model: Architecture) -> Iterator[tuple[range, range]]:
-        groups = model.config.num_key_value_heads
-        shared = model.config.num_attention_heads // groups
-        rows = part.shape[part.rows] // groups
-        width = rows // shared if which == "q" else rows
-        start = {"q": 0, "k": shared * width, "v": (shared + 1) * width}[which]
-        for group in range(groups):
-            at = group * (shared + 2) * width + start
-            yield range(group * rows, (group + 1) * rows), range(at, at + rows)
+        yield "", range(rows), range(number * rows, (number + 1) * rows)
 
     return place
 
@@ -112,7 +100,7 @@ def by_rules(
             if place is None:
                 yield part.block(stored, (*lead, *every(part.shape)))
                 continue
-            for rows, at in place(part, model):
+            for ending, rows, at in place(part, model.config):
                 spread = list(every(part.shape))
                 spread[part.rows] = at
-                yield part.block(stored, (*lead, *spread), rows)
+                yield part.block(stored + ending, (*lead, *spread), rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -39,6 +39,19 @@ class Readable(Protocol):
 
     def read(self, at: Region) -> np.ndarray:
         """Return a copy of the elements there, as integers of their size, row after row."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is computed when it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[Region], torch.Tensor]
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return the elements there, the same each time."""
+        return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
 
 
 @dataclass(frozen=True)

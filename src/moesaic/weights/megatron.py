@@ -9,19 +9,60 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from moesaic.errors import InputError
 from moesaic.weights.files import Stored, read_dcp, write_dcp
-from moesaic.weights.format import AbstractFormat, Rules, by_rules, grouped, half
-from moesaic.weights.layout import Block, Readable
-from moesaic.weights.model import LAYER, Architecture
+from moesaic.weights.format import AbstractFormat, Place, Rules, by_rules, half
+from moesaic.weights.layout import Block, Made, Readable, Region
+from moesaic.weights.model import LAYER, Architecture, Part
 
 OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
+
+
+def grouped(which: str) -> Place:
+    """Put q, k or v into a tensor that has, for each key's head, its queries, their gates if any, itself and its values."""
+
+    def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
+        groups, heads = config.num_key_value_heads, config.num_attention_heads
+        kinds = 2 if config.model_type == "qwen3_next" else 1  # a head's queries, and its gate below them
+        shared, mine = heads // groups, kinds if which == "q" else 1
+        held = heads if which == "q" else groups
+        width = part.shape[part.rows] // (held * mine)
+        first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[which]
+        for head in range(held):
+            group, place = divmod(head, shared) if which == "q" else (head, 0)
+            for kind in range(mine):
+                row = (head * mine + kind) * width
+                at = (group * (shared * kinds + 2) + first + kind * shared + place) * width
+                yield "", range(row, row + width), range(at, at + width)
+
+    return place
+
+
+def cut(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
+    """Cut what enters linear attention into tensors of queries, keys, values, gates, and its two rates."""
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    shared = config.linear_num_value_heads // heads
+    values = shared * config.linear_value_head_dim
+    sizes = {"query": width, "key": width, "value": values, "z": values}
+    if part.tensor.endswith("in_proj_ba.weight"):
+        sizes = {"beta": shared, "alpha": shared}
+    elif part.tensor.endswith("conv1d.weight"):
+        sizes, heads = {"query": heads * width, "key": heads * width, "value": heads * values}, 1
+    row = 0
+    for head in range(heads):
+        for name, size in sizes.items():
+            yield f".{name}", range(row, row + size), range(head * size, (head + 1) * size)
+            row += size
+
+
 ATTENTION: Rules = {
     **{
         f"self_attn.{name}_proj.{kind}": (f"self_attention.linear_qkv.{kind}", grouped(name))
@@ -34,6 +75,16 @@ ATTENTION: Rules = {
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+}
+LINEAR_ATTENTION: Rules = {
+    "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
+    "linear_attn.in_proj_qkvz.weight": ("self_attention.in_proj.weight", cut),
+    "linear_attn.in_proj_ba.weight": ("self_attention.in_proj.weight", cut),
+    "linear_attn.conv1d.weight": ("self_attention.conv1d.weight", cut),
+    "linear_attn.norm.weight": "self_attention.out_norm.weight",
+    "linear_attn.out_proj.weight": "self_attention.out_proj.weight",
+    "linear_attn.A_log": "self_attention.A_log",
+    "linear_attn.dt_bias": "self_attention.dt_bias",
 }
 LATENT_ATTENTION: Rules = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -114,6 +165,19 @@ class Megatron(AbstractFormat):
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, inside / "common.pt")
         (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
 
+    def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
+        if not stored.endswith("self_attention.out_norm.weight"):
+            return tensor
+
+        def make(at: Region) -> torch.Tensor:
+            values = torch.from_numpy(tensor.read(at)).view(tensor.dtype)
+            moved = values + 1 if back else values - 1
+            if not back and not torch.equal(moved + 1, values):
+                raise InputError(f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format")
+            return moved
+
+        return Made(tensor.dtype, tensor.shape, make)
+
     def called(self, stored: str, state: str | None) -> str | None:
         if state == "step":
             return None  # it is one number for all, in another file
@@ -128,10 +192,11 @@ class Megatron(AbstractFormat):
         if names:
             alike = not any(name.startswith("decoder.layers.0.") for name in names)
         latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
+        linear = {layer for layer, held in layers.items() if "linear_attn.A_log" in held}
         sparse = {int(name.split(".")[2]) for name in model.experts}
 
         def rules(layer: int) -> Rules:
-            attention: Rules = LATENT_ATTENTION if latent else ATTENTION
+            attention = LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
             return {**attention, **(SPARSE if layer in sparse else DENSE)}
 
         return by_rules(model, OUTSIDE, rules, "decoder.layers." if alike else "decoder.layers.{}.", stacked=alike)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Part:
     index: tuple[range, ...]
     transposed: bool = False
     """Whether the tensor has its last two dimensions the other way round."""
+    stacked: bool = False
+    """Whether its first dimension is that of experts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,18 +35,18 @@ class Part:
         sizes = [len(dim) for dim in self.index]
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
 
+    @property
+    def rows(self) -> int:
+        """The dimension of the outputs: the first one, the second one in a stack of experts."""
+        return 1 if self.stacked else 0
+
     def block(self, stored: str, at: Region, rows: range | None = None) -> Block:
         """Return the block that puts this part, or some of its rows, somewhere."""
         index = list(self.index)
         if rows is not None:
-            dim = self.rows - (1 if self.transposed else 0) + (2 if self.transposed else 0)
+            dim = self.rows + 1 if self.transposed else self.rows
             index[dim] = index[dim][rows.start : rows.stop]
         return Block(stored, at, self.tensor, tuple(index), self.transposed)
-
-    @property
-    def rows(self) -> int:
-        """The dimension of the outputs: the last but one of a matrix, the last of a bias."""
-        return len(self.index) - (1 if self.name.endswith("bias") else 2)
 
 
 class Architecture:
@@ -82,7 +84,7 @@ class Architecture:
         """Return a whole tensor as a part."""
         experts = self.experts_of(tensor)
         turned = experts is not None and self.experts[experts].is_transposed and not tensor.endswith("bias")
-        return Part(tensor, tensor, every(self.shapes[tensor]), turned)
+        return Part(tensor, tensor, every(self.shapes[tensor]), turned, experts is not None)
 
     def parts(self, tensor: str) -> list[Part]:
         """Return the matrices that a tensor of experts holds side by side; the whole tensor if it holds one."""
@@ -92,7 +94,7 @@ class Architecture:
         module, kind = self.experts[experts], "_bias" if tensor.endswith("_bias") else ""
         whole, stem = self.whole(tensor), tensor.rpartition(".")[2].removesuffix("_bias")
         if stem != "gate_up_proj":
-            return [Part(f"{experts}.{stem.removesuffix('_proj')}{kind}", tensor, whole.index, whole.transposed)]
+            return [replace(whole, name=f"{experts}.{stem.removesuffix('_proj')}{kind}")]
         found = []
         for number, name in enumerate(("gate", "up")):
             index = list(whole.index)
@@ -100,7 +102,7 @@ class Architecture:
             both = index[dim]
             half = len(both) // 2
             index[dim] = both[number * half : (number + 1) * half] if module.is_concatenated else both[number::2]
-            found.append(Part(f"{experts}.{name}{kind}", tensor, tuple(index), whole.transposed))
+            found.append(replace(whole, name=f"{experts}.{name}{kind}", index=tuple(index)))
         return found
 
 

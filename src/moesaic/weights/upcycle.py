@@ -8,17 +8,16 @@ they sum to 1 over copies of the same, and a shard's output is scaled by the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import Checkpoint
-from moesaic.weights.layout import Block, Layout, Readable, Region, every, identity
+from moesaic.weights.layout import Block, Layout, Made, Readable, Region, every, identity
 from moesaic.weights.model import LAYER, Architecture, Part
 
 
@@ -50,19 +49,6 @@ class Upcycling:
 
 INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Kinds of dense models, and the sparse ones that differ from them in the feed-forward layers alone and normalise."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A tensor that is computed when it is read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    make: Callable[[Region], torch.Tensor]
-
-    def read(self, at: Region) -> np.ndarray:
-        """Return the elements there, the same each time."""
-        return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
 
 
 def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: int) -> Made:
