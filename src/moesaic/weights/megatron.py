@@ -173,7 +173,9 @@ class Megatron(AbstractFormat):
             values = torch.from_numpy(tensor.read(at)).view(tensor.dtype)
             moved = values + 1 if back else values - 1
             if not back and not torch.equal(moved + 1, values):
-                raise InputError(f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format")
+                raise InputError(
+                    f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format"
+                )
             return moved
 
         return Made(tensor.dtype, tensor.shape, make)
