@@ -12,22 +12,14 @@ import tyro
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
-USAGE = """usage: moesaic convert SOURCE OUT --to FORMAT [options]
-       moesaic convert verify OUT [--json]
-
-  SOURCE  a folder with a checkpoint of hf, moesaic, torchtitan or megatron
-  verify  compare the output of a conversion with its receipt
-
-moesaic convert SOURCE --help tells what it takes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """What to convert."""
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """The checkpoint's folder."""
-    out: Annotated[str, tyro.conf.Positional]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to write; must not exist or be empty."""
     to: str
     """hf (safetensors with hub names), moesaic, torchtitan or megatron."""
@@ -55,7 +47,7 @@ class ConvertOptions:
 class VerifyOptions:
     """What to verify."""
 
-    out: Annotated[str, tyro.conf.Positional]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder that a conversion wrote."""
     json: bool = False
     """Print what was compared as JSON."""
@@ -63,16 +55,14 @@ class VerifyOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Convert or verify; returns the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    if arguments[0] == "verify":
+    if arguments and arguments[0] == "verify":
         return _verify(arguments[1:])
     options = parse(
         ConvertOptions,
         arguments,
         prog="moesaic convert",
-        description="Convert a checkpoint into another format, read both back, and write a receipt.",
+        description="Convert a checkpoint into another format, read both back, and write a receipt. "
+        "moesaic convert verify OUT compares an output with its receipt.",
     )
     from moesaic.weights.convert import RECEIPT, convert
     from moesaic.weights.upcycle import Upcycling
