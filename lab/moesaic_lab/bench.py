@@ -16,6 +16,7 @@ BENCHMARKS = {
     "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
     "codec_error": ("codec_error", "error and bytes of each codec"),
     "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, beside the limit of its links"),
+    "convert": ("convert", "checkpoints between formats: bytes that differ, and memory"),
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
