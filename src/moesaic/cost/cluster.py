@@ -8,7 +8,7 @@ ends and comes down again. `topology.py` makes the graph of it, `cluster_file.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -129,10 +129,13 @@ class Device:
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
     """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
     plus 170; `moesaic profile` measures it."""
+    peak_tflops: float = 0.0
+    """The data sheet's rate of dense bfloat16 products, which utilization is a share of; 0: that of `tflops`."""
     codec_gigabytes_per_second: float | None = None
     """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
 
     def __post_init__(self) -> None:
+        check_not_negative("cluster.device.peak_tflops", self.peak_tflops)
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
@@ -190,6 +193,9 @@ class ClusterSpec:
     """What it stands for."""
     source: str = ""
     """Where the numbers come from."""
+    measured: tuple[str, ...] = ()
+    """Which of the numbers were measured rather than read off a data sheet or assumed: each with where, and how far the model
+    is off what it was fitted to."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -217,6 +223,31 @@ class ClusterSpec:
     def world(self) -> int:
         """Devices in all."""
         return self.nodes * self.devices_per_node
+
+    def of_devices(self, count: int) -> ClusterSpec:
+        """Return a cluster of so many devices: whole nodes, or a part of one.
+
+        Raises:
+            InputError: if the count is neither.
+        """
+        per_node = self.devices_per_node
+        if count < 1 or (count > per_node and count % per_node):
+            near = max(count // per_node, 1) * per_node
+            raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
+        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node))
+
+    def with_links(self, carries: Literal["inside", "outside"], times: float) -> ClusterSpec:
+        """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count."""
+
+        def faster(link: Link) -> Link:
+            return (
+                replace(link, gbps=tuple(times * rate for rate in link.gbps))
+                if link.carries in (carries, "all")
+                else link
+            )
+
+        peers = tuple(replace(peer, gbps=times * peer.gbps) if carries == "inside" else peer for peer in self.peers)
+        return replace(self, links=tuple(map(faster, self.links)), peers=peers)
 
     def _check_link(self, link: Link) -> None:
         where, per_node = f"cluster link {link.name!r}", self.devices_per_node

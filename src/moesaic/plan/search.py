@@ -23,9 +23,9 @@ from moesaic.cost.step import StepCostModel, mean_of
 from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
-from moesaic.plan.compile import Compiled, compile_plan
+from moesaic.plan.compile import Compiled
 from moesaic.plan.findings import Found, OfEp, Result, Settings
-from moesaic.plan.layouts import layouts, name_of, replica_of
+from moesaic.plan.layouts import compile_on, layouts, name_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
@@ -193,7 +193,7 @@ class _Search:
         key = (around.grid, plan)
         if key not in self.tried:
             try:
-                compiled = self._compile(plan, around.grid)
+                compiled = compile_on(plan, around.grid, self.cluster)
                 there, back = self._run(around, compiled)
             except InputError as error:
                 self.refusal = str(error)
@@ -221,10 +221,6 @@ class _Search:
             self.times[key] = (forward, backward)
         return self.times[key]
 
-    def _compile(self, plan: Plan, grid: Grid) -> Compiled:
-        compiled = compile_plan(plan, replica_of(grid), host_runs_compute=self.cluster.host.runs_compute)
-        return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))
-
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
         """Return all plans that fit the memory, best first; under counts those that were best without them."""
         fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
@@ -241,7 +237,7 @@ class _Search:
         for number, found in enumerate(some):
             self.progress("simulating under counts", number, len(some))
             around = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
-            compiled, layer = self._compile(found.plan, found.grid), around.model.layer
+            compiled, layer = compile_on(found.plan, found.grid, self.cluster), around.model.layer
             tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
             again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))
