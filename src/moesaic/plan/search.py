@@ -32,6 +32,10 @@ from moesaic.plan.plan import AllToAll, Plan, Schedule
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 
+HOPELESS = 2.0
+"""Times the best step so far that the first plan on a layout may take for others to be tried there at once."""
+PROMISING = 1.3
+"""Times the best start of a layout that the best plan of another schedule may take to be a start too."""
 PAIRED = 2
 """Layouts on which two choices are changed at once."""
 
@@ -127,11 +131,20 @@ class _Search:
             # Whole experts on every rank are always judged: people ask when they pay.
             if each.floor(compression=compression) > best and each.grid.ep * each.grid.etp > 1:
                 continue
-            found = [found for plan in self._starts(each.grid) if (found := self._try(each, plan)) is not None]
+            found = list(self._judge(each, best))
             if found:
                 judged.append((min(map(self._cost, found)), len(judged), each))
                 best = min([best, *(one.seconds for one in found if one.memory.total <= self._memory)])
         return [each for _, _, each in sorted(judged, key=lambda item: item[:2])]
+
+    def _judge(self, around: StepCostModel, best: float) -> Iterator[Found]:
+        """Simulate the starts on a layout; where the first one is hopeless beside the best step so far, no other one."""
+        for plan in self._starts(around.grid):
+            found = self._try(around, plan)
+            if found is not None:
+                yield found
+                if found.seconds > HOPELESS * best:
+                    return
 
     def _starts(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
@@ -164,10 +177,12 @@ class _Search:
             self.progress("changing choices", number, len(layouts))
             starts: dict[str, Found] = {}
             for found in sorted(self._on(each.grid), key=self._cost):
-                starts.setdefault(found.plan.schedule, found)
+                if not starts or found.seconds <= PROMISING * next(iter(starts.values())).seconds:
+                    starts.setdefault(found.plan.schedule, found)
             best.append((min((self._climb(each, start) for start in starts.values()), key=self._cost), each))
         best.sort(key=lambda item: self._cost(item[0]))
-        for number, (found, each) in enumerate(best[:PAIRED]):
+        near = [item for item in best[:PAIRED] if item[0].seconds <= PROMISING * best[0][0].seconds]
+        for number, (found, each) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(each, found, choices=2)
 
