@@ -19,7 +19,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic_lab.ledger.parts import cluster_of, expert_stages, nccl
 from moesaic_lab.ledger.records import Entry
 
-SIZES = (1e6, 4e6, 16e6, 64e6, 256e6)
+SIZES = (1e6, 16e6, 64e6, 256e6)
 """Bytes at which a link's share is fitted; it is 1 at the last."""
 ROWS = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 """Rows of an expert at which a device's share is known: fitted from 64, 1 at the last. Fewer rows than a tile of 64 take as
@@ -34,8 +34,8 @@ def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
 
 
 def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return a cluster whose second link is a bus of a rate (Gb/s) and a latency (us) that four and eight users get less of."""
-    link = replace(cluster.links[1], gbps=(at[0],), latency_us=at[1], users=(2.0, 4.0, 8.0), users_share=(1.0, at[2], at[3]))
+    """Return a cluster whose second link is a bus of a rate (Gb/s) that four and eight users get less of."""
+    link = replace(cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:]))
     return replace(cluster, links=(cluster.links[0], link, *cluster.links[2:]))
 
 
@@ -68,10 +68,10 @@ def fit(make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Itera
 
 FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]] = {
     "dgx-h200": (
-        (switched_links, lambda cluster: nccl(lambda _: cluster), (2500, 5, 0.6, 0.7, 0.75, 0.9)),
+        (switched_links, lambda cluster: nccl(lambda _: cluster), (2500, 5, 0.6, 0.75, 0.9)),
         (device, lambda cluster: expert_stages(lambda _: cluster), (800, 0.5, 0.35, 0.7, 0.9)),
     ),
-    "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 10, 0.4, 0.3)),),
+    "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 0.4, 0.3)),),
 }
 """By preset: what is fitted to which entries, and from where the search begins."""
 

@@ -20,7 +20,9 @@ from moesaic.program.grid import Grid
 from moesaic_lab.ledger.records import Entry, read_figures, read_published
 
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
-"""By machine, the numbers of GPUs whose all-to-alls its links were fitted to; no other collective was."""
+"""By machine, the numbers of GPUs whose collectives its links were fitted to."""
+FITTED_OPERATIONS = ("alltoall", "all_gather")
+"""What they were fitted to: no other collective was."""
 FITTED_EXPERTS = ("8", "128")
 """Numbers of experts of the stages that devices were fitted to."""
 UNFITTED_DIM = "2048"
@@ -72,7 +74,7 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
             predicted=found * 1e6,
             unit="us",
             source="aiconfigurator",
-            fitted=row["operation"] == "alltoall" and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
+            fitted=row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
         )
 
 
