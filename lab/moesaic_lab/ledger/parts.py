@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -132,7 +131,7 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
             predicted=expert_stage(machine(row["machine"]), row) * 1e6,
             unit="us",
             source="aiconfigurator",
-            fitted=row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM,
+            fitted=row["machine"] == "dgx-h200" and row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM,
         )
 
 
@@ -154,6 +153,18 @@ def layers() -> Iterator[Entry]:
             )  # fmt: skip
 
 
-def layer_row(what: str) -> dict[str, Any]:
-    """Return a published layer by its name."""
-    return next(row for row in read_published()["layer"] if row["what"] == what)
+def laer() -> Iterator[Entry]:
+    """Yield the time that LAER's ranks compute experts in a step, two micro-batches forward and backward.
+
+    The mean over ranks, which is that of the mean load. Of its all-to-alls the artifact does not say over which ranks they go.
+    """
+    for row in read_figures("laer"):
+        hidden = 14336 // (2 if "e16" in row["model"] else 1)
+        rates = rates_of(cluster_of("dgx-a100"), "bf16")
+        rows = np.array([float(row["copies"])])
+        once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden)
+        once += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
+        yield Entry(
+            kind="layers", what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step", machine="dgx-a100",
+            measured=float(row["expert_s"]), predicted=float(once[0]) * 3 * 2 * int(row["layers"]), unit="s", source="laer",
+        )  # fmt: skip

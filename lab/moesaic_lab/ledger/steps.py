@@ -67,8 +67,8 @@ def papers() -> Iterator[Entry]:
 def beds() -> Iterator[Entry]:
     """Yield the layers on emulated clusters, as they were measured, predicted by their profile, and committed."""
     for row in json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))["rows"]:
-        if "measured" in row and "predicted" in row:
+        if "predicted_seconds" in row:
             yield Entry(
-                kind="beds", what=f"{row['case']}, {row['plan']}", machine=str(row.get("bed", "")), measured=row["measured"],
-                predicted=row["predicted"], unit="s", source="beds",
+                kind="beds", what=f"{row['case']}, {row['plan']}", machine=f"bed {row['bed']}", unit="s", source="beds",
+                measured=row["measured_seconds"], predicted=row["predicted_seconds"],
             )  # fmt: skip

@@ -143,13 +143,15 @@ class Device:
     activation_traffic: float = 0.0
     """Part of the reading and writing of experts' activations, between one product and the next, that takes time of its own:
     0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
+    contention: float = 0.0
+    """Part of the time in which messages and computing run at once that is lost, since they share processors and memory."""
     peak_tflops: float = 0.0
     """The data sheet's rate of dense bfloat16 products, which utilization is a share of; 0: that of `tflops`."""
     codec_gigabytes_per_second: float | None = None
     """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
 
     def __post_init__(self) -> None:
-        for name in ("peak_tflops", "activation_traffic"):
+        for name in ("peak_tflops", "activation_traffic", "contention"):
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))

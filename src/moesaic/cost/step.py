@@ -382,7 +382,9 @@ class StepCostModel:
         if not self.model.overlapped:
             return run.seconds
         beside = run.compute_seconds + passes * self.attention / self._passes / self.model.num_layers
-        return run.compute_seconds + max(run.communication_seconds - beside, 0.0)
+        moving = max(run.seconds - run.compute_seconds, 0.0)
+        lost = self.cluster.device.contention * min(moving, beside)
+        return run.compute_seconds + max(moving - beside, 0.0) + lost
 
     def _exposed_once(self, there: Simulated, back: Simulated) -> float:
         """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
