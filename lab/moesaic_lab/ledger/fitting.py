@@ -1,8 +1,8 @@
 """The numbers of presets that rest on others' measurements, found again from the entries that are marked as fitted.
 
-A link has a rate, a start-up and a share of the rate by the bytes of a movement (by users, of a shared medium); a device a rate
-of products, a share of it by the rows of an expert, and how much of the activations' traffic takes time. Nothing else is fitted,
-and never to a single figure: all fitted entries of a machine weigh the same, by the logarithm of the ratio.
+A link has a rate, a start-up and a share of the rate by the bytes of a movement (by users, of a shared medium); a device has a
+rate of products, a share of it by the rows of an expert, and how much of the activations' traffic takes time. Nothing else is
+fitted, and never to a single figure: all fitted entries of a machine weigh the same, by the logarithm of the ratio.
 
     python -m moesaic_lab.ledger.fitting
 """
@@ -47,7 +47,9 @@ def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     return replace(cluster, device=each)
 
 
-def fit(make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Iterable[Entry]], start: Sequence[float]) -> np.ndarray:
+def fit(
+    make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Iterable[Entry]], start: Sequence[float]
+) -> np.ndarray:
     """Return the numbers with the least squares of the fitted entries' logarithms.
 
     Args:

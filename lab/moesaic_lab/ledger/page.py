@@ -58,7 +58,9 @@ def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
 def claims(found: list[Entry]) -> list[Claim]:
     """Return medians and worst errors of what nothing was fitted to."""
     of = {"median": median_error, "worst": worst_error}
-    made = [Claim(name=f"ledger.{k}_{how}", value=of[how](found, k), unit="1", target=t, op="<=") for k, how, t in TARGETS]
+    made = [
+        Claim(name=f"ledger.{k}_{how}", value=of[how](found, k), unit="1", target=t, op="<=") for k, how, t in TARGETS
+    ]
     return sorted(made, key=lambda claim: claim.name)
 
 
@@ -83,19 +85,26 @@ def _quartiles(ratios: list[float]) -> list[float]:
 
 def page(found: list[Entry]) -> str:
     """Return the page: what it is, medians, what presets rest on, and the figures."""
+    of_kinds = [
+        [row["kind"], str(row["figures"]), str(row["fitted"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.2f}",
+         f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(found)
+    ]  # fmt: skip
+    of_claims = [
+        [f"`{claim.name}`", f"{claim.value:.3f}", f"<= {claim.target:g}", "yes" if claim.holds else "**no**"]
+        for claim in claims(found)
+    ]
+    names = [
+        "kind",
+        "figures",
+        "used for a fit",
+        "median error",
+        "worst",
+        "median ratio",
+        "half of the ratios lie between",
+    ]
     text = [
-        "# Ledger of errors: what others measured beside what Moesaic predicts",
-        "Made by `moesaic bench ledger --page docs/ledger.md`; do not edit it. Every row is a figure that somebody measured and "
-        "the prediction of it, which was not used for a fit; rows that a preset's numbers rest on are marked *fit* and count "
-        "nowhere. A ratio is predicted over measured, of times (of memory, bytes); an error is how far it is from 1. The data and "
-        "their licences are in `lab/moesaic_lab/ledger/data/README.md`.",
-        "## By kind",
-        table([["kind", "figures", "used for a fit", "median error", "worst", "median ratio", "half of the ratios lie between"],
-               *([row["kind"], str(row["figures"]), str(row["fitted"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.2f}",
-                  f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(found))]),
-        table([["claim", "value", "target", "holds"], *([
-            f"`{claim.name}`", f"{claim.value:.3f}", f"<= {claim.target:g}", "yes" if claim.holds else "**no**",
-        ] for claim in claims(found))]),
+        "# Ledger of errors: what others measured beside what Moesaic predicts", INTRODUCTION, "## By kind",
+        table([names, *of_kinds]), table([["claim", "value", "target", "holds"], *of_claims]),
         MISSES,
         "## What of a preset was measured",
         table([["preset", "measured", "the rest"], *([
@@ -107,16 +116,20 @@ def page(found: list[Entry]) -> str:
     return "\n\n".join(text) + "\n"
 
 
+INTRODUCTION = """Made by `moesaic bench ledger --page docs/ledger.md`; do not edit it. Every row is a figure that somebody
+measured and the prediction of it, which was not used for a fit; rows that a preset's numbers rest on are marked *fit* and count
+nowhere. A ratio is predicted over measured, of times (of memory, bytes); an error is how far it is from 1. The data and their
+licences are in `lab/moesaic_lab/ledger/data/README.md`."""
 MISSES = """What is off, and why as far as we know:
 
 - Products of few rows and narrow matrices: one curve by rows knows nothing of the tiles that fill a device.
-- Expert stages on L40S come out twice as fast as measured: the only framework measured there runs them at half the rate of plain
-  products, on which the preset's data sheet rate agrees.
+- Expert stages on L40S come out twice as fast as measured: the only framework measured there runs them at half the rate of
+  plain products, on which the preset's rate agrees.
 - DeepEP with one or two experts per token is slower than the links: its kernels have a cost per token that the preset has not.
 - A ring inside a node is 5 to 10 % faster than an all-to-all of as many bytes, and the switch adds up in all-reduces of eight.
-- Of steps, those of transformers (its own unfused layers and attention) and of gpt-oss (much of its set-up is not published) are
-  predicted two to three times too fast. The steps of B200 have no measured preset, LAER's steps no published layout: they are left
-  out, and so is the makespan of DeepSeek's trace, which has no licence to be committed here."""
+- Of steps, those of transformers (its own unfused layers and attention) and of gpt-oss (much of its set-up is not published)
+  are predicted two to three times too fast. The steps of B200 have no measured preset, LAER's steps no published layout: they
+  are left out, and so is the makespan of DeepSeek's trace, which has no licence to be committed here."""
 
 
 def _kind(found: list[Entry], kind: str) -> str:

@@ -22,8 +22,10 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Found, float]:
     """Return a published step as predicted, and its tokens per second and device."""
     shape = read_shape(models[row["model"]], row["model"], seq_len=row["seq_len"])
-    cluster = cluster_of(row["machine"]).of_devices(row["gpus"]) if row["gpus"] <= 32 else cluster_of(
-        row["machine"], nodes=row["gpus"] // 8
+    cluster = (
+        cluster_of(row["machine"]).of_devices(row["gpus"])
+        if row["gpus"] <= 32
+        else cluster_of(row["machine"], nodes=row["gpus"] // 8)
     )
     if "inside" in row:
         cluster = cluster.with_links("inside", row["inside"])

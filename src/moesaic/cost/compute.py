@@ -52,7 +52,9 @@ class Rates:
         found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
         return found
 
-    def traffic_seconds(self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int) -> np.ndarray:
+    def traffic_seconds(
+        self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
+    ) -> np.ndarray:
         """Return the seconds in which experts' activations are read and written between products, (n,).
 
         A row is read, each product's result written, read by the next step and written again, and the last result written.

@@ -18,8 +18,8 @@ from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.predict import APART
 
-SPREAD = (0.75, 1.25)
-"""Measured over predicted speed of steps between which three of four published ones lie; docs/ledger.md has them."""
+SPREAD = (0.47, 1.08)
+"""Measured over predicted speed between which the middle half of published steps lies; docs/ledger.md has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from moesaic.errors import InputError
 from moesaic.plan.findings import Found
 from moesaic.plan.layouts import compile_on
 from moesaic.plan.model import Job
-from moesaic.plan.plan import AllToAll, Plan
+from moesaic.plan.plan import AllToAll, Crossing, Plan
 from moesaic.program.grid import Grid
 
 
@@ -189,7 +189,7 @@ def _megatron(job: Job, found: Found) -> list[str]:
         f"--micro-batch-size {job.batch_size // grid.dp}", f"--global-batch-size {job.batch_size * job.accumulation}",
         f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
         f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
-        + ("flex --moe-enable-deepep" if found.plan.all_to_all in ("multicast", "deepep") else "alltoall"),
+        + ("flex --moe-enable-deepep" if found.plan.crossing is not Crossing.LINK else "alltoall"),
         "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
     ]  # fmt: skip
     lines += ["--overlap-moe-expert-parallel-comm"] * (found.plan.chunks > 1)

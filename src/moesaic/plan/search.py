@@ -32,10 +32,6 @@ from moesaic.plan.plan import AllToAll, Plan, Schedule
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 
-HOPELESS = 2.0
-"""Times the best step so far that the first plan on a layout may take for others to be tried there at once."""
-PROMISING = 1.3
-"""Times the best start of a layout that the best plan of another schedule may take to be a start too."""
 PAIRED = 2
 """Layouts on which two choices are changed at once."""
 
@@ -143,7 +139,7 @@ class _Search:
             found = self._try(around, plan)
             if found is not None:
                 yield found
-                if found.seconds > HOPELESS * best:
+                if found.seconds > self.settings.give_up * best:
                     return
 
     def _starts(self, grid: Grid) -> Iterator[Plan]:
@@ -177,11 +173,11 @@ class _Search:
             self.progress("changing choices", number, len(layouts))
             starts: dict[str, Found] = {}
             for found in sorted(self._on(each.grid), key=self._cost):
-                if not starts or found.seconds <= PROMISING * next(iter(starts.values())).seconds:
+                if not starts or found.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
                     starts.setdefault(found.plan.schedule, found)
             best.append((min((self._climb(each, start) for start in starts.values()), key=self._cost), each))
         best.sort(key=lambda item: self._cost(item[0]))
-        near = [item for item in best[:PAIRED] if item[0].seconds <= PROMISING * best[0][0].seconds]
+        near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
         for number, (found, each) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(each, found, choices=2)
