@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 else:
     EmitName = Literal[tuple(EMITTERS)]
 """A name of the registry; a command line lists them as choices."""
-GIVE_UP = 1.5
-"""As of `Settings`: 64 devices in ten seconds, with the best plan that trying more finds."""
+GIVE_UP, REFINED = 1.5, 4
+"""`give_up` and `refine` of `Settings`: 64 devices in ten seconds, with the best plan that trying more finds."""
 TABLES = 4
 """Calls of a trace that plans are ranked under."""
 DESCRIPTION = """Search layouts and plans for a model on a cluster by simulated time, under the memory of its devices.
@@ -229,6 +229,7 @@ def _settings(options: PlanOptions) -> Settings:
     pins = Pins(tp=options.tp, ep=options.ep, etp=options.etp, innermost=options.innermost)
     return Settings(
         give_up=GIVE_UP,
+        refine=REFINED,
         space=space,
         pins=pins,
         keep=options.top,
