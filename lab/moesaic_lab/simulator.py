@@ -83,7 +83,7 @@ def measure(case: SimulatedCase) -> dict[str, Any]:
     }
 
 
-def seconds(run: Callable[[], None], repeats: int) -> list[float]:
+def seconds(run: Callable[[], object], repeats: int) -> list[float]:
     """Return the seconds of each repeat."""
     found = []
     for _ in range(repeats):

@@ -78,12 +78,13 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
 
 
 def deepep() -> Iterator[Entry]:
-    """Yield DeepEP's dispatch, one byte per element, and combine, two: a token once to each rank that has an expert of it."""
+    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16: a token once to each
+    rank that has an expert of it."""
     for row in read_figures("deepep"):
         cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
         layer = Workload(tokens=tokens, num_experts=int(row["experts"]), top_k=int(row["top_k"]), dim=dim, hidden=1)
         sent = node_tokens_per_node(layer, 8, 1) * 8 * dim
-        for what, size in (("dispatch", 1), ("combine", 2)):
+        for what, size in (("dispatch", 1 + 4 / 128), ("combine", 2)):
             yield Entry(
                 kind="collectives",
                 what=f"DeepEP {what}, {tokens:,} tokens of {dim}, {row['top_k']} of {row['experts']}",
