@@ -24,6 +24,7 @@ BENCHMARKS = {
     "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
     "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs, orders on an emulated cluster"),
+    "ledger": ("ledger.page", "what others measured beside what the models of time and memory say"),
     "layer_memory": ("kernels.memory", "memory of one layer, beside the formula and Tutel's"),
     "model": ("model.benchmark", "predicted times of layers beside measured ones, on an emulated cluster"),
     "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),

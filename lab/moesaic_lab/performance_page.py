@@ -87,9 +87,10 @@ QUESTIONS = (
         title="How near is the simulator to what is measured?",
         meaning=(
             "Layers on the beds, predicted from a profile that was taken before. Since ranks can talk over sockets the "
-            "worst cases are off by more than was asked; the median is not."
+            "worst cases are off by more than was asked; the median is not. [The ledger](ledger.md) holds predictions "
+            "against what other people measured, and names what is off."
         ),
-        results=("model", "simulator"),
+        results=("model", "simulator", "ledger"),
         picture="bench/model.svg",
     ),
     Question(
