@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
@@ -138,8 +140,8 @@ class MoE(InjectsLosses, RoutingCached):
 
     def parallelize(
         self,
-        mesh: Mesh,
-        plan: Plan | Compiled,
+        mesh: Mesh | DeviceMesh | ProcessGroup,
+        plan: Plan | Compiled | None = None,
         policy: AbstractReplicationPolicy | None = None,
         *,
         broadcast: bool = False,
@@ -154,8 +156,10 @@ class MoE(InjectsLosses, RoutingCached):
         divide by dp); docs/distributed.md.
 
         Args:
-            mesh: the ranks; `Mesh.create(ep=4)`.
-            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
+            mesh: the ranks: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension "ep" splits the
+                experts (`Mesh.from_device_mesh` says what other names mean); or a process group, all of whose ranks split them.
+                Ranks of the world that are not among them take no part.
+            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks. None for `Plan()`.
             policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
                 that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
@@ -169,12 +173,21 @@ class MoE(InjectsLosses, RoutingCached):
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
+        mesh = Mesh.of(mesh)
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast}
         before = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan, self.experts, before, calls, settings, weights, deepep=lambda: mesh.deepep
+            mesh.grid,
+            mesh.transport,
+            plan or Plan(),
+            self.experts,
+            before,
+            calls,
+            settings,
+            weights,
+            deepep=lambda: mesh.deepep,
         )
         if broadcast:
             take_first(self, mesh.transport)

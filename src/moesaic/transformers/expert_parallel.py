@@ -8,16 +8,14 @@ transformers' own exchange gives: of an expert the sum over all tokens that reac
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation, EPImplementationInterface
 
-from moesaic.comm.mesh import group_grid, open_group
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.runtime.balance.calls import calls_under
@@ -54,14 +52,15 @@ class MoesaicEP(EPImplementation):
             say(f"{type(experts).__name__} {reason}: its tokens go by transformers' all_to_all")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
-        group, device_type = ep_mesh.get_group(), ep_mesh.device_type
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
-        grid, transport = group_grid(group, tp), _transport(group, device_type)
+        mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self.experts = FamilyExperts(experts, self.num_local_experts * ep_mesh.size())
         settings = {name: getattr(self.experts, name) for name in ("num_experts", "dim", "activation", "clamp", "bias")}
         named = {f"experts.{name}": value for name, value in settings.items()}
         calls = partial(calls_under, policy=None, num_experts=self.experts.num_experts, dim=self.experts.dim)
-        self.on_mesh = ExpertParallel(grid, transport, plan or Plan(), self.experts, False, calls, settings=named)
+        self.on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, plan or Plan(), self.experts, False, calls, settings=named
+        )
         experts._moesaic = self  # where `use_plan` finds it
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -80,12 +79,6 @@ class MoesaicEP(EPImplementation):
             return rows
         routed = self.on_mesh.route_chosen(hidden_states, top_k_index.long(), top_k_weights)
         return self.on_mesh.run_experts(self.experts, hidden_states, routed, None)
-
-
-@lru_cache(maxsize=16)
-def _transport(group: dist.ProcessGroup, device_type: str) -> AbstractTransport:
-    """Return the one transport of a process group: layers that share it never have the same tags in flight."""
-    return open_group(group, device_type)
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
