@@ -141,7 +141,7 @@ class MoE(InjectsLosses, RoutingCached):
     def parallelize(
         self,
         mesh: Mesh | DeviceMesh | ProcessGroup,
-        plan: Plan | Compiled | None = None,
+        plan: Plan | Compiled | Literal["auto"] | None = None,
         policy: AbstractReplicationPolicy | None = None,
         *,
         broadcast: bool = False,
@@ -160,6 +160,9 @@ class MoE(InjectsLosses, RoutingCached):
                 experts (`Mesh.from_device_mesh` says what other names mean); or a process group, all of whose ranks split them.
                 Ranks of the world that are not among them take no part.
             plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks. None for `Plan()`.
+                "auto" begins with that, times others during the first 60 steps of training or so, keeps the fastest and says
+                so in one line; when steps take another time later, it tries again. All layers on a mesh that ask for it run
+                under one plan.
             policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
                 that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
@@ -170,18 +173,23 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
-        mesh = Mesh.of(mesh)
+        mesh, is_auto = Mesh.of(mesh), plan == "auto"
+        if isinstance(plan, str) and not is_auto:
+            raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
+        if is_auto:
+            self._check_auto(mesh)
         weights = described(self, values=not broadcast)
-        settings = {**self._settings(), "broadcast": broadcast}
+        settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         before = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         on_mesh = ExpertParallel(
             mesh.grid,
             mesh.transport,
-            plan or Plan(),
+            plan if isinstance(plan, Plan | Compiled) else Plan(),
             self.experts,
             before,
             calls,
@@ -196,6 +204,8 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
+        if is_auto:
+            AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan of the same mesh from the next call on: another schedule, another r, other chunks.
@@ -204,7 +214,8 @@ class MoE(InjectsLosses, RoutingCached):
         back to one is a look-up. All ranks call it, between steps, with the same plan; a difference is found by the next call,
         whose exchange of counts then goes to all ranks, with a digest of what they run.
 
-        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes.
+        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes. A layer
+        whose plan was "auto" keeps this one.
 
         Args:
             plan: which of the equivalent ways it runs in; a compiled one serves several layers, which then share its caches.
@@ -216,6 +227,7 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is None:
             raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
         self.on_mesh.use(plan, self.experts)
+        self.on_mesh.auto = None
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
@@ -352,6 +364,17 @@ class MoE(InjectsLosses, RoutingCached):
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+    def _check_auto(self, mesh: Mesh) -> None:
+        """Refuse capacities under which plans are not equivalent."""
+        for name in ("capacity", "eval_capacity"):
+            capacity = getattr(self, name)
+            by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
+            if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
+                raise InputError(
+                    f'plan="auto" clashes with {name}={capacity}, counted on each rank, where what is dropped depends on the '
+                    'plan: choose Dropless(), or a capacity with scope="mesh"'
+                )
 
     def _settings(self) -> dict[str, object]:
         """Return what all ranks of a mesh must have made the layer with."""

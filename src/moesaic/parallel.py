@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ __all__ = [
 def parallelize_model(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | dist.ProcessGroup,
-    plan: Plan | Compiled | None = None,
+    plan: Plan | Compiled | Literal["auto"] | None = None,
     *,
     fsdp: bool | Sequence[nn.Module] = False,
     broadcast: bool = False,
@@ -61,7 +61,7 @@ def parallelize_model(
     Args:
         model: any tree of modules, whole and the same on every rank.
         mesh: the ranks, as `MoE.parallelize` takes them.
-        plan: how the MoE layers run; None for `Plan()`.
+        plan: how the MoE layers run; None for `Plan()`, "auto" to find it while training.
         fsdp: also apply FSDP2, see `shard_over_data`: True, or the modules whose parameters are gathered together. True takes
             the entries of the model's outermost `nn.ModuleList`s, its blocks.
         broadcast: give every rank the first one's weights of MoE layers, instead of comparing them.
@@ -84,7 +84,7 @@ def parallelize_model(
 def parallelize_layers(
     model: nn.Module,
     mesh: Mesh,
-    plan: Plan | Compiled,
+    plan: Plan | Compiled | Literal["auto"],
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
     *,
     broadcast: bool = False,
@@ -93,23 +93,21 @@ def parallelize_layers(
 
     Args:
         model, mesh, plan, broadcast: as for `parallelize_model`.
-        policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the plan
-            names.
+        policy_of: from a plan, compiled here, to what decides which copies are replicated; None takes the policy that the
+            plan names.
     """
     compiled: dict[bool, Compiled] = {}
     policies: dict[bool, AbstractReplicationPolicy | None] = {}
-    for module in model.modules():
-        if isinstance(module, MoE):
-            bias = bool(module.experts.names[1])
-            if bias not in compiled:
-                on_cpu = mesh.transport.device.type == "cpu"
-                compiled[bias] = (
-                    plan
-                    if isinstance(plan, Compiled)
-                    else compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
-                )
-                policies[bias] = policy_of(compiled[bias])
-            module.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
+    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+        if not isinstance(plan, Plan):
+            layer.parallelize(mesh, plan, broadcast=broadcast)
+            continue
+        bias = bool(layer.experts.names[1])
+        if bias not in compiled:
+            on_cpu = mesh.transport.device.type == "cpu"
+            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
+            policies[bias] = policy_of(compiled[bias])
+        layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
 
 
 def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:

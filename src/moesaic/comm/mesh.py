@@ -8,7 +8,7 @@ point, and need no process groups of their own: their groups are tuples of ranks
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -64,6 +64,8 @@ class Mesh:
     """To the other ranks."""
     process_group: dist.ProcessGroup | None = None
     """The process group of these ranks; None where there are no process groups."""
+    shared: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the layers on this mesh have in common, by its class."""
 
     @classmethod
     def create(

@@ -198,6 +198,8 @@ class PlanTable:
         self._trial_left = self._unsettled = 0
         self.race = Race(self.allowed, self.settings.drift) if self.settings.race else None
         self.races = int(self.settings.race)
+        self.timed: dict[int, float] = {}
+        """Seconds of a step under each plan, of the last race that ended."""
         self._level: list[float] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
 
@@ -287,6 +289,7 @@ class PlanTable:
                 plan = self.race.next()
             if plan is None:
                 self._run(self.race.left[0], "fastest")
+                self.timed = {each: self.race.median(each) for each in self.race.seconds if self.race.seconds[each][0]}
                 self.race, self._level = None, []
                 self._recent.clear()
             else:
