@@ -70,8 +70,8 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
         "unknown": replace(switched, planner=replace(switched.planner, cluster="25gb")),
     }  # fmt: skip
     return {
-        "plain": plain, "switched": switched, "timed": timed, "part 1": replace(parts, steps=8), "part 2": parts, "other": parts,
-        "lossy": lossy,
+        "plain": plain, "switched": switched, "timed": timed, "part 1": replace(parts, steps=8), "part 2": parts,
+        "other": parts, "lossy": lossy,
         **{name: replace(config, out=str(folder / "refused")) for name, config in refused.items()},
     }  # fmt: skip
 
@@ -88,7 +88,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 def decisions(run: Path) -> list[list]:
     """Return all that was decided in a run."""
-    return [each for line in lines(run, "train") for each in line["plan"]["decisions"]]
+    return [each for line in lines(run, "train") for each in line.get("plan", {"decisions": ()})["decisions"]]
 
 
 def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:

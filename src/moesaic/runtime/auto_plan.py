@@ -5,7 +5,7 @@ candidate runs for a few steps, all layers under the same one, and the ranks agr
 table (`plan/table.py`) says when to switch, which moves no weight. Plans are equivalent, so times decide what runs and not what
 is computed.
 
-A step ends where an optimizer has stepped and a layer is called again. All ranks step together.
+A step ends where an optimizer has stepped and a layer is called again with gradients. All ranks step together.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ class AutoPlan(AbstractPlanChooser):
         on_mesh.auto = self
 
     def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
         self._call = (tokens, top_k, dtype.itemsize)
-        if self._stepped and not is_recomputing():
+        if self._stepped:
             self._stepped = False
             self._end_step()
 
