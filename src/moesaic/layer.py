@@ -177,26 +177,14 @@ class MoE(InjectsLosses, RoutingCached):
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
-        mesh, is_auto = Mesh.of(mesh), plan == "auto"
-        if isinstance(plan, str) and not is_auto:
-            raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
-        if is_auto:
-            self._check_auto(mesh)
+        mesh = Mesh.of(mesh)
+        is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         before = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
-        on_mesh = ExpertParallel(
-            mesh.grid,
-            mesh.transport,
-            plan if isinstance(plan, Plan | Compiled) else Plan(),
-            self.experts,
-            before,
-            calls,
-            settings,
-            weights,
-            deepep=lambda: mesh.deepep,
-        )
+        of_layer = (chosen, self.experts, before, calls, settings, weights)
+        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *of_layer, deepep=lambda: mesh.deepep)
         if broadcast:
             take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
@@ -365,8 +353,12 @@ class MoE(InjectsLosses, RoutingCached):
         """Return the sizes, for printing."""
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
 
-    def _check_auto(self, mesh: Mesh) -> None:
-        """Refuse capacities under which plans are not equivalent."""
+    def _is_auto(self, plan: Plan | Compiled | str | None, mesh: Mesh) -> bool:
+        """Return whether a plan is to be found; refuse other words, and capacities under which plans are not equivalent."""
+        if not isinstance(plan, str):
+            return False
+        if plan != "auto":
+            raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
         for name in ("capacity", "eval_capacity"):
             capacity = getattr(self, name)
             by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
@@ -375,6 +367,7 @@ class MoE(InjectsLosses, RoutingCached):
                     f'plan="auto" clashes with {name}={capacity}, counted on each rank, where what is dropped depends on the '
                     'plan: choose Dropless(), or a capacity with scope="mesh"'
                 )
+        return True
 
     def _settings(self) -> dict[str, object]:
         """Return what all ranks of a mesh must have made the layer with."""
