@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import LoadBalance, Mesh, MoE, Plan, average_gradients, clip_grad_norm_
-from moesaic.parallel import parallelize_model, prepare_ddp
+from moesaic.parallel import parallelize_model, parameter_groups, prepare_ddp
 from worlds import on_ranks, refusal
 
 DIM, HIDDEN, EXPERTS, TOKENS = 4, 8, 8, 6
@@ -52,9 +52,12 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"output": y.detach(), "input gradient": x.grad}
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
+    return {name: whole_of(p.grad) for name, p in model.named_parameters()}
 
 
 def world_of(name: str) -> tuple[DeviceMesh, tuple[str, ...]]:
@@ -128,6 +131,9 @@ def some_alone() -> dict[str, Any]:
     found |= step(model, x)
     found["norm"] = float(clip_grad_norm_(model, math.inf, mesh=mesh))
     found |= whole(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.AdamW(parameter_groups(model), lr=0.1, foreach=True).step()
+    found["moved"] = all(not torch.equal(whole_of(p), whole_of(q)) for p, q in zip(model.parameters(), before))
     again = make_model(0)
     mesh = parallelize_model(again, mesh)
     prepare_ddp(again, mesh)
@@ -147,6 +153,7 @@ def test_ranks_that_have_no_layer_take_no_part():
         torch.testing.assert_close(of_rank["direct"], alone[mine], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(of_rank["output"], run["output"][mine], rtol=1e-9, atol=1e-12)
         assert of_rank["norm"] == pytest.approx(norm, rel=1e-12)
+        assert of_rank["moved"], "one step over lists of tensors, of which some are DTensors"
         for key, gradient in gradients.items():
             torch.testing.assert_close(of_rank[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
             torch.testing.assert_close(of_rank["ddp"][key], gradient, rtol=1e-9, atol=1e-12, msg=f"ddp {key}")
