@@ -11,6 +11,7 @@ from moesaic.errors import InputError
 from moesaic_lab.benchmark import Benchmark
 
 BENCHMARKS = {
+    "auto": ("auto", "what plan=auto ends on, beside fixed plans, on an emulated cluster"),
     "balance": ("balance.benchmark", "answers to skewed routing on an emulated cluster, and simulated on larger ones"),
     "check": ("check", "moesaic check, with claims"),
     "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
