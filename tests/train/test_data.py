@@ -288,7 +288,7 @@ def test_a_bin_file_of_odd_size_is_an_error(tmp_path, size):
 
 def test_a_bpe_is_trained_on_the_training_text_and_counts_bytes(tmp_path):
     path = write_text(tmp_path / "a.txt")
-    config = data(path, tokenizer="bpe", vocab_size=300)
+    config = data(path, vocab_size=300)
     corpus = load_corpus(config)
     text = path.read_bytes()
     cut = int(len(text) * 0.95)
@@ -299,7 +299,7 @@ def test_a_bpe_is_trained_on_the_training_text_and_counts_bytes(tmp_path):
     assert corpus.val_bytes == len(text) - cut > len(corpus.val)
     corpus.tokenizer.save(tmp_path / "tokenizer.json")
     (tmp_path / "b.txt").write_text("other text " * 50)
-    again = load_corpus(data(tmp_path / "b.txt", tokenizer="bpe", vocab_size=400), tmp_path / "tokenizer.json")
+    again = load_corpus(data(tmp_path / "b.txt", vocab_size=400), tmp_path / "tokenizer.json")
     assert again.vocab_size == 300
 
 
@@ -310,6 +310,6 @@ def test_documents_are_separated(tmp_path):
     corpus = load_corpus(data(tmp_path / "a.txt", val_path=val))
     assert bytes(corpus.val) == b"one two one two\0three"
     assert corpus.val_bytes == 21
-    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, tokenizer="bpe", vocab_size=300))
+    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, vocab_size=300))
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21

@@ -16,14 +16,14 @@ from train.worlds import Outcome, assert_same_run, difference, train_on
 
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2}
 DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
-ODD_VOCABULARY = {"data": {"tokenizer": "bpe", "vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
+ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
 FULL = {
     "accumulation": 2,
     "model": {
         "checkpoint_activations": True,
         "moe": {
-            "router": "sigmoid", "bias_rate": 0.01, "balance_level": "global_batch", "z_loss": 0.01, "shared_hidden": 8,
-            "capacity": "fixed", "capacity_factor": 1.0,
+            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "balance_level": "global_batch",
+            "z_loss": 0.01, "shared_hidden": 8, "capacity": "fixed", "capacity_factor": 1.0,
         },
     },
 }  # fmt: skip

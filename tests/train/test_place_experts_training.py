@@ -23,7 +23,10 @@ from train import worlds
 from train.worlds import Outcome, assert_same_run
 
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 6}
-MODEL = {"num_heads": 4, "moe": {"num_experts": 8, "router": "sigmoid", "bias_rate": 0.01, "z_loss": 0.01}}
+MODEL = {
+    "num_heads": 4,
+    "moe": {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01},
+}
 CASES = {
     "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
     "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),

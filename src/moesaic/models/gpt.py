@@ -18,7 +18,6 @@ from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.split import Norm, local_part, unembed
-from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, SigmoidTopK, group_limited_sigmoid
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 
@@ -219,22 +218,13 @@ class GPT(nn.Module):
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:
     """Build the MoE layer that a config describes."""
-    router: RouterFactory = (ROUTERS | ON_MESH)[config.router]
-    if config.router == "sigmoid":
-        router = partial(SigmoidTopK, bias_rate=config.bias_rate)
-    elif config.router == "group_limited":
-        router = partial(
-            group_limited_sigmoid,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-            bias_rate=config.bias_rate,
-        )
     return MoE(
         dim,
         config.hidden,
         config.num_experts,
         config.top_k,
-        router=router,
+        router=config.router,
+        router_options=config.router_options,
         experts=config.experts,
         capacity=config.make_capacity(),
         losses=config.make_losses(),

@@ -181,7 +181,7 @@ def moving(compiled: Compiled) -> Compiled:
         )
     if plan.token_budget is not None:
         raise InputError(
-            f"sample placement clashes with plan.token_budget={plan.token_budget}, whose slices cut samples: leave "
+            f"sample placement clashes with token_budget={plan.token_budget}, whose slices cut samples: leave "
             "token_budget unset"
         )
     logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))

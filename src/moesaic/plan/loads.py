@@ -67,7 +67,7 @@ def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> 
         return there, back
     if compiled.grid.world > MAX_RANKS_APART:
         raise InputError(
-            f"plan.replication={compiled.plan.replication} is decided under even routing too, which is simulated rank by rank, "
+            f"replication={compiled.plan.replication} is decided under even routing too, which is simulated rank by rank, "
             f"on at most {MAX_RANKS_APART} ranks, and the mesh has {compiled.grid.world}: choose another policy, or none"
         )
     return simulate_counts(simulator, compiled, layer, counts)

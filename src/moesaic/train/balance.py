@@ -90,7 +90,7 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
-    kind = GPT if config.balance.samples == "none" else MovingGPT
+    kind = MovingGPT if config.balance.moves_samples else GPT
     return kind(config.model, vocab_size)
 
 
@@ -161,7 +161,7 @@ class ExpertMover:
         self.placement: ExpertPlacement | None = None
         self._moves: list[Moved] = []
         balance = config.balance
-        if balance.experts == "none":
+        if not balance.moves_experts:
             return
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]
