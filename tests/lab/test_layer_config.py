@@ -12,7 +12,7 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.balanced import BalancedRouter, balanced_choice
+from moesaic.profiling.idle import BalancedRouter, balanced_choice
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic_lab.bounds import program_messages

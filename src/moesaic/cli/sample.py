@@ -57,10 +57,9 @@ def continuation(options: SampleOptions) -> str:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
     from moesaic.configfile import override, read_table
-    from moesaic.models.gpt import GPT
+    from moesaic.models.gpt import GPT, generate
     from moesaic.train.checkpoint import load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
-    from moesaic.train.generate import generate
     from moesaic.train.machine import pick_device
     from moesaic.train.tokenizer import BYTES, AbstractTokenizer, BPETokenizer, ByteTokenizer
 

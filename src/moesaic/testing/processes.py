@@ -2,6 +2,8 @@
 
 Parameters are DTensors here, so the gradient norm of training is checked here too. One world is started once for all its
 cases; each case lays its own mesh over it.
+
+`gather_evidence` runs the whole conformance suite: cases on loopback, and worlds of processes.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,8 +27,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
 from moesaic.testing.cases import Case, draw_case
-from moesaic.testing.equivalence import Patch, Ran, RankResult, compile_case, run_rank
+from moesaic.testing.equivalence import Patch, Ran, RankResult, compile_case, failures, run_rank
 from moesaic.testing.expected import expect
+from moesaic.testing.suite import FailedCase, Summary, run_seeds
 from moesaic.testing.workload import draw_workload
 
 WORLDS = (2, 4, 8)
@@ -101,3 +104,52 @@ def _norm(layer: MoE, mesh: Mesh) -> float:
     assert isinstance(mesh, Mesh)
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf
+
+
+GLOO_CASES = {2: 8, 4: 6, 8: 4}
+"""World size to how many cases run as processes: starting these takes longer than running them."""
+
+
+@dataclass
+class Evidence:
+    """What was found."""
+
+    summary: Summary = field(default_factory=Summary)
+    """Of the cases on loopback."""
+    worlds: dict[int, int] = field(default_factory=dict)
+    """World size to the cases that ran as processes."""
+    gloo_failures: list[FailedCase] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[FailedCase]:
+        """All cases that did not pass, on whatever transport."""
+        return [*self.summary.failures, *self.gloo_failures]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no case failed."""
+        return not self.failures
+
+
+def gather_evidence(
+    seeds: Sequence[int], *, workers: int, gloo: bool, told: Callable[[str, int], None] = lambda what, number: None
+) -> Evidence:
+    """Run cases and, with `gloo`, worlds of processes.
+
+    Args:
+        seeds: of the cases on loopback.
+        workers: processes for these.
+        gloo: start processes too.
+        told: hears what is going on and how many of it are done.
+    """
+    evidence = Evidence()
+    evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))
+    for world in WORLDS if gloo else ():
+        cases = cases_for(world, GLOO_CASES[world])
+        for ran in run_on_gloo([ProcessCase(case) for case in cases]):
+            if wrong := failures(ran.case, ran.errors):
+                reason = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())
+                evidence.gloo_failures.append(FailedCase(ran.case, f"on {world} processes: {reason}"))
+        evidence.worlds[world] = len(cases)
+        told("worlds", len(evidence.worlds))
+    return evidence

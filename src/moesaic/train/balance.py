@@ -30,7 +30,7 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.calibrate import arbiter_for
+from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls, bare_of, decisions_of

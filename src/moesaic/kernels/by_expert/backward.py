@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
-from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, RowBlock, Scratch, Source
-from moesaic.kernels.by_expert.results import Results
-from moesaic.kernels.dots import dot_rows
+from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
 from moesaic.kernels.memory import empty
+from moesaic.kernels.permute import dot_rows
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
 
 SMALLEST_DIVISOR = 1e-10

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_rows_into
-from moesaic.kernels.by_expert.blocks import Blocks, Scratch, Source
-from moesaic.kernels.by_expert.results import Results
+from moesaic.kernels.by_expert.blocks import Blocks, Results, Scratch, Source
 from moesaic.kernels.memory import empty
 from moesaic.kernels.work import ExpertWork
 
