@@ -188,10 +188,12 @@ def test_a_folder_gives_its_text_files_only(tmp_path):
         load_corpus(data(tmp_path / "picture.png"))
 
 
-@pytest.mark.parametrize("vocab_size", [255, 257, 4096])
-def test_bytes_have_256_tokens(tmp_path, vocab_size):
+@pytest.mark.parametrize("vocab_size", [255, 257, 299])
+def test_text_has_256_tokens_as_bytes_or_300_and_more(tmp_path, vocab_size):
     path = write_text(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=f"data.vocab_size={vocab_size}: bytes have 256 tokens: set it to 256, or"):
+    with pytest.raises(
+        InputError, match=f"data.vocab_size={vocab_size}: text has 256 tokens as bytes, a byte-level BPE at least 300"
+    ):
         load_corpus(data(path, vocab_size=vocab_size))
 
 

@@ -43,11 +43,8 @@ def options_of(make: RouterFactory) -> dict[str, Any]:
     assert isinstance(make, partial)
     file, _, name = make.args[0].partition(".")
     parameters = signature(getattr(import_module(f"{__name__}.{file}"), name)).parameters.values()
-    return {
-        each.name: each.default
-        for each in parameters
-        if each.kind is each.KEYWORD_ONLY and each.name not in make.keywords
-    }
+    given = {"device", "dtype", *make.keywords}
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in given}
 
 
 ROUTERS: dict[str, RouterFactory] = {
