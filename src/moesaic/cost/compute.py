@@ -50,10 +50,6 @@ class Rates:
         found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
         return found
 
-    def copy_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of reading and writing so many bytes together."""
-        return num_bytes / self.memory
-
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     """Return the rates of a cluster's devices.

@@ -25,7 +25,7 @@ Masters = Mapping[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ExpertSlots:
     """What this rank has of a layer's slots, of one parameter or, of modules, of all."""
 
     slots: list[list[Tensor]]
@@ -53,7 +53,9 @@ class SentBytes:
         return SentBytes(self.num_bytes + other.num_bytes, self.inter_node_bytes + other.inter_node_bytes)
 
 
-def shelves_of(experts: AbstractExperts, optimizer: torch.optim.Optimizer | None, masters: Masters) -> list[Shelf]:
+def expert_slots_of(
+    experts: AbstractExperts, optimizer: torch.optim.Optimizer | None, masters: Masters
+) -> list[ExpertSlots]:
     """Return what moves with a layer's experts; call it anew for each move, since state comes and goes.
 
     Args:
@@ -74,8 +76,8 @@ def shelves_of(experts: AbstractExperts, optimizer: torch.optim.Optimizer | None
     return [_of_parameter(name, experts, state, masters) for names in experts.names for name in names]
 
 
-def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> Shelf:
-    """Return the shelf of a stacked parameter: every tensor cut along its first dimension."""
+def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+    """Return the slots of a stacked parameter: every tensor cut along its first dimension."""
     parameter = experts.get_parameter(name)
     rows, tensors, words = len(_local(parameter)), [], []
     for what, value in _belongings(parameter, state, masters):
@@ -94,11 +96,11 @@ def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any],
         for axis, place in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
     )
     slots = [[tensor[row] for tensor in tensors] for row in range(rows)]
-    return Shelf(slots, f"{name}: {', '.join(words)}", over_edp)
+    return ExpertSlots(slots, f"{name}: {', '.join(words)}", over_edp)
 
 
-def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> Shelf:
-    """Return the shelf of modules: all their parameters, buffers and state, counts of steps too."""
+def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+    """Return the slots of modules: all their parameters, buffers and state, counts of steps too."""
     slots, words = [], ""
     for module in experts.experts.children():
         found = [
@@ -109,7 +111,7 @@ def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Maste
         found += list(module.named_buffers())
         slots.append([_local(value) for _, value in found])
         words = ", ".join(f"{what} {value.dtype} {tuple(value.shape)}" for what, value in found)
-    return Shelf(slots, f"modules: {words}")
+    return ExpertSlots(slots, f"modules: {words}")
 
 
 def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Masters) -> Iterator[tuple[str, Tensor]]:
@@ -133,19 +135,19 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 
 @torch.no_grad()
 def carry_slots(
-    shelf: Shelf, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
+    expert_slots: ExpertSlots, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
 ) -> SentBytes:
     """Move experts from slot to slot; all ranks call it together.
 
     Args:
-        shelf: what this rank has.
+        expert_slots: what this rank has.
         transport: between all ranks.
         grid: the mesh.
         before: (num_experts,) the expert in each slot now.
         after: the same when it returns.
     """
     tag, rank = transport.take_tags(1), transport.rank
-    holder = _holders(shelf, grid, rank, len(before))
+    holder = _holders(expert_slots, grid, rank, len(before))
     was = np.empty(len(before), dtype=np.int64)
     was[before] = np.arange(len(before))
     sends: dict[int, list[Tensor]] = {}
@@ -154,14 +156,14 @@ def carry_slots(
     for slot, expert in enumerate(after):
         (source, old), (target, new) = holder[was[expert]], holder[slot]
         if source == rank and target == rank and old != new:
-            stays.append((new, _packed(shelf.slots[old], transport.device)))
+            stays.append((new, _packed(expert_slots.slots[old], transport.device)))
         elif source == rank and target != rank:
-            sends.setdefault(target, []).append(_packed(shelf.slots[old], transport.device))
+            sends.setdefault(target, []).append(_packed(expert_slots.slots[old], transport.device))
         elif target == rank and source != rank:
             receives.setdefault(source, []).append(new)
     messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
     buffers = {
-        peer: torch.empty(len(places) * shelf.slot_bytes, dtype=torch.uint8, device=transport.device)
+        peer: torch.empty(len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device)
         for peer, places in receives.items()
     }
     transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
@@ -169,22 +171,24 @@ def carry_slots(
         (new, part) for peer, places in receives.items() for new, part in zip(places, _cut(buffers[peer], places))
     )
     for new, part in (*stays, *arrived):
-        _unpack(part, shelf.slots[new])
+        _unpack(part, expert_slots.slots[new])
     others = {peer: message.numel() for peer, message in messages.items()}
     return SentBytes(
         sum(others.values()), sum(n for peer, n in others.items() if grid.node_of(peer) != grid.node_of(rank))
     )
 
 
-def _holders(shelf: Shelf, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
+def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
     """Return who has each slot among the ranks that this one trades with, and at which place among its own."""
     each = num_experts // grid.ep
-    traders = grid.group(rank, ("edp", "ep") if shelf.over_edp else ("ep",))
-    at = {(grid.coordinate(r, "edp") if shelf.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders}
-    part = -(-each // grid.edp) if shelf.over_edp else each
+    traders = grid.group(rank, ("edp", "ep") if expert_slots.over_edp else ("ep",))
+    at = {(grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders}
+    part = -(-each // grid.edp) if expert_slots.over_edp else each
     found = [(at[slot % each // part, slot // each], slot % each % part) for slot in range(num_experts)]
     held = sum(owner == rank for owner, _ in found)
-    assert held == len(shelf.slots), f"rank {rank} has {len(shelf.slots)} slots of {shelf.layout}, not {held}"
+    assert held == len(expert_slots.slots), (
+        f"rank {rank} has {len(expert_slots.slots)} slots of {expert_slots.layout}, not {held}"
+    )
     return found
 
 

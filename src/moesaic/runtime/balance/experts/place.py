@@ -23,7 +23,7 @@ from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.experts.experts import is_dtensor
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
-from moesaic.runtime.balance.experts.move import Masters, SentBytes, Shelf, carry_slots, shelves_of
+from moesaic.runtime.balance.experts.move import ExpertSlots, Masters, SentBytes, carry_slots, expert_slots_of
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
@@ -132,18 +132,20 @@ class ExpertPlacement:
         grid, transport = self._mesh.grid, self._mesh.transport
         if len(orders) != len(self._layers):
             raise InputError(f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each")
-        shelves, refusal = self._all_shelves(orders)
+        everything, refusal = self._all_slots(orders)
         fields = {f"place_experts layer {number} order": list(order) for number, order in enumerate(orders)}
-        of_layers = {f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(shelves)}
+        of_layers = {
+            f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(everything)
+        }
         check_same(transport, {**fields, **of_layers, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
         sent, moved = SentBytes(), 0
-        for of_layer, order, wanted in zip(shelves, self._orders, orders):
+        for of_layer, order, wanted in zip(everything, self._orders, orders):
             if np.array_equal(order.experts, wanted):
                 continue
-            for shelf in of_layer:
-                sent += carry_slots(shelf, transport, grid, order.experts, wanted)
+            for expert_slots in of_layer:
+                sent += carry_slots(expert_slots, transport, grid, order.experts, wanted)
             moved += int((places_of(order.experts, grid.ep) != places_of(wanted, grid.ep)).sum())
             order.change(wanted)
         told = torch.tensor([sent.num_bytes, sent.inter_node_bytes], device=transport.device)
@@ -161,13 +163,13 @@ class ExpertPlacement:
         yield
         self.place(away)
 
-    def _all_shelves(self, orders: Sequence[np.ndarray]) -> tuple[list[list[Shelf]], str]:
+    def _all_slots(self, orders: Sequence[np.ndarray]) -> tuple[list[list[ExpertSlots]], str]:
         """Return what moves, by layer, and why this rank cannot; "" where it can."""
-        found: list[list[Shelf]] = []
+        found: list[list[ExpertSlots]] = []
         try:
             for experts, order in zip(self._layers, orders):
                 check_order(order, experts.num_experts)
-                found.append(shelves_of(experts, self._optimizer, self._masters))
+                found.append(expert_slots_of(experts, self._optimizer, self._masters))
         except InputError as error:
             return [], str(error)
         return found, ""
@@ -183,7 +185,7 @@ class ExpertPlacement:
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision; all ranks get the same."""
         transport, grid = self._mesh.transport, self._mesh.grid
-        mine = [sum(shelf.slot_bytes for shelf in of) for of in self._all_shelves(self.orders)[0]]
+        mine = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
         sizes = torch.tensor(mine or [0] * len(self._layers), device=transport.device)
         largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
         return [
