@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing import start_processes
 
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
@@ -57,13 +58,30 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, list(jobs), folder), nprocs=world)
+        start_ranks(world, _process, world, list(jobs), folder)
         found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
     works = [draw_workload(job.case) for job in jobs]
     return [
         Ran(job.case, work, expect(job.case, work), list(results))
         for job, work, results in zip(jobs, works, zip(*found))
     ]
+
+
+def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
+    """Call `function(rank, *arguments)` in `world` processes and wait for them; the first that fails ends all.
+
+    Importing torch takes longer than most of what ranks do. So they are forked off a server that has imported this module once
+    for all calls; where a system has no such server, each process starts anew.
+
+    Args:
+        world: processes.
+        function: of a module.
+        arguments: that can be pickled.
+        preload: names of further modules that the server imports, if this call is the first.
+    """
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    multiprocessing.set_forkserver_preload([__name__, *preload])
+    start_processes(function, args=arguments, nprocs=world, start_method=method)
 
 
 def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
