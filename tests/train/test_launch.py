@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+import moesaic.train.launch
 from cli.test_train import has_lines, wait_for
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.config import TrainConfig
 from moesaic.train.launch import NEEDED, OTHERS, launch
@@ -258,6 +260,19 @@ def test_a_launcher_that_does_not_say_enough_is_told_what_is_missing(monkeypatch
     with pytest.raises(InputError) as caught:
         launch()
     assert [part for part in fragments if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
+    monkeypatch.setattr(moesaic.train.launch, "START_PATIENCE", timedelta(seconds=2))
+    said = among(rank, free_port())
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    where = f"{said['MASTER_ADDR']}:{said['MASTER_PORT']}"
+    with pytest.raises(TrainingError, match=f"rank {rank} of 2 did not meet the others at {where} within 2 s") as caught:
+        launch()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}])

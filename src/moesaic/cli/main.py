@@ -18,6 +18,7 @@ from moesaic.errors import InputError, TrainingError
 COMMANDS = {
     "train": "train a language model and write a run folder",
     "sample": "continue a prompt with a trained model",
+    "why-hung": "tell where every rank of a run stood when it was given up",
     "report": "write one HTML page about one or more runs",
     "show": "print a schedule as a program and the bytes that it moves",
     "profile": "measure this machine for the simulator and the planner",
@@ -26,7 +27,7 @@ COMMANDS = {
     "trace": "look at recorded routing, or make some up",
     "demo": "train a sparse and a dense model, compare them, sample, report",
 }
-"""Subcommands; each lives in `moesaic.cli.<name>` and has `run(arguments) -> exit code`."""
+"""Subcommands; each lives in `moesaic.cli.<name>`, with underscores, and has `run(arguments) -> exit code`."""
 LABORATORY = {
     "bench": "measure ways to run a layer against each other and against the limit of the links",
     "reproduce": "published figures of five papers beside what the simulator says",
@@ -80,7 +81,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     """
     run: Callable[[Sequence[str]], int]
     if name in COMMANDS:
-        run = import_module(f"moesaic.cli.{name}").run
+        run = import_module(f"moesaic.cli.{name.replace('-', '_')}").run
         return run
     for offered in entry_points(group=GROUP, name=name):
         run = offered.load()

@@ -23,6 +23,8 @@ else:
     ExpertPolicy = Literal[(UNMOVED, *EXPERT_PLACERS)]
     Placement = Literal[(UNMOVED, *SAMPLE_PLACERS)]
 """Names of registries; a command line lists them as choices."""
+MOST_PATIENCE = 1500.0
+"""Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +217,8 @@ class TrainConfig:
     parameters too, for comparing runs."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
+    patience: float = 600.0
+    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing."""
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
@@ -255,6 +259,8 @@ class TrainConfig:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
+        if not 1 <= self.patience <= MOST_PATIENCE:
+            raise InputError(f"patience={self.patience}: choose from 1 to {MOST_PATIENCE:g} seconds")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
         if self.model.num_heads % self.mesh.tp:

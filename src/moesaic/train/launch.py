@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -25,6 +26,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's env:// asks of a launcher."""
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 """How often torchrun has started the ranks anew."""
+START_PATIENCE = timedelta(minutes=5)
+"""How long ranks wait for each other when they start."""
 OTHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -93,6 +96,7 @@ def launch() -> Launch:
 
     Raises:
         InputError: if a launcher started several processes and did not say enough for them to meet.
+        TrainingError: if they do not meet in time.
     """
     if not dist.is_available() or not _has_company():
         return Launch()
@@ -100,9 +104,17 @@ def launch() -> Launch:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
-    store, rank, world = next(rendezvous("env://"))
-    store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=START_PATIENCE))
+        store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
+    except dist.DistError as error:
+        raise TrainingError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {START_PATIENCE.total_seconds():g} s "
+            f"({_first_line(error)}): see that every rank was started and reaches that port"
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
     return Launch(store)
 
 

@@ -35,6 +35,7 @@ from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.state import RunState, open_run, rng_state
+from moesaic.train.watch import Watch
 
 PROBE_SEQUENCES = 2
 """Validation sequences of the fixed batch on which churn is measured."""
@@ -65,16 +66,18 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
     Raises:
         InputError: for bad input; nothing half-written stays behind.
-        TrainingError: if the loss, the gradient, a parameter or the validation loss is no longer finite; the last
-            checkpoint stays.
+        TrainingError: if the loss, the gradient, a parameter or the validation loss is no longer finite, or another rank has
+            died; the last checkpoint stays.
     """
     console = console or Console()
     config = with_planned(config)
     check_routing(config)
     candidates = find_candidates(config)
     run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+    trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
     try:
-        return Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates).run()
+        with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on):
+            return trainer.run()
     finally:
         run.claim.release()
 
@@ -133,7 +136,7 @@ class Trainer:
                 if state.step < config.steps and stopped_by:
                     with self.experts.at_home():
                         self._save()
-                    progress.say(self._how_to_go_on(stopped_by))
+                    progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
                 elif val_loss is None:  # taken up again after its last step
                     val_loss = self._evaluate(metrics, progress)
         finally:
@@ -214,8 +217,6 @@ class Trainer:
         raise self._not_finite(what, self.state.step + 1, f"{float(loss)}, gradient norm {float(norm)}")
 
     def _not_finite(self, what: str, step: int, values: str) -> TrainingError:
-        saved = list_checkpoints(self.state.folder / "checkpoints")
-        kept = f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
         wrong = [(layer, load.nonfinite) for layer, load in enumerate(self.meter.take()) if load.nonfinite]
         since = (
             "; the router of MoE layer {} is the first with weights of NaN, for {} token copies".format(*wrong[0])
@@ -223,7 +224,7 @@ class Trainer:
             else ""
         )
         return TrainingError(
-            f"the {what} of step {step} is not finite ({values}){since}; {kept}: "
+            f"the {what} of step {step} is not finite ({values}){since}; {self._kept()}: "
             "lower --optimizer.lr, or raise --optimizer.warmup-steps"
         )
 
@@ -296,13 +297,25 @@ class Trainer:
         )
         self.planner.save()
 
-    def _how_to_go_on(self, signal_name: str) -> str:
+    def at(self) -> str:
+        """Return what the run is at, in words."""
+        return f"step {self.state.step + 1}"
+
+    def how_to_go_on(self) -> str:
+        """Return what is saved, and the command that takes the run up again."""
+        return f"{self._kept()}: go on with {self._resume()}" if self._saved() else f"{self._kept()}: start it again"
+
+    def _saved(self) -> list[Path]:
+        return list_checkpoints(self.state.folder / "checkpoints")
+
+    def _kept(self) -> str:
+        saved = self._saved()
+        return f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
+
+    def _resume(self) -> str:
         kept = shlex.quote(str(self.state.folder / "config.json"))
         command = "moesaic" if self.ranks.mesh is None else f"torchrun --nproc-per-node {self.ranks.world} -m moesaic"
-        return (
-            f"stopped by {signal_name} after step {self.state.step}, saved; go on with "
-            f"{command} train --config {kept} --existing resume"
-        )
+        return f"{command} train --config {kept} --existing resume"
 
     def _describe(self) -> str:
         model, corpus = self.model, self.state.corpus

@@ -24,7 +24,7 @@ try:
 except ImportError:  # Windows, where runs are not kept apart
     fcntl = None  # type: ignore[assignment]
 
-CONFIG, TOKENIZER, PLAN_TABLE, LOCK = "config.json", "tokenizer.json", "plan-table.json", ".lock"
+CONFIG, TOKENIZER, PLAN_TABLE, HANG, LOCK = "config.json", "tokenizer.json", "plan-table.json", "hang.json", ".lock"
 """Files of a run folder, besides its metrics, checkpoints, events and traces."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has them."""
@@ -104,7 +104,7 @@ class RunFolder:
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
         own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN)]
-        for name in (TOKENIZER, PLAN_TABLE, METRICS):
+        for name in (TOKENIZER, PLAN_TABLE, HANG, METRICS):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:
             path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CONFIG, TOKENIZER, RunFolder
+from moesaic.train.run_folder import CONFIG, HANG, TOKENIZER, RunFolder
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -303,6 +303,7 @@ def _write_folder(claim: RunFolder, config: TrainConfig, tokenizer: AbstractToke
     try:
         if is_new:
             claim.clear()
+        (claim.path / HANG).unlink(missing_ok=True)  # of a process before
         # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
         claim.write(CONFIG, as_json(replace(config, existing="resume")))
         if is_new and isinstance(tokenizer, BPETokenizer):

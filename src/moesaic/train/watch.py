@@ -1,0 +1,321 @@
+"""The watch over a run on several ranks: one line says who is missing when a run stands still, or when a rank has died.
+
+Every rank has a thread that does three things every few seconds: it counts up in the store that all ranks reach, so that
+others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
+stands still where the main thread of a rank has not left its place for longer than the patience. All ranks that still answer
+then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into `hang.json`
+of the run folder, and all end with code 1.
+
+The steps of training know nothing of this. Where a rank stands is read from the frames of its threads: the frame that runs a
+program knows the task, the message, and the ranks from which it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from moesaic.comm.transport import Handle
+from moesaic.errors import InputError, TrainingError
+from moesaic.layer import MoE
+from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
+from moesaic.train.run_folder import HANG, RunFolder
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_OWN = str(Path(__file__).parents[1]) + os.sep
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands."""
+
+    rank: int
+    process: str
+    """Its number and host."""
+    at: str
+    """What it is doing, in words that are the same for ranks that do the same."""
+    waits_for: Mapping[str, int] = field(default_factory=dict)
+    """Ranks from which messages are missing, as text, to bytes."""
+    stack: tuple[str, ...] = ()
+    """The main thread's calls, outermost first: file, line and function."""
+
+
+class Watch:
+    """Watches one rank of a run, from `with watch:` to its end. A run of one process is not watched.
+
+    Args:
+        model: whose MoE layers are named.
+        folder: the run folder.
+        patience: seconds that a rank may stand at one place.
+        step: tells what the run is at, such as "step 12".
+        advice: tells how to go on after the run has ended.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: RunFolder, patience: float, step: Callable[[], str], advice: Callable[[], str]
+    ) -> None:
+        self._names = {id(part): name for name, part in model.named_modules() if name}
+        self._layers = {id(part.experts): name for name, part in model.named_modules() if isinstance(part, MoE)}
+        self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
+        self._pause = min(5.0, patience / 10)
+        self._main = threading.get_ident()
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+            # A connection of its own, since one that waits for somebody's word is locked until it comes.
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store: Store = store.clone()
+            self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
+            self._store.set(f"watch/process/{self._rank}", _process())
+            self._store.set(f"watch/beats/{self._rank}", "0")
+            self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        if isinstance(error, RuntimeError):
+            dead = self._dead()
+            if dead:
+                self._ends.set()
+                ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
+                raise TrainingError(f"{ranks}, in {self._step()}; {self._advice()}") from error
+        self._ends.set()
+
+    def _run(self) -> None:
+        beats, mark, since = 0, None, time.monotonic()
+        while not self._ends.wait(self._pause):
+            beats += 1
+            now = _marked(sys._current_frames()[self._main])
+            if now != mark:
+                mark, since = now, time.monotonic()
+            is_over = time.monotonic() - since > self._patience
+            try:
+                self._store.set(f"watch/beats/{self._rank}", str(beats))
+                if self._store.add("watch/given_up", int(is_over)):
+                    self._give_up()
+            except RuntimeError:
+                if is_over:
+                    alone = (
+                        f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
+                    )
+                    self._end(f"{alone}, and nothing answers where the ranks' store was", [])
+
+    def _give_up(self) -> None:
+        """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
+        self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
+        time.sleep(2 * self._pause + 1)
+        keys = [f"watch/position/{rank}" for rank in range(self._world)]
+        found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        if found[0].rank == self._rank:
+            answered = {position.rank for position in found}
+            silent = {rank: self._fate(rank) for rank in range(self._world) if rank not in answered}
+            line = describe_hang(self._step(), self._patience, found, silent)
+            self._end(f"{line}; {self._advice()}; moesaic why-hung {self._folder.path} tells every rank's calls", found)
+        time.sleep(2 * self._pause + 1)  # the lowest rank speaks first
+        os._exit(1)
+
+    def _end(self, line: str, found: Sequence[Position]) -> None:
+        """Say a line, write it down, and end the process whatever its main thread waits for."""
+        table = {"line": line, "ranks": [asdict(position) for position in found]}
+        with suppress(OSError):
+            self._folder.write(HANG, json.dumps(table, indent=1) + "\n")
+        print(f"moesaic train: {line}", file=sys.stderr, flush=True)
+        try:
+            raise TrainingError(line)
+        except TrainingError as error:  # what is written down is the error that is being handled
+            get_error_handler().record_exception(error)
+        os._exit(1)
+
+    def _position(self) -> Position:
+        at, waits_for = self._at(), {}
+        handle = next(_locals(self._frames().values(), Handle), None)
+        if handle is not None:
+            receives = handle.transfer.receives
+            waits_for = {str(peer): each.numel() * each.element_size() for peer, each in receives.items()}
+        stack = [
+            f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            for frame in reversed(list(_outward(self._frames()[self._main])))
+        ]
+        return Position(self._rank, _process(), at, waits_for, tuple(stack))
+
+    def _at(self) -> str:
+        """Return what this rank is doing."""
+        frames = self._frames()
+        run = next(_locals(frames.values(), LayerRun), None)
+        if run is not None:
+            name = self._layers.get(id(run.call.experts), "of no name")
+            backward = any(each.f_code is run_backward.__code__ for each in _all(frames.values()))
+            task = next((_task(each) for each in _all(frames.values()) if each.f_code is drive.__code__), "")
+            return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
+        main = list(_outward(frames[self._main]))
+        place = next((each for each in main if _is_own(each)), main[0])
+        waits = next((each.f_code.co_name for each in main if "distributed_c10d" in each.f_code.co_filename), "")
+        module = next((found for each in main if (found := self._module(each))), "")
+        words = [f"in {waits}" if waits else "", f"of module {module}" if module else ""]
+        file = place.f_code.co_filename.removeprefix(_OWN)
+        return " ".join([*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"])
+
+    def _module(self, frame: FrameType) -> str:
+        """Return the name of the part of the model that a function works on; empty where it works on none."""
+        held = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
+        return next((self._names[id(value)] for value in held if id(value) in self._names), "")
+
+    def _frames(self) -> dict[int, FrameType]:
+        """Return what every other thread runs; the backward pass of a GPU has a thread of its own."""
+        own = threading.get_ident()
+        return {number: frame for number, frame in sys._current_frames().items() if number != own}
+
+    def _dead(self) -> dict[int, str]:
+        """Return ranks whose process is gone, with what is known of it."""
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        try:
+            before = {rank: self._store.get(f"watch/beats/{rank}") for rank in others}
+            for _ in range(10):  # the system takes a moment to end a process whose connections are closed already
+                dead = {rank: fate for rank in others if (fate := self._fate(rank)).startswith("died")}
+                if dead:
+                    return dead
+                time.sleep(0.1)
+            time.sleep(2 * self._pause)
+            return {rank: self._fate(rank) for rank in others if self._store.get(f"watch/beats/{rank}") == before[rank]}
+        except RuntimeError:
+            return {}
+
+    def _fate(self, rank: int) -> str:
+        """Return what is known of a rank that does not answer."""
+        process = self._store.get(f"watch/process/{rank}").decode()
+        number, _, host = process.removeprefix("process ").partition(" on ")
+        if host == socket.gethostname():
+            return _fate_here(int(number))
+        return f"does not answer ({process}): it died, or its node is cut off"
+
+
+def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
+    """Return one line that says who has not arrived, and where the others wait.
+
+    Args:
+        step: what the run is at.
+        patience: seconds that passed.
+        found: where the ranks that answer stand.
+        silent: what is known of the others.
+    """
+    parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
+    waiting: dict[str, list[Position]] = {}
+    for position in found:
+        waiting.setdefault(position.at, []).append(position)
+    for at, positions in sorted(waiting.items(), key=lambda item: len(item[1])):  # who differs comes first
+        bytes_of: dict[str, int] = {}
+        for position in positions:
+            for peer, size in position.waits_for.items():
+                bytes_of[peer] = bytes_of.get(peer, 0) + size
+        elsewhere = {
+            peer: size for peer, size in bytes_of.items() if peer not in {str(each.rank) for each in positions}
+        }
+        missing = ", ".join(f"{size:,} bytes of rank {peer}" for peer, size in sorted((elsewhere or bytes_of).items()))
+        verb = "is" if len(positions) == 1 else "are"
+        who = ("rank " if len(positions) == 1 else "ranks ") + ", ".join(str(position.rank) for position in positions)
+        parts.append(f"{who} {verb} {at}" + (f", waiting for {missing}" if missing else ""))
+    line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
+    return f"{line}: all are there, so look at the links between their nodes" if len(parts) == 1 else line
+
+
+def read_hang(folder: Path) -> tuple[str, list[Position]]:
+    """Return what a run wrote down when it was given up: the line, and where every rank stood.
+
+    Raises:
+        InputError: if the run was not given up, or the file is damaged.
+    """
+    path = folder / HANG
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return str(table["line"]), [Position(**each) for each in table["ranks"]]
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is none: no run in {folder} was given up because it stood still") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error
+
+
+def _task(frame: FrameType) -> str:
+    """Return which task of a program waits; `frame` is that of `executor.drive`."""
+    run = frame.f_locals["steps"]
+    inner, request = getattr(run, "gi_frame", None), frame.f_locals.get("request")
+    if inner is None or inner.f_code is not interpret.__code__ or not isinstance(request, Handle):
+        return ""
+    program, call = inner.f_locals["program"], inner.f_locals["call"]
+    number = request.transfer.tag - call.first_tag
+    return f", task {number} ({program.tasks[number].name}) of its program" if number < len(program.tasks) else ""
+
+
+def _fate_here(number: int) -> str:
+    """Return what a process of this machine does."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        with suppress(ProcessLookupError):
+            os.kill(number, 0)
+            return f"does not answer (process {number})"
+        return f"died (process {number})"
+    state, code = fields[0], int(fields[-1])
+    if state in "ZX":
+        by = f" by {signal.Signals(code & 0x7F).name}" if code & 0x7F else ""
+        return f"died{by} (process {number})"
+    if state in "Tt":
+        return f"is stopped (process {number}: SIGSTOP, or a debugger)"
+    return f"does not answer (process {number})"
+
+
+def _process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _marked(innermost: FrameType) -> list[tuple[int, int]]:
+    """Return something that changes when a thread leaves its place; inside a wait it may go round while nothing comes."""
+    frames = list(_outward(innermost))
+    waits = [number for number, each in enumerate(frames) if each.f_code.co_name == "wait" and _is_own(each)]
+    return [(id(each.f_code), each.f_lasti) for each in frames[waits[-1] + 1 if waits else 0 :]]
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN)
+
+
+def _all(innermost: Sequence[FrameType] | Any) -> Iterator[FrameType]:
+    for frame in innermost:
+        yield from _outward(frame)
+
+
+def _locals(innermost: Any, kind: type[Any]) -> Iterator[Any]:
+    """Yield values of a type that the functions of some threads hold, innermost first."""
+    for frame in _all(innermost):
+        yield from (value for value in list(frame.f_locals.values()) if isinstance(value, kind))

@@ -1,0 +1,140 @@
+"""What a run on several ranks says when one of them stops, dies, or is somewhere else than the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.train.checkpoint import list_checkpoints
+from moesaic.train.run_folder import HANG
+from moesaic.train.watch import Position, describe_hang, read_hang
+from runs import tiny
+from train.test_launch import ours, start
+
+ON_RANK_1 = """
+import os, signal, sys, time
+from moesaic.cli.main import main
+from moesaic.runtime import executor
+from moesaic.train import loop
+
+plain = {where}
+
+def disturbed(*arguments):
+    rank, step = (int(os.environ["RANK"]), sum(1 for _ in open({metrics!r}))) if os.path.exists({metrics!r}) else (0, 0)
+    if rank == 1 and step == 2:
+        {what}
+    return plain(*arguments)
+
+{where} = disturbed
+sys.exit(main(sys.argv[1:]))
+"""
+"""Does something on the second rank in its third step, where a function of Moesaic is called."""
+
+
+def say(folder, what, where="loop.Trainer._accumulate", **changes):
+    """Return what two ranks say of which the second is disturbed, and the run's folder."""
+    script, run = folder / "disturbed.py", folder / "run"
+    script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
+    config = tiny(folder, steps=1_000_000, batch_size=4, save_every=1, patience=3, mesh={"ep": 2}, **changes)
+    process = start(config, folder, script=script)
+    lines = []
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line)
+        stopped = re.search(r"rank 1 is stopped \(process (\d+)", line)
+        if stopped:  # torchrun would wait half a minute for it
+            with suppress(ProcessLookupError):
+                os.kill(int(stopped[1]), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    return "".join(lines), run
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, capsys, direction):
+    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", f"executor.run_{direction}")
+    (said,) = ours(err)
+    assert said.startswith("moesaic train: step 3 has stood still for 3 s: rank 1 is stopped (process ")
+    layer = "blocks.0.ffn" if direction == "forward" else "blocks.1.ffn"
+    assert re.search(rf"rank 0 is in {direction} of layer {layer}, task \d+ \(\S+\) of its program, waiting for", said)
+    assert "bytes of rank 1" in said
+    kept = list_checkpoints(run / "checkpoints")[-1]
+    assert f"the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2 -m moesaic train" in said
+    assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
+    assert main(["why-hung", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0] == said.removeprefix("moesaic train: ")
+    assert re.search(rf"^rank 0 \(process \d+ on .*\): in {direction} of layer", told, re.MULTILINE)
+    assert re.search(r"^  .*executor\.py:\d+ in drive", told, re.MULTILINE)
+
+
+def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
+    err, run = say(tmp_path, "time.sleep(1000)")
+    (said,) = ours(err)
+    assert re.search(r"rank 1 is at \S*loop\.py:\d+ in _step", said)
+    assert "rank 0 is in all_gather" in said  # of the parameters
+    assert said.removeprefix("moesaic train: ") in err.partition("FAILED")[2], err
+    positions = read_hang(run)[1]
+    assert [position.rank for position in positions] == [0, 1]
+    assert any("in disturbed" in call for call in positions[1].stack)
+
+
+def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
+    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    (said,) = ours(err)
+    assert re.match(r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in step 3; the checkpoint ", said)
+    assert f"--config {run / 'config.json'} --existing resume" in said
+    assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
+    assert not (run / HANG).exists()
+
+
+def test_who_stands_elsewhere_comes_before_those_who_wait():
+    wait = "in forward of layer blocks.0.ffn, task 3 (dispatch) of its program"
+    found = [
+        Position(0, "process 1 on a", wait, {"1": 8, "2": 8, "3": 8}),
+        Position(1, "process 2 on a", wait, {"0": 8, "2": 8, "3": 8}),
+        Position(3, "process 4 on b", "at train/data.py:7 in get"),
+    ]
+    assert describe_hang("step 3", 600, found, {2: "is stopped (process 3)"}) == (
+        "step 3 has stood still for 600 s: rank 2 is stopped (process 3); rank 3 is at train/data.py:7 in get; "
+        f"ranks 0, 1 are {wait}, waiting for 16 bytes of rank 2, 16 bytes of rank 3"
+    )
+
+
+def test_ranks_that_all_wait_for_each_other_are_told_with_their_links():
+    found = [Position(0, "process 1 on a", "in x", {"1": 1000}), Position(1, "process 2 on b", "in x", {"0": 2000})]
+    assert describe_hang("step 3", 600, found, {}) == (
+        "step 3 has stood still for 600 s: ranks 0, 1 are in x, waiting for 2,000 bytes of rank 0, 1,000 bytes of rank 1: "
+        "all are there, so look at the links between their nodes"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"line": 1, "ranks": [{"a": 1}]}', "\udcff", "[" * 100_000])
+def test_a_damaged_record_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / HANG).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InputError, match="cannot be read") as refusal:
+        read_hang(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_run_that_never_hung_says_so(tmp_path, capsys):
+    assert main(["why-hung", str(tmp_path)]) == 2
+    assert "no run in" in capsys.readouterr().err
+    assert main(["why-hung"]) == 2
+
+
+def test_json_is_what_was_written_down(tmp_path, capsys):
+    table = {
+        "line": "it hung",
+        "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {}, "stack": []}],
+    }
+    (tmp_path / HANG).write_text(json.dumps(table))
+    assert main(["why-hung", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == table
