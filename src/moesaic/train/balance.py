@@ -34,7 +34,7 @@ from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls, bare_of, decisions_of
-from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
+from moesaic.runtime.balance.experts import ExpertPlacement, Moved
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 

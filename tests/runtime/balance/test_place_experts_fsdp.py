@@ -21,7 +21,7 @@ from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
 from moesaic.parallel import shard_dim
 from moesaic.plan import Plan
-from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.testing.processes import leave
 from worlds import start
 
