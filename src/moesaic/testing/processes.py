@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
