@@ -71,7 +71,7 @@ def start_ranks(world: int, function: Callable[..., object], *arguments: object,
     """Call `function(rank, *arguments)` in `world` processes and wait for them; the first that fails ends all.
 
     Importing torch takes longer than most of what ranks do. So they are forked off a server that has imported this module once
-    for all calls; where a system has no such server, each process starts anew.
+    for all calls; elsewhere than on Linux each process starts anew.
 
     Args:
         world: processes.
@@ -79,9 +79,11 @@ def start_ranks(world: int, function: Callable[..., object], *arguments: object,
         arguments: that can be pickled.
         preload: names of further modules that the server imports, if this call is the first.
     """
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    multiprocessing.set_forkserver_preload([__name__, *preload])
-    start_processes(function, args=arguments, nprocs=world, start_method=method)
+    if sys.platform == "linux":
+        multiprocessing.set_forkserver_preload([__name__, *preload])
+        start_processes(function, args=arguments, nprocs=world, start_method="forkserver")
+    else:
+        start_processes(function, args=arguments, nprocs=world, start_method="spawn")
 
 
 def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
