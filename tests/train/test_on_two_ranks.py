@@ -69,6 +69,9 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
         r"InputError: .*overlap_gather": tiny(
             folder, **BASE, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1", "overlap_gather": True}
         ),
+        r"InputError: replication clashes with plan.all_to_all=multicast": tiny(
+            folder, **BASE, mesh={"ep": 2}, plan={"all_to_all": "multicast"}, balance={"replication": "shadow"}
+        ),
         r"InputError: out=.*blocked: holds checkpoints, which no run wrote": replace(
             base, out=str(folder / "blocked"), save_every=1
         ),
@@ -181,7 +184,7 @@ def test_routing_noise_goes_on_where_it_stopped(world, mesh):
         assert lines(folder / "whole-dp", "train")[0]["layers"] != lines(folder / "whole-tp", "train")[0]["layers"]
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", range(9))
 def test_what_is_refused_is_refused_on_every_rank(world, place):
     folder, outcomes = world
     expected = list(refusals(folder))[place]
