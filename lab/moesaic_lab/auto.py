@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moesaic.comm.mesh import Mesh, open_transport
+from moesaic.cost.simulate import Simulator
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.candidates import SearchSpace, candidates
 from moesaic.plan.plan import plan_in_words
@@ -31,7 +32,6 @@ from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.layer.cells import SINGLES, all_ep, fitting
 from moesaic_lab.layer.config import LayerPlace, read_config
 from moesaic_lab.layer.job import LayerJob
-from moesaic_lab.layer.predict import LayerPredictor
 from moesaic_lab.layer.ranks import LayerRunner
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.measure import Span, in_turn, over_ranks, paired
@@ -45,7 +45,7 @@ CHANGED = "50mbit"
 AT_SECONDS = 90.0
 """When links change: after the first choice, on a machine that several ranks share a core of."""
 PREDICTED = 3
-"""Plans that the predictor of the bed adds to the fixed ones."""
+"""Plans that the simulator adds to the fixed ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,12 @@ def _job(place: LayerPlace, grid: Grid) -> LayerJob:
         schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
         gather_weights=(1,) if grid.etp > 1 else (),
     )  # fmt: skip
-    best = LayerPredictor(place).most_promising(candidates(grid, space), PREDICTED, float("inf"))
+    simulator, workload = Simulator(place.cluster), place.workload(grid.tp)
+
+    def step_seconds(plan: Compiled) -> float:
+        return simulator.layer_seconds(plan.forward, plan.backward, workload, grid)
+
+    best = sorted(candidates(grid, space), key=step_seconds)[:PREDICTED]
     methods, alike = distinct({**singles, **{plan_in_words(each.plan): each for each in best}})
     return LayerJob(section="auto", label="", place=place, grid=grid, methods=methods, same=alike)
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
+from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
@@ -30,7 +31,7 @@ from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
 from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
-from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter, options_of
 from moesaic.routing.routing import Routing
 from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
@@ -565,6 +566,10 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
         return make
     if callable(choice):
         raise InputError("router_options is for routers that are named: let your function make one with its options")
+    known = options_of(make)
+    for name in options:
+        if name not in known:
+            raise InputError(f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(known))}")
 
     def made(dim: int, num_experts: int) -> AbstractRouter:
         try:

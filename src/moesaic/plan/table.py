@@ -41,7 +41,7 @@ class TableSettings:
     """Leave a plan only for one that is faster by this share."""
     trial_steps: int = 2
     """Steps that a trial measures, after one that it does not."""
-    doubt: float = 0.25
+    optimism: float = 0.25
     """How much faster than predicted a plan may turn out: those that would then be best are worth a trial. Less once the
     plans that were measured turn out to be off alike."""
     race: bool = False
@@ -52,7 +52,7 @@ class TableSettings:
     def __post_init__(self) -> None:
         if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
             raise InputError(f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
-        for name in ("explore", "hysteresis", "doubt", "drift"):
+        for name in ("explore", "hysteresis", "optimism", "drift"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
         if self.trial_steps < 1:
@@ -420,14 +420,14 @@ class PlanTable:
     def _best(self, bucket: int, seconds: Sequence[float]) -> int:
         """Return the plan to hold at a load; a plan that was measured is left only for another that was, or for one that is
         faster even if its prediction is off as far as may be. The more steps of both were measured, the less it takes."""
-        doubt = self._doubt()
+        optimism = self._optimism()
         held = self.held.get(bucket)
         if held is None:
             held = self.running if self.running in self.allowed else self.allowed[0]
         assert held is not None
         known = [
             plan for plan in self.allowed
-            if self._count(plan) or not self._count(held) or seconds[plan] * (1 + doubt) < seconds[held]
+            if self._count(plan) or not self._count(held) or seconds[plan] * (1 + optimism) < seconds[held]
         ]  # fmt: skip
         best = min(known, key=lambda plan: (seconds[plan], plan))
         known_by = min(self._count(best), self._count(held))
@@ -440,22 +440,22 @@ class PlanTable:
         cost, budget = 1 + self.settings.trial_steps, self.settings.explore * WINDOW * (1 + self.steps // WINDOW)
         if self.explored + cost > budget or self._count(best) < self.settings.trial_steps:
             return None
-        doubt = self._doubt()
+        optimism = self._optimism()
         to_beat = (1 - self.settings.hysteresis) * seconds[best]
-        open_to_doubt = [
+        hopeful = [
             plan for plan in self.allowed
-            if plan != best and seconds[plan] * (1 - doubt / (1 + self._weight(plan))) < to_beat
+            if plan != best and seconds[plan] * (1 - optimism / (1 + self._weight(plan))) < to_beat
         ]  # fmt: skip
-        return min(open_to_doubt, key=lambda plan: (self._count(plan), seconds[plan], plan), default=None)
+        return min(hopeful, key=lambda plan: (self._count(plan), seconds[plan], plan), default=None)
 
-    def _doubt(self) -> float:
+    def _optimism(self) -> float:
         """Return how far a prediction may be off: what the settings say until plans were measured, then no more than twice
         what those that were measured are apart, the hysteresis at least."""
         factors = list(self._plan_factors().values())
         if len(factors) < 2:
-            return self.settings.doubt
+            return self.settings.optimism
         apart = 1 - min(factors) / max(factors)
-        return min(self.settings.doubt, max(2 * apart, self.settings.hysteresis))
+        return min(self.settings.optimism, max(2 * apart, self.settings.hysteresis))
 
     def _run(self, plan: int, why: str) -> None:
         if plan == self.running:

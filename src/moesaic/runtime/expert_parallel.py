@@ -422,7 +422,7 @@ class ExpertParallel:
         self.calls.refuse_padding()
         if self.compiled.replicates:
             raise InputError(
-                f"a padded capacity clashes with plan.replication={self.compiled.plan.replication}, which is decided from "
+                f"a padded capacity clashes with replication={self.compiled.plan.replication}, which is decided from "
                 "counts that no rank then has: choose a capacity that is not padded, or replication none"
             )
         if self.compiled.is_multicast:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.gpt import GPT
-from moesaic.train.generate import generate
+from moesaic.models.gpt import GPT, generate
 
 VOCABULARY = 48
 PROMPT = [3, 1, 4]
