@@ -22,6 +22,7 @@ BENCHMARKS = {
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
     "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
+    "hf": ("hf", "Moesaic inside transformers, beside its own loop over experts"),
     "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
     "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs, orders on an emulated cluster"),

@@ -1,99 +1,16 @@
-"""What one rank does in the tests of expert parallelism; `test_expert_parallel.py` starts it in real processes."""
+"""What one rank does besides its steps; `test_transformers_ranks.py` and `test_trainers.py` start it in processes."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from torch import Tensor
 
 import moesaic.transformers
 from moesaic import Plan
-
-TOKENS = 6
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model on one mesh."""
-
-    folder: str
-    ep: int
-    tp: int = 1
-    plan: dict[str, Any] | None = None
-    """Fields of a plan that is registered by name; None for "moesaic" as it is."""
-    then: dict[str, Any] = field(default_factory=dict)
-    """Fields of a plan that the model is switched to for a second step, which the result is of; empty for none."""
-    recompute: bool = False
-
-
-def batch(sequences: int) -> Tensor:
-    """Return token ids, (sequences, TOKENS)."""
-    return torch.randint(3, 60, (sequences, TOKENS), generator=torch.Generator().manual_seed(7))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be spread over ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    if "ep" not in (tensor.device_mesh.mesh_dim_names or ()):
-        return tensor.full_tensor().detach()
-    # `full_tensor` puts the parts of a strided shard into another order than the ranks have them in.
-    parts: list[Any] = [None] * dist.get_world_size()
-    place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
-    dist.all_gather_object(parts, (place, tensor.to_local().detach()))
-    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return every gradient whole, by name."""
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def load(case: Case, **options: Any) -> nn.Module:
-    """Return the case's model on this rank."""
-    name, world = "moesaic", dist.get_world_size()
-    if case.plan is not None:
-        name = "of-the-test"
-        moesaic.transformers.register_plan(name, Plan(**case.plan))
-    spread = DistributedConfig(tp_size=case.tp, fsdp_size=world // case.tp, ep_size=case.ep, ep_implementation=name)
-    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=spread, **options)
-    return model.train()
-
-
-def as_launched() -> None:
-    """Set what a launcher sets."""
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ[name] = str(dist.get_rank())
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(dist.get_world_size())
-
-
-def steps(cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Return each case's logits of this rank's sequence and all gradients."""
-    as_launched()
-    found = []
-    for case in cases:
-        model = load(case)
-        if case.recompute:
-            model.gradient_checkpointing_enable()
-        ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
-        out = model(input_ids=ids, labels=ids, use_cache=False)
-        out.loss.backward()
-        if case.then:
-            moesaic.transformers.use_plan(model, Plan(**case.then))
-            model.zero_grad()
-            out = model(input_ids=ids, labels=ids, use_cache=False)
-            out.loss.backward()
-        found.append((out.logits.detach(), gradients(model)))
-    return found
+from moesaic_lab.hf import Case, as_launched, batch, load
 
 
 def lines(folder: str) -> list[str]:

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
-from ep_ranks import Sequences, arguments, batch, losses, train
+from ep_ranks import Sequences, arguments, losses, train
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import moesaic.transformers
+from moesaic_lab.hf import batch
 from worlds import on_ranks
 
 SIZES: dict[str, Any] = {

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import transformers
-from families import shrunk
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from moesaic_lab.families import shrunk
 
 FAMILIES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe")
 WITHOUT = {("Qwen3Next", "torchtitan")}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from ep_ranks import Case, as_launched, load
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.train.shard_metadata import ShardReader
+from moesaic_lab.hf import Case, as_launched, load
 
 
 def differing(case: Case, converted: str) -> tuple[int, list[str]]:

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
 from checkpoints import assert_bitwise, build, tensors_of
-from ep_ranks import Case
 from mesh_ranks import differing, save_spread
 
 import moesaic
+from moesaic_lab.hf import Case
 from worlds import on_ranks
 
 

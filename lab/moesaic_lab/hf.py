@@ -1,0 +1,323 @@
+"""Moesaic inside transformers: every family's tiny model against its own loop, and experts over ranks against one process.
+
+Errors of logits and gradients are relative to the largest value of each tensor, in float64 where the family computes in it.
+Over ranks models compute in float32 and the one process in float64.
+
+moesaic bench hf --json benchmarks/results/hf.json
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.distributed import DistributedConfig
+
+import moesaic.transformers
+from moesaic import Plan
+from moesaic.testing.processes import leave
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.families import Family, build, families, text
+from moesaic_lab.tables import Column
+
+DESCRIPTION = "Hold Moesaic inside transformers against transformers' own loop: all families, and experts over ranks."
+FAMILIES_ASKED = 55
+WORLDS = (2, 4, 8)
+IN_FLOAT32 = ("BeamExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "MuseSparkExperts")
+"""Experts that compute in float32, whatever they are given."""
+TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh."""
+
+    folder: str
+    ep: int
+    tp: int = 1
+    plan: dict[str, Any] | None = None
+    """Fields of a plan that is registered by name; None for "moesaic" as it is."""
+    then: dict[str, Any] = field(default_factory=dict)
+    """Fields of a plan that the model is switched to for a second step, which the result is of; empty for none."""
+    recompute: bool = False
+
+
+def batch(sequences: int) -> Tensor:
+    """Return token ids, (sequences, TOKENS)."""
+    return torch.randint(3, 60, (sequences, TOKENS), generator=torch.Generator().manual_seed(7))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be spread over ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if "ep" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return tensor.full_tensor().detach()
+    # `full_tensor` puts the parts of a strided shard into another order than the ranks have them in.
+    parts: list[Any] = [None] * dist.get_world_size()
+    place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
+    dist.all_gather_object(parts, (place, tensor.to_local().detach()))
+    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return every gradient whole, by name."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def load(case: Case, **options: Any) -> Any:
+    """Return the case's model on this rank."""
+    name, world = "moesaic", dist.get_world_size()
+    if case.plan is not None:
+        name = "of-the-test"
+        moesaic.transformers.register_plan(name, Plan(**case.plan))
+    spread = DistributedConfig(tp_size=case.tp, fsdp_size=world // case.tp, ep_size=case.ep, ep_implementation=name)
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=spread, **options)
+    return model.train()
+
+
+def as_launched() -> None:
+    """Set what a launcher sets."""
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ[name] = str(dist.get_rank())
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = str(dist.get_world_size())
+
+
+def steps(cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Return each case's logits of this rank's sequence and all gradients."""
+    as_launched()
+    found = []
+    for case in cases:
+        model = load(case)
+        if case.recompute:
+            model.gradient_checkpointing_enable()
+        ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        if case.then:
+            moesaic.transformers.use_plan(model, Plan(**case.then))
+            model.zero_grad()
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+            out.loss.backward()
+        found.append((out.logits.detach(), gradients(model)))
+    return found
+
+
+def outcome(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits (or the hidden states of a model without a head) and every gradient."""
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    torch.manual_seed(0)
+    out = model(input_ids=text(model), use_cache=False)
+    found = out.logits if hasattr(out, "logits") else out[0]
+    slopes = torch.linspace(0, 1, found.numel(), dtype=torch.float64).view(found.shape)
+    (found.double() * slopes).sum().backward()
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def tolerance_of(model: Any) -> float:
+    """Return what rounding may do to a family's logits; ten times as much to its gradients."""
+    rounds = any(type(module).__name__ in IN_FLOAT32 for module in model.modules())
+    return 1e-5 if rounds or next(model.parameters()).dtype != torch.float64 else 1e-12
+
+
+def family_errors(model: Any) -> tuple[float, float]:
+    """Return the errors of logits and of gradients beside the family's own loop, relative to the largest of each tensor."""
+    (y, gradients_), (expected, wanted) = outcome(model, "moesaic"), outcome(model, "eager")
+    assert gradients_.keys() == wanted.keys()
+    largest = max(float(each.abs().max()) for each in wanted.values())
+    worst = max(
+        float((gradient - wanted[name]).abs().max()) / max(float(wanted[name].abs().max()), 1e-6 * largest)
+        for name, gradient in gradients_.items()
+    )
+    return float((y - expected).abs().max()) / float(expected.abs().max()), worst
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_models(path: Path) -> tuple[str, str, str]:
+    """Write a tiny Mixtral, a tiny gpt-oss, and one whose router sends every token to the first two experts; return where."""
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SIZES)).double().save_pretrained(path / "mixtral")
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_experts_per_tok=2, layer_types=["full_attention"] * 2)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(path / "gpt_oss")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.bias"):
+                parameter.copy_(torch.tensor([50.0, 40.0, *[0.0] * 6]))
+    model.save_pretrained(path / "skewed")
+    return str(path / "mixtral"), str(path / "gpt_oss"), str(path / "skewed")
+
+
+def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[Case]:
+    """Return what is run on so many ranks."""
+    if world > 2:
+        return [
+            Case(mixtral, ep=world),
+            Case(gpt_oss, ep=world // 2),  # two copies of every expert
+            Case(skewed, ep=world, plan={"chunks": 2}),
+            Case(mixtral, ep=world, tp=2),
+        ]
+    return [
+        Case(mixtral, ep=2),
+        Case(gpt_oss, ep=2),
+        Case(skewed, ep=2),  # the second rank gets no token
+        Case(mixtral, ep=2, plan={"chunks": 2, "all_to_all": "multicast"}),
+        Case(mixtral, ep=2, plan={"chunks": 2}, then={"all_to_all": "hier2d"}),
+        Case(skewed, ep=2, plan={"replication": "least_loaded"}),
+        Case(mixtral, ep=2, tp=2),
+        Case(mixtral, ep=2, tp=2, plan={"schedule": "s2"}),
+        Case(mixtral, ep=2, recompute=True),
+    ]
+
+
+Step = tuple[Tensor, dict[str, Tensor]]
+"""Logits of a rank's sequence, and every gradient whole."""
+
+
+def ep_errors(world: int, cases: Sequence[Case], results: Sequence[Sequence[Step]]) -> list[float]:
+    """Return each case's worst error of a logit or a gradient on any rank, beside one process in float64.
+
+    Args:
+        world: number of ranks.
+        cases: that were run.
+        results: by rank and case.
+    """
+    found = []
+    for number, case in enumerate(cases):
+        one = AutoModelForCausalLM.from_pretrained(
+            case.folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        ids = batch(world // case.tp)
+        out = one(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        wanted = gradients(one)
+        largest = max(float(each.abs().max()) for each in wanted.values())
+        worst = 0.0
+        for rank in range(world):
+            logits, got = results[rank][number]
+            assert got.keys() == wanted.keys(), f"{case}: parameters with a gradient differ on rank {rank}"
+            expected = out.logits[rank // case.tp]
+            worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
+            for name, gradient in got.items():
+                scale = max(float(wanted[name].abs().max()), 0.02 * largest)
+                worst = max(worst, float((gradient - wanted[name]).abs().max()) / scale)
+        found.append(worst)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFOptions(BenchmarkOptions):
+    """What to run."""
+
+    only: str | None = None
+    """Names of families between commas; None for all."""
+    ranks: bool = True
+    """Also spread experts over 2, 4 and 8 processes."""
+
+
+def chosen(options: HFOptions) -> list[Family]:
+    """Return the families that were asked for."""
+    wanted = options.only.split(",") if options.only else None
+    return [family for family in families() if wanted is None or family.name in wanted]
+
+
+def measure(options: HFOptions, asked: list[Family], told: Told) -> list[dict[str, Any]]:
+    """Return a row per family, and per case on ranks."""
+    found: list[dict[str, Any]] = []
+    for family in asked:
+        told(family.name)
+        try:
+            model = build(family)
+        except LookupError as reason:
+            found.append({"family": family.name, "reason": f"no tiny model: {reason}"})
+            continue
+        logits, gradient = family_errors(model)
+        bound = tolerance_of(model)
+        is_equal = logits <= bound and gradient <= 10 * bound
+        found.append({"family": family.name, "logits": logits, "gradients": gradient, "is_equal": is_equal})
+    for world in WORLDS if options.ranks else ():
+        told(f"{world} processes")
+        found += _on_ranks(world)
+    return found
+
+
+def _on_ranks(world: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        asked = cases_on(world, *write_models(Path(folder)))
+        spawn(_rank, args=(world, asked, folder), nprocs=world)
+        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(world)]
+        errors = ep_errors(world, asked, results)
+    return [
+        {
+            "world": world, "model": Path(case.folder).name, "ep": case.ep, "tp": case.tp,
+            "plan": str({**(case.plan or {}), **case.then} or ("recomputed" if case.recompute else "auto")), "error": error,
+        }
+        for case, error in zip(asked, errors)
+    ]  # fmt: skip
+
+
+def _rank(rank: int, world: int, asked: list[Case], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.save(steps(asked), Path(folder) / f"{rank}.pt")
+    leave()
+
+
+def claims(found: list[dict[str, Any]]) -> list[Claim]:
+    """Return how many families are equal, and the worst error over ranks."""
+    equal = sum(row.get("is_equal", False) for row in found)
+    over = [row["error"] for row in found if "error" in row]
+    why = "" if over else "run without ranks (--no-ranks)"
+    return [
+        Claim(name="hf.families_equal", value=equal, unit="1", target=FAMILIES_ASKED, op=">="),
+        Claim(name="hf.ep_worst", value=max(over, default=None), unit="1", target=1e-5, op="<=", reason=why),
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="hf",
+    description=DESCRIPTION,
+    options=HFOptions,
+    notes=notes_of(__doc__),
+    cases=chosen,
+    measure=measure,
+    rows=same,
+    claims=claims,
+    columns=(
+        Shown(
+            title="families",
+            columns=(
+                Column(key="family", title="family", is_text=True),
+                Column(key="logits", title="logits", show=lambda value: f"{value:.1e}"),
+                Column(key="gradients", title="gradients", show=lambda value: f"{value:.1e}"),
+                Column(key="world", title="ranks"),
+                Column(key="model", title="model", is_text=True),
+                Column(key="plan", title="plan", is_text=True),
+                Column(key="error", title="error", show=lambda value: f"{value:.1e}"),
+                Column(key="reason", title="why not", is_text=True),
+            ),
+        ),
+    ),
+    packages=("torch", "transformers"),
+)
