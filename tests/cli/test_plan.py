@@ -186,7 +186,19 @@ HUB = {
 @pytest.fixture
 def hub(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(HUB))
-    return ["plan", "--model", str(tmp_path / "config.json"), "--cluster", "dgx-h100", "--gpus", "8", "--tp", "1", "--etp", "1"]
+    return [
+        "plan",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+        "--tp",
+        "1",
+        "--etp",
+        "1",
+    ]
 
 
 def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsys: pytest.CaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,10 @@ def test_contention_costs_a_part_of_the_time_in_which_messages_and_computing_run
     spans = plain.timeline.spans
     edges = sorted({each for span in spans for each in (span.start, span.end)})
     both = 0.0
-    for start, end in zip(edges, edges[1:]):
-        lanes = {span.lane.value for span in spans if span.start < (start + end) / 2 < span.end and span.end > span.start}
+    for start, end in pairwise(edges):
+        lanes = {
+            span.lane.value for span in spans if span.start < (start + end) / 2 < span.end and span.end > span.start
+        }
         both += (end - start) * ("compute" in lanes and len(lanes - {"compute", "host"}) > 0)
     assert both > 0.05 * plain.seconds
     assert slowed.seconds == pytest.approx(plain.seconds + 0.5 * both, rel=1e-6)
@@ -106,7 +109,11 @@ def test_presets_say_what_of_them_was_measured() -> None:
 
 def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
     spec = read_cluster("dgx-h100")
-    assert [(each.nodes, each.devices_per_node) for each in map(spec.of_devices, (64, 8, 4))] == [(8, 8), (1, 8), (1, 4)]
+    assert [(each.nodes, each.devices_per_node) for each in map(spec.of_devices, (64, 8, 4))] == [
+        (8, 8),
+        (1, 8),
+        (1, 4),
+    ]
     with pytest.raises(InputError, match="12 devices are no whole nodes of dgx-h100, which have 8: try 8"):
         spec.of_devices(12)
 

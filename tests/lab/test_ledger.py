@@ -40,7 +40,12 @@ def test_presets_have_the_numbers_that_their_fitted_rows_give(name: str) -> None
     def numbers(spec: ClusterSpec) -> list[float]:
         links = [(*link.gbps, link.latency_us, *link.size_share, *link.users_share) for link in spec.links]
         device = spec.device
-        return [*(each for link in links for each in link), device.tflops.bf16, device.activation_traffic, *device.gemm_share]
+        return [
+            *(each for link in links for each in link),
+            device.tflops.bf16,
+            device.activation_traffic,
+            *device.gemm_share,
+        ]
 
     again, committed = numbers(fitted(name)), numbers(read_cluster(name))
     assert again == pytest.approx(committed, rel=0.02)
@@ -58,7 +63,14 @@ def test_h100_has_the_numbers_fitted_on_h200_and_none_of_its_rows_is_a_fit(found
 def test_fitted_rows_count_nowhere() -> None:
     def one(predicted: float, fitted: bool) -> Entry:
         return Entry(
-            kind="layers", what="", machine="", measured=1.0, predicted=predicted, unit="s", source="laer", fitted=fitted
+            kind="layers",
+            what="",
+            machine="",
+            measured=1.0,
+            predicted=predicted,
+            unit="s",
+            source="laer",
+            fitted=fitted,
         )
 
     some = [one(1.0, True), one(1.2, False), one(0.7, False), one(9.0, True), one(1.1, False)]
@@ -94,7 +106,9 @@ def test_the_interval_of_a_plan_is_that_of_published_steps(found: list[Entry]) -
 
 def test_a_ring_and_an_all_to_all_by_hand() -> None:
     link = replace(read_cluster("8xl40s-pcie").links[0], gbps=(8.0,), latency_us=0.0)
-    spec = replace(read_cluster("8xl40s-pcie"), links=(link,), host=replace(read_cluster("8xl40s-pcie").host, task_us=0.0))
+    spec = replace(
+        read_cluster("8xl40s-pcie"), links=(link,), host=replace(read_cluster("8xl40s-pcie").host, task_us=0.0)
+    )
     assert parts.collective(spec, "all_gather", 4, 4e9) == pytest.approx(3.0)
     assert parts.collective(spec, "all_reduce", 4, 4e9) == pytest.approx(6.0)
     assert parts.collective(spec, "alltoall", 8, 8e9) == pytest.approx(7.0)

@@ -17,7 +17,9 @@ from moesaic.plan.search import search
 JOB = Job(
     batch_size=16,
     accumulation=2,
-    model=ModelShape(dim=512, num_layers=2, num_heads=8, seq_len=256, moe=MoEShape(num_experts=8, top_k=2, hidden=1024)),
+    model=ModelShape(
+        dim=512, num_layers=2, num_heads=8, seq_len=256, moe=MoEShape(num_experts=8, top_k=2, hidden=1024)
+    ),
 )
 SLOW_PORTS = flat(2, 4, intra=800, inter=2, device=DEVICE)
 

@@ -22,7 +22,9 @@ H100 = read_cluster("dgx-h100", nodes=4)
 
 def job(table: dict[str, Any], **fields: Any) -> Job:
     shape = read_shape(table, "config.json", seq_len=2048)
-    return Job(**{"batch_size": 32, "accumulation": 4, "model": shape, "data": DataShape(vocab_size=shape.vocab), **fields})
+    return Job(
+        **{"batch_size": 32, "accumulation": 4, "model": shape, "data": DataShape(vocab_size=shape.vocab), **fields}
+    )
 
 
 QWEN = job(QWEN3_30B)
@@ -39,7 +41,15 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16"
     )
     assert from_megatron(flags) == OthersLayout(
-        tp=2, etp=2, pp=4, ep=8, all_to_all="multicast", micro_batch=1, global_batch=512, recompute=True, overlapped=True
+        tp=2,
+        etp=2,
+        pp=4,
+        ep=8,
+        all_to_all="multicast",
+        micro_batch=1,
+        global_batch=512,
+        recompute=True,
+        overlapped=True,
     )
     assert from_megatron("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
 

@@ -78,8 +78,10 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
 
 
 def deepep() -> Iterator[Entry]:
-    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16: a token once to each
-    rank that has an expert of it."""
+    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16.
+
+    A token goes once to each rank that has an expert of it.
+    """
     for row in read_figures("deepep"):
         cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
         layer = Workload(tokens=tokens, num_experts=int(row["experts"]), top_k=int(row["top_k"]), dim=dim, hidden=1)
