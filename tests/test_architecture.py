@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +28,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
     "errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "kernels", "comm", "routing",
-    "experts", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "testing", "report",
+    "experts", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "weights", "testing", "report",
     "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
@@ -65,10 +66,12 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Return every module that a file imports anywhere, lazily and for type checking included, by absolute name.
 

@@ -68,6 +68,13 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         ({"data": {"path": [3]}}, "here: data.path must be text, got 3"),
         ({"precision": "float16"}, "here: precision='float16': choose one of auto, float32, bfloat16"),
         ({"model": {"moe": {"router": "best"}}}, "here: model.moe.router='best': choose one of softmax, switch"),
+        ({"optimizer": {"betas": [0.9]}}, "here: optimizer.betas must be a list of 2, got [0.9]"),
+        ({"optimizer": {"betas": ["a", 0.9]}}, "here: optimizer.betas must be a number, got 'a'"),
+        ({"model": {"moe": {"router_options": 3}}}, "here: model.moe.router_options must be a table, got 3"),
+        (
+            {"model": {"moe": {"router_options": {"scale": [2]}}}},
+            "here: model.moe.router_options.scale must be a whole number or a number or true or false or text, got [2]",
+        ),
         ({"threads": "two"}, "here: threads must be a whole number, got 'two'"),
     ],
 )

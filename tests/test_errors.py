@@ -115,12 +115,20 @@ CASES: dict[str, Case] = {
         ["model.dim=18", "model.num_heads=4", "choose dim as a multiple of 8"],
     ),
     "groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.num-groups", "3"),
+        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "num_groups", "3"),
         ["num_groups=3 does not divide num_experts=4", "choose a divisor"],
     ),
     "top groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.top-groups", "5"),
+        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "top_groups", "5"),
         ["top_groups=5 does not fit num_groups=4", "choose 1 to 4"],
+    ),
+    "router option": (
+        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rat", "0.1"),
+        ["router_options: bias_rat is no option of router='sigmoid'", "did you mean bias_rate"],
+    ),
+    "bias rate": (
+        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rate", "-1"),
+        ["bias_rate=-1: must be 0 or more and finite"],
     ),
     "noisy top 1": (
         lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"), ["top_k=1", "use top_k >= 2"],
@@ -135,7 +143,7 @@ CASES: dict[str, Case] = {
     "no steps": (lambda f: base(f, "--steps", "0"), ["steps=0: must be at least 1"]),
     "seed": (lambda f: base(f, "--seed", "-1"), ["seed=-1: choose 0 or more"]),
     "learning rate": (lambda f: base(f, "--optimizer.lr", "0"), ["optimizer.lr=0.0: must be above 0"]),
-    "beta": (lambda f: base(f, "--optimizer.beta2", "1"), ["optimizer.beta2=1.0", "below 1"]),
+    "beta": (lambda f: base(f, "--optimizer.betas", "0.9", "1"), ["optimizer.betas=(0.9, 1.0)", "below 1"]),
     "device": (lambda f: base(f, "--device", "gpu"), ["device='gpu' is unknown", "write auto, cpu or cuda"]),
     "another device": (lambda f: base(f, "--device", "meta"), ["device='meta'", "write auto, cpu or cuda"]),
     "absent device": (lambda f: base(f, "--device", "cuda:99"), ["device='cuda:99'", "write cpu or auto"]),
@@ -171,10 +179,7 @@ CASES: dict[str, Case] = {
         ["odd.bin has 3 bytes", "uint16", "check data.bin_dtype"],
     ),
     "bytes and a vocabulary": (
-        lambda f: base(f, "--data.vocab-size", "4096"), ["data.vocab_size=4096", "bytes have 256", "data.tokenizer to bpe"],
-    ),
-    "small bpe": (
-        lambda f: base(f, "--data.tokenizer", "bpe"), ["data.vocab_size=256", "byte-level BPE needs at least 300"],
+        lambda f: base(f, "--data.vocab-size", "280"), ["data.vocab_size=280", "256 tokens as bytes", "at least 300"],
     ),
     # Run folders
     "existing run": (

@@ -21,7 +21,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -30,6 +29,7 @@ from moesaic import LoadBalance, Mesh, MoE, Plan, ZLoss, checkpoint, collect_los
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.testing.processes import leave
+from worlds import start
 
 DIM = 8
 
@@ -242,7 +242,7 @@ def _process(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    spawn(_process, args=(2, str(folder)), nprocs=2)
+    start(2, _process, 2, str(folder))
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 

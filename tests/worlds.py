@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
-from torch.multiprocessing.spawn import spawn
 
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import leave, start_ranks
 
 TIMEOUT_SECONDS = 120
+PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "moesaic.train.loop", "pytest")
+"""What ranks of tests import besides."""
+
+
+def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call `function(rank, *arguments)` in `world` processes; see `start_ranks`."""
+    heavy = [name for name in ("transformers",) if name in sys.modules]
+    start_ranks(world, function, *arguments, preload=(*PRELOAD, *heavy))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a function of a module in `world` processes of one process group; return what each rank's returned."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, folder, function, arguments), nprocs=world)
+        start(world, _process, world, folder, function, arguments)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
 
 

@@ -1,12 +1,21 @@
-"""What the ranks of a benchmark tell each other while they measure."""
+"""What the ranks of a benchmark do alike: they tell each other what they measured, and take down what they sent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from moesaic_lab.measure import Span, over_ranks
+from moesaic.comm.recorder import Recorder
+from moesaic.layer import MoE
+from moesaic.plan import Compiled
+from moesaic_lab.bounds import Message
+from moesaic_lab.measure import Span, in_turn, over_ranks
+
+Spans = dict[str, list[Span]]
+"""By method, one per repeat."""
 
 
 def gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
@@ -14,3 +23,56 @@ def gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
     everyone: list[Mapping[str, list[Span]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(spans))
     return over_ranks([each for each in everyone if each is not None])
+
+
+def in_turn_and_near(
+    methods: Mapping[str, Callable[[], object]],
+    repeats: int,
+    pairs: int,
+    near: Callable[[Mapping[str, tuple[float, ...]]], list[str]],
+    **options: Any,
+) -> tuple[Spans, Spans]:
+    """Time methods in turn, then those near each other in further rounds of their own, so that each has so many pairs.
+
+    Args:
+        methods: as for `in_turn`.
+        repeats: rounds of all of them.
+        pairs: rounds of those near each other, all in all.
+        near: from the seconds of all methods to the names of these.
+        options: of `in_turn`.
+
+    Returns:
+        this rank's spans of all methods; and those of the further rounds, {} for none.
+    """
+    spans = in_turn(methods, repeats, **options)
+    names, more = near(gathered(spans)), max(pairs - repeats, 0)
+    again = {name: methods[name] for name in names} if more else {}
+    return spans, in_turn(again, more, **options | {"warmup": 0})
+
+
+def sent(recorder: Recorder, first: int = 0) -> list[Message]:
+    """Return what this rank sent, from the first-th range of tags on."""
+    return [(m.source, m.target, float(m.num_bytes)) for held in recorder.ranges[first:] for m in held.messages]
+
+
+class SteppedLayer:
+    """A layer on a mesh with its input; runs steps.
+
+    Args:
+        layer: on its mesh.
+        tokens: of this rank's tensor group.
+        seed: of the input, the same on ranks of a tensor group.
+    """
+
+    def __init__(self, layer: MoE, tokens: int, seed: int) -> None:
+        self.layer = layer
+        self.x = torch.randn(tokens, layer.dim, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        self._dy = torch.ones(tokens, layer.dim)
+
+    def step(self, compiled: Compiled | None) -> None:
+        """Run forward and backward under a plan; None for the one that the layer has."""
+        if compiled is not None:
+            self.layer.use_plan(compiled)
+        self.layer(self.x).backward(self._dy)
+        self.x.grad = None
+        self.layer.zero_grad()

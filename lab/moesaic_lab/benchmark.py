@@ -232,15 +232,32 @@ def read_parts(
     return replace(override(whole, table, source=source), **made)  # type: ignore[type-var]
 
 
-def narrowed_config(options: EmulatedOptions, read_config: Callable[..., Narrowed]) -> Narrowed:
-    """Return what of a configuration was asked for: the committed one's, if no other is named.
+def emulated(
+    *,
+    read_config: Callable[..., Narrowed],
+    run: Callable[[Narrowed, Told], F],
+    needs_cluster: Callable[[Narrowed], bool] = lambda config: True,
+    **fields: Any,
+) -> Benchmark[EmulatedOptions, Narrowed, F]:
+    """Return a benchmark on emulated clusters.
 
     Args:
-        options: of the command.
-        read_config: reads a file, the committed one if it is given none.
+        read_config: reads a configuration, the committed one if it is given no file.
+        run: measures what is left of it; it starts clusters, one after another, and is told what is measured.
+        needs_cluster: whether that takes a cluster at all.
+        fields: the others of `Benchmark`.
     """
-    config = read_config(Path(options.config)) if options.config else read_config()
-    return config.narrowed(only=words_of(options.only), repeats=options.repeats)
+
+    def cases(options: EmulatedOptions) -> Narrowed:
+        config = read_config(Path(options.config)) if options.config else read_config()
+        config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
+        if needs_cluster(config):
+            require_cluster()
+        return config
+
+    return Benchmark(
+        options=EmulatedOptions, cases=cases, measure=lambda options, config, told: run(config, told), **fields
+    )
 
 
 def require_cluster() -> None:

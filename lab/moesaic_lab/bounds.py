@@ -75,6 +75,12 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
     return dict(seconds)
 
 
+def crossing(messages: Iterable[Message], node_of: Callable[[int], int]) -> tuple[int, int]:
+    """Return (bytes, messages) between nodes."""
+    sizes = [num_bytes for source, target, num_bytes in messages if node_of(source) != node_of(target)]
+    return round(sum(sizes)), len(sizes)
+
+
 def program_messages(
     program: Program,
     sizes: CallSizes,

@@ -22,8 +22,7 @@ from rich.console import Console
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.plan import Plan
-from moesaic.plan.plan import Codec
+from moesaic.plan.plan import Codec, StaticPlan
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import train
@@ -67,12 +66,11 @@ def configuration(out: Path, steps: int, seed: int, forward: Codec, backward: Co
         log_every=steps,
         eval_every=steps,
         save_every=10 * steps,
-        probe_sequences=WORLD,
         tensorboard=False,
         threads=1,
         device="cpu",
         mesh=MeshConfig(ep=WORLD),
-        plan=Plan(codec=forward, backward_codec=backward),
+        plan=StaticPlan(codec=forward, backward_codec=backward),
     )
 
 

@@ -6,9 +6,12 @@ every method once, the order rotates, and a ratio is taken within a repeat befor
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +55,15 @@ def in_turn(
     return spans
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A stretch in which no garbage is looked for among what there is: all ranks would wait for the one that looks."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def over_ranks(found: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tuple[float, ...]]:
     """Return seconds per method and repeat, from the first rank's start to the last rank's end.
 
@@ -83,6 +95,12 @@ class Timing:
         low, median, high = np.percentile(seconds, (25, 50, 75)).tolist()
         return cls(seconds=tuple(seconds), median=median, low=low, high=high)
 
+    def row(self) -> dict[str, Any]:
+        """Return it as part of a row."""
+        return {
+            "median_seconds": self.median, "low_seconds": self.low, "high_seconds": self.high, "repeats": len(self.seconds),
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
@@ -100,6 +118,42 @@ class Ratio:
     def is_near(self) -> bool:
         """Whether the two take so much alike that the ratio wants many pairs."""
         return 1 / NEAR < self.median < NEAR
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return it as part of a row, under a name."""
+        return {name: self.median, f"{name}_95": [self.low, self.high], "pairs": self.repeats}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedCell:
+    """What methods took that ran in turn."""
+
+    timings: Mapping[str, Timing]
+    """By method, rounds in turn with all others."""
+    near: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By method, seconds of all rounds in which the reference ran too; only of the reference and those near it."""
+
+    def ratio(self, name: str, other: str) -> Ratio:
+        """Return how long one method takes over another: from all rounds that both were in."""
+        if name in self.near and other in self.near:
+            return paired(self.near[name], self.near[other])
+        return paired(self.timings[name].seconds, self.timings[other].seconds)
+
+
+def timed(
+    spans: Sequence[Mapping[str, Sequence[Span]]], pairs: Sequence[Mapping[str, Sequence[Span]]] = ()
+) -> dict[str, Any]:
+    """Return the fields of a `TimedCell`.
+
+    Args:
+        spans: per rank, of all methods by name.
+        pairs: per rank, of the further rounds in which only those near the reference ran.
+    """
+    seconds, further = over_ranks(spans), over_ranks(pairs)
+    return {
+        "timings": {name: Timing.of(times) for name, times in seconds.items()},
+        "near": {name: (*seconds[name], *times) for name, times in further.items()},
+    }
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:

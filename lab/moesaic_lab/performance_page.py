@@ -123,9 +123,10 @@ QUESTIONS = (
         title="Does everything compute the same?",
         meaning=(
             "Random meshes, plans and workloads against a dense float64 reference, planted bugs, bytes against the "
-            "papers' formulas, codecs against their bounds, and parts that are added from the documentation."
+            "papers' formulas, codecs against their bounds, parts that are added from the documentation, and checkpoints that "
+            "go through other programs' formats."
         ),
-        results=("check", "same_curves", "schedules", "codec_error", "extending"),
+        results=("check", "same_curves", "schedules", "codec_error", "extending", "convert"),
     ),
 )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.errors import InputError
+from moesaic_lab.measure import Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +64,27 @@ class PlottedSeries:
         for name in ("y", "low", "high", "bounds"):
             values = getattr(self, name)
             assert not (values or name == "y") or len(values) == len(self.x), f"{self.name}: {name} does not fit x"
+
+    @classmethod
+    def of(
+        cls, name: str, points: Iterable[tuple[float, Timing, float]], scales: Iterable[float] | None = None
+    ) -> PlottedSeries:
+        """Return what a method took.
+
+        Args:
+            name: of the method.
+            points: position, times, and the seconds below which none can go, 0 for none.
+            scales: by which each point's seconds are multiplied; None for milliseconds.
+        """
+        found = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
+        return cls(
+            name=name,
+            x=tuple(x for x, *_ in found),
+            y=tuple(scale * timing.median for _, timing, _, scale in found),
+            low=tuple(scale * timing.low for _, timing, _, scale in found),
+            high=tuple(scale * timing.high for _, timing, _, scale in found),
+            bounds=tuple(scale * bound if bound else None for *_, bound, scale in found),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

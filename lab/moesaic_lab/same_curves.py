@@ -24,7 +24,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from moesaic.layer import MoE
-from moesaic.plan import Plan
+from moesaic.plan.plan import StaticPlan
 from moesaic.routing.router import token_choice
 from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import leave
@@ -36,16 +36,16 @@ from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once
 from moesaic_lab.claims import Claim
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
-RUNS: tuple[tuple[int, MeshConfig, Plan], ...] = (
-    (1, MeshConfig(), Plan()),
-    (2, MeshConfig(ep=2), Plan(schedule="s1", chunks=2)),
-    (2, MeshConfig(tp=2, etp=2), Plan(schedule="ted")),
-    (4, MeshConfig(tp=2, ep=2, etp=2, ranks_per_node=2), Plan(schedule="s2", chunks=4, all_to_all="hier2d")),
-    (4, MeshConfig(ep=4), Plan(schedule="s1", peer_groups=4)),
-    (4, MeshConfig(tp=2, ep=2, etp=2), Plan(schedule="baseline")),
-    (8, MeshConfig(tp=2, ep=4, etp=2, ranks_per_node=4), Plan(schedule="s1", all_to_all="multicast", chunks=2)),
-    (8, MeshConfig(tp=2, ep=2, etp=2), Plan(schedule="s3", gather_weights=1, all_to_all="pipelined")),
-    (8, MeshConfig(tp=4, ep=4, etp=2), Plan(schedule="s2", overlap_gather=True, order="exact")),
+RUNS: tuple[tuple[int, MeshConfig, StaticPlan], ...] = (
+    (1, MeshConfig(), StaticPlan()),
+    (2, MeshConfig(ep=2), StaticPlan(schedule="s1", chunks=2)),
+    (2, MeshConfig(tp=2, etp=2), StaticPlan(schedule="ted")),
+    (4, MeshConfig(tp=2, ep=2, etp=2, ranks_per_node=2), StaticPlan(schedule="s2", chunks=4, all_to_all="hier2d")),
+    (4, MeshConfig(ep=4), StaticPlan(schedule="s1", peer_groups=4)),
+    (4, MeshConfig(tp=2, ep=2, etp=2), StaticPlan(schedule="baseline")),
+    (8, MeshConfig(tp=2, ep=4, etp=2, ranks_per_node=4), StaticPlan(schedule="s1", all_to_all="multicast", chunks=2)),
+    (8, MeshConfig(tp=2, ep=2, etp=2), StaticPlan(schedule="s3", gather_weights=1, all_to_all="pipelined")),
+    (8, MeshConfig(tp=4, ep=4, etp=2), StaticPlan(schedule="s2", overlap_gather=True, order="exact")),
 )
 
 
@@ -62,7 +62,7 @@ class SameCurvesOptions(BenchmarkOptions):
 
 
 def configuration(
-    out: Path, precision: Literal["float64", "float32"], steps: int, mesh: MeshConfig, plan: Plan
+    out: Path, precision: Literal["float64", "float32"], steps: int, mesh: MeshConfig, plan: StaticPlan
 ) -> TrainConfig:
     """Return the demo's configuration, cut to so many steps, every step logged."""
     return replace(
@@ -74,7 +74,6 @@ def configuration(
         eval_every=steps,
         eval_sequences=8,
         save_every=10 * steps,
-        probe_sequences=1,
         tensorboard=False,
         threads=1,
         device="cpu",
@@ -145,13 +144,13 @@ def row(
     precision: Literal["float64", "float32"],
     world: int,
     mesh: MeshConfig,
-    plan: Plan,
+    plan: StaticPlan,
     found: list[dict[str, float]],
     first: list[dict[str, float]],
     seconds: float,
 ) -> dict[str, Any]:
     """Return a line of the table."""
-    plain_plan, plain_mesh = vars(Plan()), vars(MeshConfig())
+    plain_plan, plain_mesh = vars(StaticPlan()), vars(MeshConfig())
     return {
         "precision": precision,
         "ranks": world,

@@ -110,7 +110,7 @@ NO_CODEC = "none"
 
 CODECS: dict[str, CodecSpec] = {
     NO_CODEC: CodecSpec(
-        implementation="identity.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
+        implementation="codec.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
     ),
     "bf16": CodecSpec(
         implementation="sixteen.Bf16", layout=partial(sixteen_bits, transport="bfloat16"), tolerance=0.06

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moesaic.errors import InputError
 
@@ -105,19 +105,24 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise InputError(f"{where} must be a list, got {value!r}")
-        return tuple(_convert(item, arguments[0], where) for item in value)
+        if Ellipsis in arguments:
+            return tuple(_convert(item, arguments[0], where) for item in value)
+        if len(value) != len(arguments):
+            raise InputError(f"{where} must be a list of {len(arguments)}, got {value!r}")
+        return tuple(_convert(item, wanted, where) for item, wanted in zip(value, arguments))
     if origin is dict:
         if not isinstance(value, dict):
             raise InputError(f"{where} must be a table, got {value!r}")
         return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
-    if origin is not None and (origin is Union or type(None) in arguments):
-        if value is None and type(None) in arguments:
+    if type(None) in arguments:
+        if value is None:
             return None
         return _convert(value, next(a for a in arguments if a is not type(None)), where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise InputError(f"{where} must be {_NAMES.get(hint, hint)}, got {value!r}")
+    kinds = arguments or (hint,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise InputError(f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, got {value!r}")
     return value
 
 

@@ -189,7 +189,7 @@ def test_a_compiled_arbiter_holds_the_very_programs_of_its_options():
 def test_options_that_clash_are_left_out_and_clashes_with_replication_refused():
     ted = compile_plan(Plan(replication="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2))
     assert [each.plan.gather_weights for each in ted.options[:3]] == [None, None, None]
-    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.all_to_all=multicast"):
+    with pytest.raises(InputError, match=r"replication clashes with plan\.all_to_all=multicast"):
         compile_plan(Plan(replication="arbiter", all_to_all="multicast"), GRID)
 
 

@@ -143,7 +143,7 @@ def test_all_ranks_decide_alike_from_the_same_numbers() -> None:
 
 
 def test_a_call_runs_what_was_decided_with_a_table_of_its_own_counts() -> None:
-    arbiter = made(learn=True, doubt=0.0)
+    arbiter = made(learn=True, optimism=0.0)
     trained(arbiter, lambda name, call: 1.0, 5)
     for seed in range(20, 26):
         load = skewed(seed)
@@ -176,7 +176,7 @@ def test_the_verdict_counts_what_ran() -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"doubt": 1.0}, r"arbiter\.doubt=1\.0: choose a share of at least 0 and below 1"),
+        ({"optimism": 1.0}, r"arbiter\.optimism=1\.0: choose a share of at least 0 and below 1"),
         ({"trial_every": 0}, r"arbiter\.trial_every=0: must be at least 1"),
     ],
 )

@@ -11,7 +11,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.calibrate import arbiter_for
+from moesaic.plan.loads import arbiter_for
 from moesaic.program.grid import Grid
 
 CLUSTER = """

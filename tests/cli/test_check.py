@@ -10,7 +10,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import Zfp
-from moesaic.testing import evidence, suite
+from moesaic.testing import processes, suite
 from moesaic.testing.cases import draw_case, missing_codecs
 from moesaic.testing.suite import BALANCE, answers
 
@@ -82,7 +82,7 @@ def test_processes_are_counted_and_their_failures_are_failures(monkeypatch, caps
     def run(jobs):
         return [SimpleNamespace(case=job.case, errors={"output": 0.0 if i else 9.0}) for i, job in enumerate(jobs)]
 
-    monkeypatch.setattr(evidence, "run_on_gloo", run)
+    monkeypatch.setattr(processes, "run_on_gloo", run)
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert list(found["cases_by_processes"]) == ["2", "4", "8"]

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two tiny models, on bytes and on a BPE."""
     folder = tmp_path_factory.mktemp("sample")
     run_quietly(tiny(folder, steps=3, save_every=2, out=str(folder / "bytes")))
-    run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"tokenizer": "bpe", "vocab_size": 300}))
+    run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"vocab_size": 300}))
     return folder
 
 

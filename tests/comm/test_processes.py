@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm import TransportName, sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
@@ -20,6 +19,7 @@ from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
 from moesaic.errors import InputError
 from moesaic.testing.processes import leave
+from worlds import start
 
 
 def refusal(function: Any) -> str:
@@ -123,7 +123,7 @@ def process(rank: int, world: int, name: TransportName, folder: str) -> None:
 @pytest.mark.parametrize(("world", "name"), [(2, "sockets"), (4, "sockets"), (4, "gloo")])
 def test_real_processes(world, name, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    spawn(process, args=(world, name, str(tmp_path)), nprocs=world)
+    start(world, process, world, name, str(tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
     large = torch.zeros(DIRECT_BYTES)
     for rank in range(world):

@@ -16,8 +16,8 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import Host
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.even import Even
+from moesaic.cost.hops import check_regular
 from moesaic.cost.movement import ends_of
-from moesaic.cost.regular import check_regular
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.symmetry import Digits, UnlikeError

@@ -10,8 +10,7 @@ import pytest
 
 from cost.clusters import DEVICE, flat, tree
 from moesaic.cost.cluster import ClusterSpec, Host, Link
-from moesaic.cost.contention import Use, speeds
-from moesaic.cost.events import Events, graph_of
+from moesaic.cost.events import Events, Use, graph_of, speeds
 from moesaic.cost.movement import Movement
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def test_contention_costs_a_part_of_the_time_in_which_messages_and_computing_run
     spans = plain.timeline.spans
     edges = sorted({each for span in spans for each in (span.start, span.end)})
     both = 0.0
-    for start, end in pairwise(edges):
+    for start, end in itertools.pairwise(edges):
         lanes = {
             span.lane.value for span in spans if span.start < (start + end) / 2 < span.end and span.end > span.start
         }

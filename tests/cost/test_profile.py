@@ -21,8 +21,7 @@ from moesaic.cost.profile import (
     read_profile,
 )
 from moesaic.cost.profile_fit import Sample, fit_host, fit_link
-from moesaic.cost.profile_host import FEATURES, costs_vector, host_features
-from moesaic.cost.profile_simulate import _ahead, profiled_simulator
+from moesaic.cost.profile_simulate import FEATURES, _ahead, costs_vector, host_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError

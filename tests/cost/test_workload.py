@@ -11,10 +11,8 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.workload import (
     Workload,
     dirichlet_counts,
-    drifting_counts,
     imbalance,
     read_counts,
-    sample_counts,
     uniform_counts,
     zipf_counts,
 )
@@ -30,8 +28,6 @@ def test_every_generator_sends_every_copy() -> None:
         uniform_counts(3, WORKLOAD),
         zipf_counts(3, WORKLOAD, exponent=1.0, seed=1),
         dirichlet_counts(3, WORKLOAD, concentration=0.2, seed=1),
-        sample_counts(3, WORKLOAD, concentration=0.2, seed=1),
-        *drifting_counts(3, WORKLOAD, concentration=1.0, drift=0.5, steps=3, seed=1),
     ]
     for counts in tables:
         assert counts.dtype == np.int64
@@ -45,7 +41,7 @@ def test_skew_is_as_asked() -> None:
     assert imbalance(zipf_counts(2, big, exponent=0.0, seed=3)) == pytest.approx(1.0)
     harmonic = sum(1 / i for i in range(1, 17))
     assert imbalance(zipf_counts(2, big, exponent=1.0, seed=3)) == pytest.approx(16 / harmonic, rel=1e-3)
-    samples = sample_counts(4000, big, concentration=0.3, seed=0)
+    samples = dirichlet_counts(4000, big, concentration=0.3, seed=0)
     assert imbalance(samples) < 1.15, "all together even"
     assert imbalance(samples[:1]) > 3, "each one skewed"
 
@@ -54,8 +50,6 @@ def test_seeds_decide() -> None:
     first, again, other = (dirichlet_counts(2, WORKLOAD, concentration=0.5, seed=seed) for seed in (1, 1, 2))
     assert (first == again).all()
     assert (first != other).any()
-    walk = list(drifting_counts(1, WORKLOAD, concentration=1.0, drift=0.0, steps=2, seed=0))
-    assert (walk[0] == walk[1]).all()
 
 
 def test_padding_adds_copies() -> None:

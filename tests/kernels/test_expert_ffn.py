@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moesaic.kernels import pick
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
-from moesaic.kernels.by_expert import blocks, results
+from moesaic.kernels.by_expert import blocks
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted
@@ -102,7 +102,7 @@ def test_cutting_experts_into_blocks_changes_nothing(way, monkeypatch: pytest.Mo
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
     ups, bias, weigh, dropless = way
     for limit in (0, 2**25):  # added up block by block, and side by side
-        monkeypatch.setattr(results, "SIDE_BY_SIDE_BYTES", limit)
+        monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)
         for shape in SHAPES:
             compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
 

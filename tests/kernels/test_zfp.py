@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.kernels.codecs.zfp import RATES, Zfp
-from moesaic.kernels.codecs.zfp_bound import WRAPPED, block_bits, block_errors, coefficients, whole_planes
+from moesaic.kernels.codecs.zfp import RATES, WRAPPED, Zfp, block_bits, block_errors, coefficients, whole_planes
 
 zfpy = pytest.importorskip("zfpy")
 

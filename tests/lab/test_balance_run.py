@@ -170,7 +170,7 @@ def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should(
     config = SimulatedLoads(
         ranks=(8,), max_vio=(0.0, 2.0), calls=1, experts_per_rank=4, sample_tokens=2048, locality=0.0, persistence=0.98
     )
-    found = {(each.max_vio, each.method): each for each in simulate(config, seed=1)}
+    found = {(each.max_vio, each.method): each for each in simulate(config, 1, str)}
     assert len(found) == 2 * 11
     even, skewed = ({n: found[load, n] for n in methods(PLACE.grid)} for load in (0.0, 2.0))
     assert even["spill"].seconds == even[PLAIN].seconds == even["least loaded"].seconds
@@ -194,7 +194,7 @@ def test_policies_see_a_device_s_share_of_the_links() -> None:
 
 def test_ranks_that_fill_no_nodes_are_refused() -> None:
     with pytest.raises(InputError, match=r"simulated\.ranks=12: nodes of dgx-h100 have 8 devices: choose a multiple"):
-        simulate(SimulatedLoads(ranks=(12,)), seed=0)
+        simulate(SimulatedLoads(ranks=(12,)), 0, str)
 
 
 # The file and the command

@@ -11,13 +11,13 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic_lab.bounds import Limit
+from moesaic_lab.bounds import Limit, crossing
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.claims import claims
 from moesaic_lab.comm.config import CommConfig, Sweep, read_config
 from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.programs import all_ep, dispatch
-from moesaic_lab.comm.run import CommCell, across, rows_of, tables
+from moesaic_lab.comm.run import CommCell, rows_of, tables
 from moesaic_lab.measure import Timing
 from moesaic_testbed import refusal
 
@@ -200,7 +200,7 @@ def test_a_row_holds_medians_bounds_and_what_crossed():
 
 
 def test_bytes_between_nodes_are_counted():
-    assert across([(0, 1, 5.0), (0, 2, 7.0), (3, 1, 1.0)], Sweep()) == (8, 2)
+    assert crossing([(0, 1, 5.0), (0, 2, 7.0), (3, 1, 1.0)], Sweep().bed.node_of) == (8, 2)
 
 
 def test_tables_and_panels_hold_every_method():

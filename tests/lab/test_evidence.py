@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moesaic.errors import InputError
-from moesaic_lab import gates_loss, topology_gate
+from moesaic_lab import codec_convergence, gates_loss, same_curves, topology_gate
 from moesaic_lab.netmoe import benchmark as netmoe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,6 +52,16 @@ def test_base_and_switch_have_the_parameters_of_the_others() -> None:
     assert {gate: moe.router for gate, moe in models.items()} == {gate: gate for gate in gates_loss.GATES} | {
         "topology": "softmax"
     }
+
+
+def test_runs_that_are_compared_can_be_configured() -> None:
+    """A run's configuration refuses a `Plan` where a `StaticPlan` is due."""
+    found = [
+        codec_convergence.configuration(Path("out"), 5, 0, *codecs).plan.codec for codecs in codec_convergence.CODECS
+    ]
+    assert found == [forward for forward, _ in codec_convergence.CODECS]
+    for _, mesh, plan in same_curves.RUNS:
+        assert same_curves.configuration(Path("out"), "float64", 5, mesh, plan).plan == plan
 
 
 def test_claims_of_parts_that_were_not_run_say_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.balanced import BalancedRouter, balanced_choice
+from moesaic.profiling.idle import BalancedRouter, balanced_choice
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic_lab.bounds import program_messages
-from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs
+from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs, most_promising
 from moesaic_lab.layer.config import (
+    TASK_US,
     Ablation,
     AdaptiveR,
     LayerBenchConfig,
@@ -28,7 +31,6 @@ from moesaic_lab.layer.config import (
     read_config,
 )
 from moesaic_lab.layer.job import BEST
-from moesaic_lab.layer.predict import COPIED_BYTES_PER_SECOND, LayerPredictor
 from moesaic_lab.layer.same import distinct
 from program.even import even_sizes
 
@@ -187,15 +189,17 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
     place = replace(PLACE, gflops=2.0, coded_mb_per_second=1.0)
     grid, plan = all_ep(place), Plan(codec="bf16")
     made = compile_plan(plan, grid)
-    seconds = LayerPredictor(place, with_host=False).task_seconds(made.forward, made.grid)
+    simulator = Simulator(place.cluster)
+    seconds = simulator.durations(made.forward, place.workload(made.grid.tp), made.grid)
     copies, row = 8 * 2, 8 * 4
     assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
-    assert seconds["h@pack"] == pytest.approx(copies * row / 1e6 + copies * row / COPIED_BYTES_PER_SECOND)
+    assert seconds["h@pack"] == pytest.approx(copies * row / 1e6)
     assert seconds["h@0"] == pytest.approx(
         2 * copies / 2 * row / 2 / 25e6
     )  # two ranks, half of it leaves, two bytes of four
-    with_host = LayerPredictor(place).task_seconds(made.forward, made.grid)
-    assert all(with_host[name] > length for name, length in seconds.items())
+    step = simulator.layer_seconds(made.forward, made.backward, place.workload(made.grid.tp), made.grid)
+    host = TASK_US * 1e-6 * max(place.bed.world / (os.cpu_count() or 1), 1.0)
+    assert step > host * (len(made.forward.tasks) + len(made.backward.tasks))
 
 
 @pytest.mark.parametrize("r", [None, 1, 0])
@@ -203,18 +207,16 @@ def test_computing_does_not_depend_on_r(r: int | None) -> None:
     place = replace(PLACE, gflops=2.0)
     grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
     made = compile_plan(plan, grid)
-    seconds = LayerPredictor(place, with_host=False).task_seconds(made.backward, made.grid)
+    seconds = Simulator(place.cluster).durations(made.backward, place.workload(made.grid.tp), made.grid)
     (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
     assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)
 
 
 def test_promising_plans_are_those_that_should_be_faster() -> None:
-    predictor = LayerPredictor(PLACE)
-    plans = [compile_plan(plan, GRID) for plan in (Plan(schedule="baseline"), Plan(schedule="s3"), Plan(schedule="s1"))]
-    seconds = {plan.plan.schedule: predictor.step_seconds(plan) for plan in plans}
-    ranked = sorted(plans, key=predictor.step_seconds)
-    assert predictor.most_promising(plans, 2, at_most=1e9) == ranked[:2]
-    assert predictor.most_promising(plans, 3, at_most=min(seconds.values())) == ranked[:1]
+    plan = compile_plan(Plan(), GRID)
+    plans = {name: (seconds, plan) for name, seconds in (("baseline", 3.0), ("s3", 1.0), ("s1", 2.0))}
+    assert list(most_promising(plans, Schedules(trial_plans=2), at_most=1e9)) == ["s3", "s1"]
+    assert list(most_promising(plans, Schedules(trial_plans=3), at_most=1.0)) == ["s3"]
 
 
 # Jobs

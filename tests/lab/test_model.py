@@ -13,8 +13,8 @@ from moesaic.errors import InputError
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
 from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, plans_of, predict
-from moesaic_lab.model.speed import SIZES
 from moesaic_lab.pictures import figure
+from moesaic_lab.simulator import OF_MODEL
 
 BED = BedFields(name="2x2", intra="400mbit")
 CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
@@ -181,5 +181,5 @@ def test_rows_and_picture_show_every_plan() -> None:
 
 
 def test_the_simulators_own_time_is_taken_at_both_sizes() -> None:
-    assert {size.world for size in SIZES} == {2048, 100_352}
-    assert asdict(SIZES[0])["plan"]["schedule"] == "s2"
+    assert {size.world for size in OF_MODEL} == {2048, 100_352}
+    assert asdict(OF_MODEL[0])["plan"]["schedule"] == "s2"

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.configfile import override
@@ -22,6 +21,7 @@ from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
 from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
+from worlds import start
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
 EXPERTS: dict[str, Any] = {"experts": "smartmoe", "experts_every": 1}
@@ -61,7 +61,7 @@ def job(steps: int) -> StepJob:
 
 def on_processes(function: Callable[[StepJob], Any], asked: StepJob) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(folder, function, asked), nprocs=4)
+        start(4, _process, folder, function, asked)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import open_transport
@@ -22,6 +21,7 @@ from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel
 from moesaic_lab.train.systems import peer_experts
+from worlds import start
 
 DIM, HIDDEN, EXPERTS, TOKENS = 8, 12, 8, 7
 EXCHANGES = ("torch's", "receive-first")
@@ -80,7 +80,7 @@ def process(rank: int, world: int, folder: str) -> None:
 @lru_cache(maxsize=2)
 def found_on(world: int) -> list:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(process, args=(world, folder), nprocs=world)
+        start(world, process, world, folder)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

@@ -145,10 +145,12 @@ def test_every_router_that_a_config_names_trains(router: str) -> None:
 
 
 def test_a_configs_options_reach_the_router() -> None:
-    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid", bias_rate=0.5)).router
+    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid", router_options={"bias_rate": 0.5})).router
     assert isinstance(sigmoid, SigmoidTopK)
     assert sigmoid.bias_rate == 0.5
-    limited = make_moe(8, MoEConfig(num_experts=8, router="group_limited", num_groups=2, top_groups=1)).router
+    limited = make_moe(
+        8, MoEConfig(num_experts=8, router="group_limited", router_options={"num_groups": 2, "top_groups": 1})
+    ).router
     assert isinstance(limited, GroupLimited)
     assert (limited.num_groups, limited.top_groups) == (2, 1)
 
@@ -187,10 +189,10 @@ def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
 
 BAD = [
     *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
-      for name in ("num_experts", "top_k", "hidden", "every", "num_groups", "top_groups")),
+      for name in ("num_experts", "top_k", "hidden", "every")),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
     *((lambda name=name, bad=bad: MoEConfig(**{name: bad}), f"model.moe.{name}={bad}: must be at least 0 and finite")
-      for name in ("bias_rate", "balance_loss", "importance_loss", "z_loss")
+      for name in ("balance_loss", "importance_loss", "z_loss")
       for bad in (-1.0, float("nan"), float("inf"))),
     *((lambda bad=bad: MoEConfig(capacity_factor=bad),
        f'model.moe.capacity_factor={bad}: must be a finite number above 0; .* model.moe.capacity="dropless"')

@@ -160,8 +160,8 @@ def test_samples_that_move_change_layouts_of_the_plans_own_programs(plan: Plan, 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"token_budget": 5}, "clashes with plan.token_budget=5"),
-        ({"replication": "shadow"}, "clashes with plan.replication"),
+        ({"token_budget": 5}, "clashes with token_budget=5"),
+        ({"replication": "shadow"}, "clashes with replication"),
         ({"all_to_all": "deepep"}, "clashes with plan.all_to_all=deepep"),
     ],
 )

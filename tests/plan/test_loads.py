@@ -60,7 +60,7 @@ def test_a_policy_that_replicates_under_even_routing_is_simulated_rank_by_rank()
 @pytest.mark.usefixtures("replicates_when_even")
 def test_such_a_policy_is_refused_where_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "MAX_RANKS_APART", 4)
-    with pytest.raises(InputError, match=r"plan\.replication=spill is decided under even routing too"):
+    with pytest.raises(InputError, match=r"replication=spill is decided under even routing too"):
         simulate_even(SIMULATOR, compile_plan(Plan(replication="spill"), GRID), LAYER)
 
 

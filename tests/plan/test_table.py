@@ -63,7 +63,7 @@ def test_predictions_that_are_off_alike_end_the_trials() -> None:
 def test_predictions_off_by_one_factor_decide_nothing() -> None:
     made = table([1.0, 2.0, 3.0])
     ran = drive(made, [100.0, 200.0, 300.0], 300)
-    assert set(ran) == {0}, "plans that are slower by more than the doubt are not tried"
+    assert set(ran) == {0}, "plans that are slower by more than the optimism are not tried"
     assert made.estimates(0) == pytest.approx([100, 200, 300])
 
 
@@ -71,7 +71,7 @@ def test_predictions_off_by_one_factor_decide_nothing() -> None:
 @pytest.mark.parametrize("trial_steps", [1, 4])
 def test_no_more_than_the_share_of_steps_is_tried(explore: float, trial_steps: int) -> None:
     draw = random.Random(trial_steps)
-    settings = TableSettings(rows_per_bucket=10, explore=explore, trial_steps=trial_steps, doubt=0.9)
+    settings = TableSettings(rows_per_bucket=10, explore=explore, trial_steps=trial_steps, optimism=0.9)
     made = table([1.0, 1.0, 1.0], settings)
     for step in range(1, 600):
         made.choose(draw.uniform(0, 50))
@@ -181,7 +181,7 @@ def test_each_load_has_its_own_plan_and_the_switch_says_why() -> None:
 
 
 def test_a_measured_plan_is_left_for_another_only_without_doubt() -> None:
-    settings = TableSettings(rows_per_bucket=100, explore=0.0, doubt=0.25)
+    settings = TableSettings(rows_per_bucket=100, explore=0.0, optimism=0.25)
     for other, expected in ((1.0, 1), (1.59, 1), (1.61, 0), (1.9, 0)):
         made = PlanTable(PLANS[:2], lambda load: (1.0, 1.2) if load < 100 else (2.0, other), settings)  # noqa: B023
         drive(made, [3.0, 3.0], 5)
@@ -198,7 +198,7 @@ def test_predictions_are_asked_once_per_load_at_the_middle_of_its_bucket() -> No
 
 def test_a_lossy_plan_is_never_run_untested() -> None:
     predicted, seconds = [1.0, 1.0, 1.0, 0.01], [1.0, 1.0, 1.0, 0.01]
-    made = table(predicted, TableSettings(rows_per_bucket=100, explore=0.3, doubt=0.9))
+    made = table(predicted, TableSettings(rows_per_bucket=100, explore=0.3, optimism=0.9))
     assert 3 not in drive(made, seconds, 500)
     tested = table(predicted, SETTINGS, tested={("int8", "none")})
     assert drive(tested, seconds, 5) == [3] * 5

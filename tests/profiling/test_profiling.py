@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Products
-from moesaic.cost.profile_host import FEATURES, costs_vector
-from moesaic.cost.profile_simulate import profiled_simulator
+from moesaic.cost.profile_simulate import FEATURES, costs_vector, profiled_simulator
 from moesaic.errors import InputError
 from moesaic.profiling import compute as profile_compute
+from moesaic.profiling import host as profile_shapes
 from moesaic.profiling import profile as profiling
-from moesaic.profiling import shapes as profile_shapes
-from moesaic.profiling.host import CalibrationStep
+from moesaic.profiling.host import CalibrationStep, calibrations
 from moesaic.profiling.links import SIZES, TimedMovements, partners
 from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of
-from moesaic.profiling.shapes import calibrations
 from moesaic.program.task import Op
 
 TRUE = HostCosts(

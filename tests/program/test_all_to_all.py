@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moesaic.cost.regular import check_regular
+from moesaic.cost.hops import check_regular
 from moesaic.cost.symmetry import UnlikeError
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS

@@ -150,7 +150,7 @@ def test_a_token_is_found_where_its_sample_is_now() -> None:
     ("plan", "grid", "words"),
     [
         (Plan(all_to_all="multicast"), GRID, r"clashes with plan\.all_to_all=multicast.*choose another"),
-        (Plan(replication="shadow"), GRID, r"clashes with plan\.replication.*leave replication none"),
+        (Plan(replication="shadow"), GRID, r"clashes with replication.*leave replication none"),
         (Plan(gather_weights=1), Grid(world=4, ep=2, etp=2), r"clashes with plan\.gather_weights.*leave it unset"),
         (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2'?: choose s1"),
         (Plan(schedule="s3"), GRID, r"needs plan\.schedule=s1.*choose s1"),

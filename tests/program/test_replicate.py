@@ -239,8 +239,8 @@ def test_more_than_there_is_cannot_be_replicated():
 
 
 def test_multicast_and_other_ways_to_move_weights_clash():
-    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.all_to_all=multicast.*choose another"):
+    with pytest.raises(InputError, match=r"replication clashes with plan\.all_to_all=multicast.*choose another"):
         replicate(multicast(SCHEDULES["s1"](), GRID), 1)
     grid = Grid(world=4, ep=2, etp=2)
-    with pytest.raises(InputError, match=r"plan\.replication clashes with plan\.gather_weights.*unset"):
+    with pytest.raises(InputError, match=r"replication clashes with plan\.gather_weights.*unset"):
         replicate(gather_weights(SCHEDULES["s1"](), 1, grid)[0], 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moesaic.report.balance import SHOWN, choices_of, plans_section
 from moesaic.report.page import write_report
-from moesaic.report.plan_choices import SHOWN, choices_of, plans_section
 from moesaic.report.summary import summarise
 from report.folders import layer, sparse_run, train_line, write_run
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.report.trace_page import drawn_layers, experts, in_words, violations, write_trace_page
+from moesaic.report.page import drawn_layers, experts, trace_in_words, violations, write_trace_page
 from moesaic.traces.load import layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
 from moesaic.traces.trace import Trace, write_segment
@@ -48,7 +48,7 @@ def test_deep_models_show_layers_evenly_spread():
 
 
 def test_words_name_micro_batches_and_tokens(tmp_path):
-    assert in_words(made(tokens=True)).startswith("every token's experts of 2 MoE layers")
+    assert trace_in_words(made(tokens=True)).startswith("every token's experts of 2 MoE layers")
     with pytest.raises(InputError, match="is a folder: name a file"):
         write_trace_page(made(), [], tmp_path)
     write_segment(make_segment(SyntheticRouting(steps=1)), tmp_path / "a.npz")

@@ -14,7 +14,7 @@ from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 
-by_expert_backward = importlib.import_module("moesaic.kernels.by_expert.backward")
+by_expert_backward = importlib.import_module("moesaic.kernels.by_expert.passes")
 """The module: the package gives its function the same name."""
 
 TWO_NODES = Grid(world=4, ep=4, ranks_per_node=2)

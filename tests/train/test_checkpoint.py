@@ -309,8 +309,8 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
 
 
 KNOBS = {
-    "balance_loss": 0.5, "balance_level": "sequence", "z_loss": 0.1, "importance_loss": 0.1, "bias_rate": 0.1,
-    "capacity": "fixed", "capacity_factor": 2.0, "admit_by": "score", "num_groups": 2, "top_groups": 1,
+    "balance_loss": 0.5, "balance_level": "sequence", "z_loss": 0.1, "importance_loss": 0.1,
+    "capacity": "fixed", "capacity_factor": 2.0, "admit_by": "score", "router_options": {"bias_rate": 0.1},
 }  # fmt: skip
 
 
@@ -334,10 +334,10 @@ OTHER_SHAPES = {
     "moe.hidden": (SHAPE, {}, {"hidden": 16}),
     "moe.shared_hidden": (SHAPE, {}, {"shared_hidden": 8}),
     "moe.every": (SHAPE, {}, {"every": 2}),
-    "moe.router": (SHAPE, {}, {"router": "softmax"}),
+    "moe.router": (SHAPE, {}, {"router": "noisy"}),
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
-    "moe.num_groups": (GROUPED, {}, {"num_groups": 2}),
-    "moe.top_groups": (GROUPED, {}, {"top_groups": 1}),
+    "moe.router_options.num_groups": (GROUPED, {}, {"router_options": {"num_groups": 2}}),
+    "moe.router_options.top_groups": (GROUPED, {}, {"router_options": {"top_groups": 1}}),
     "dense_hidden": (DENSE, {"dense_hidden": 48}, {}),
 }
 

@@ -44,9 +44,20 @@ def as_version_1(folder: Path) -> None:
     as_version_2(folder, lambda state: state.update(format=1))
 
 
-@pytest.mark.parametrize("rewrite", [as_version_1, as_version_2])
+def with_options_beside(folder: Path) -> None:
+    """Rewrite a checkpoint as versions wrote it that had every router's options beside the other fields."""
+
+    def change(state: dict) -> None:
+        moe = state["model_config"]["moe"]
+        moe |= {"num_groups": 4, "top_groups": 2, **moe.pop("router_options")}
+
+    as_version_2(folder, change)
+
+
+@pytest.mark.parametrize("rewrite", [as_version_1, as_version_2, with_options_beside])
 def test_a_run_of_an_earlier_version_goes_on(tmp_path, rewrite):
-    config = tiny(tmp_path, steps=4, save_every=2)
+    moe = {"router": "sigmoid", "router_options": {"bias_rate": 0.02}}
+    config = tiny(tmp_path, steps=4, save_every=2, model={"moe": moe})
     run_quietly(config)
     whole = parameters(tmp_path / "run")
     expected = losses(tmp_path / "run")

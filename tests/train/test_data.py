@@ -188,10 +188,12 @@ def test_a_folder_gives_its_text_files_only(tmp_path):
         load_corpus(data(tmp_path / "picture.png"))
 
 
-@pytest.mark.parametrize("vocab_size", [255, 257, 4096])
-def test_bytes_have_256_tokens(tmp_path, vocab_size):
+@pytest.mark.parametrize("vocab_size", [255, 257, 299])
+def test_text_has_256_tokens_as_bytes_or_300_and_more(tmp_path, vocab_size):
     path = write_text(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=f"data.vocab_size={vocab_size}: bytes have 256 tokens: set it to 256, or"):
+    with pytest.raises(
+        InputError, match=f"data.vocab_size={vocab_size}: text has 256 tokens as bytes, a byte-level BPE at least 300"
+    ):
         load_corpus(data(path, vocab_size=vocab_size))
 
 
@@ -288,7 +290,7 @@ def test_a_bin_file_of_odd_size_is_an_error(tmp_path, size):
 
 def test_a_bpe_is_trained_on_the_training_text_and_counts_bytes(tmp_path):
     path = write_text(tmp_path / "a.txt")
-    config = data(path, tokenizer="bpe", vocab_size=300)
+    config = data(path, vocab_size=300)
     corpus = load_corpus(config)
     text = path.read_bytes()
     cut = int(len(text) * 0.95)
@@ -299,7 +301,7 @@ def test_a_bpe_is_trained_on_the_training_text_and_counts_bytes(tmp_path):
     assert corpus.val_bytes == len(text) - cut > len(corpus.val)
     corpus.tokenizer.save(tmp_path / "tokenizer.json")
     (tmp_path / "b.txt").write_text("other text " * 50)
-    again = load_corpus(data(tmp_path / "b.txt", tokenizer="bpe", vocab_size=400), tmp_path / "tokenizer.json")
+    again = load_corpus(data(tmp_path / "b.txt", vocab_size=400), tmp_path / "tokenizer.json")
     assert again.vocab_size == 300
 
 
@@ -310,6 +312,6 @@ def test_documents_are_separated(tmp_path):
     corpus = load_corpus(data(tmp_path / "a.txt", val_path=val))
     assert bytes(corpus.val) == b"one two one two\0three"
     assert corpus.val_bytes == 21
-    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, tokenizer="bpe", vocab_size=300))
+    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, vocab_size=300))
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21

@@ -18,7 +18,7 @@ from runs import lines, parameters, run_quietly, tiny
 
 
 def test_the_loss_per_byte_of_a_bpe_counts_bytes(tmp_path):
-    result, _ = run_quietly(tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300}))
+    result, _ = run_quietly(tiny(tmp_path, steps=1, data={"vocab_size": 300}))
     (line,) = lines(tmp_path / "run", "eval")
     text = (tmp_path / "text.txt").read_bytes()
     val = text[int(len(text) * 0.95) :].decode()
@@ -48,7 +48,7 @@ def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
 
 
 def test_bytes_that_are_no_text_count_as_bytes_under_a_bpe(tmp_path):
-    config = tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300})
+    config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
     (tmp_path / "val.txt").write_bytes(b"caf\xe9 abc def\xff\xfe" * 40)
     result, _ = run_quietly(replace(config, data=replace(config.data, val_path=(str(tmp_path / "val.txt"),))))
     (line,) = lines(tmp_path / "run", "eval")

@@ -270,7 +270,9 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     where = f"{said['MASTER_ADDR']}:{said['MASTER_PORT']}"
-    with pytest.raises(TrainingError, match=f"rank {rank} of 2 did not meet the others at {where} within 2 s") as caught:
+    with pytest.raises(
+        TrainingError, match=f"rank {rank} of 2 did not meet the others at {where} within 2 s"
+    ) as caught:
         launch()
     assert "\n" not in str(caught.value)
 

@@ -31,9 +31,9 @@ from runs import (
 
 VARIANTS = {
     "noisy": {"model": {"moe": {"router": "noisy"}}},
-    "sigmoid": {"model": {"moe": {"router": "sigmoid", "bias_rate": 0.01}}},
+    "sigmoid": {"model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}}}},
     "global batch": {"model": {"moe": {"balance_level": "global_batch"}}},
-    "bpe": {"data": {"tokenizer": "bpe", "vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
+    "bpe": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
 }
 

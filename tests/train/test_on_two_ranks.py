@@ -16,14 +16,14 @@ from train.worlds import Outcome, assert_same_run, difference, train_on
 
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2}
 DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
-ODD_VOCABULARY = {"data": {"tokenizer": "bpe", "vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
+ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
 FULL = {
     "accumulation": 2,
     "model": {
         "checkpoint_activations": True,
         "moe": {
-            "router": "sigmoid", "bias_rate": 0.01, "balance_level": "global_batch", "z_loss": 0.01, "shared_hidden": 8,
-            "capacity": "fixed", "capacity_factor": 1.0,
+            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "balance_level": "global_batch",
+            "z_loss": 0.01, "shared_hidden": 8, "capacity": "fixed", "capacity_factor": 1.0,
         },
     },
 }  # fmt: skip
@@ -68,6 +68,9 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
         r"InputError: .*one-ep holds a run already": taken,
         r"InputError: .*overlap_gather": tiny(
             folder, **BASE, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1", "overlap_gather": True}
+        ),
+        r"InputError: replication clashes with plan.all_to_all=multicast": tiny(
+            folder, **BASE, mesh={"ep": 2}, plan={"all_to_all": "multicast"}, balance={"replication": "shadow"}
         ),
         r"InputError: out=.*blocked: holds checkpoints, which no run wrote": replace(
             base, out=str(folder / "blocked"), save_every=1
@@ -181,7 +184,7 @@ def test_routing_noise_goes_on_where_it_stopped(world, mesh):
         assert lines(folder / "whole-dp", "train")[0]["layers"] != lines(folder / "whole-tp", "train")[0]["layers"]
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", range(9))
 def test_what_is_refused_is_refused_on_every_rank(world, place):
     folder, outcomes = world
     expected = list(refusals(folder))[place]

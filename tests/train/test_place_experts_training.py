@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.cost.alpha_beta import Machine
@@ -21,9 +20,13 @@ from moesaic.train.config import BalanceConfig, PlannerConfig, TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train import worlds
 from train.worlds import Outcome, assert_same_run
+from worlds import start
 
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 6}
-MODEL = {"num_heads": 4, "moe": {"num_experts": 8, "router": "sigmoid", "bias_rate": 0.01, "z_loss": 0.01}}
+MODEL = {
+    "num_heads": 4,
+    "moe": {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01},
+}
 CASES = {
     "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
     "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
@@ -53,7 +56,7 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
     """Train as `worlds.train_on` does, with random orders under the name of a policy."""
     per_rank = [[run] * world for run in runs]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, per_rank, folder), nprocs=world)
+        start(world, _process, world, per_rank, folder)
         found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     return [list(outcomes) for outcomes in zip(*found)]
 

@@ -25,7 +25,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "accumulated": {"accumulation": 2},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
-    "sigmoid": {"model": {"moe": {"router": "sigmoid", "bias_rate": 0.01, "balance_level": "global_batch"}}},
+    "sigmoid": {
+        "model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}, "balance_level": "global_batch"}}
+    },
     "gshard": {"model": {"moe": {"router": "gshard"}}},
     "dropped": {"model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "admit_by": "score"}}},
     "every second": {"model": {"num_layers": 3, "moe": {"every": 2}}},

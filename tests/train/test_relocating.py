@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.samples import Given, Homes, TwoStage
 from moesaic.comm.mesh import Mesh
@@ -24,6 +23,7 @@ from moesaic.plan import Plan
 from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.testing.processes import leave
 from moesaic.train.parallel import parallelize
+from worlds import start
 
 MESHES = {"ep 4": {"ep": 4}, "two copies of the experts": {"ep": 2}, "shards": {"ep": 2, "etp": 2}}
 
@@ -32,7 +32,7 @@ MESHES = {"ep 4": {"ep": 4}, "two copies of the experts": {"ep": 2}, "shards": {
 def found() -> list[dict[str, dict[str, float]]]:
     """Run every mesh on one start of the processes; per rank and mesh, what differs."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(folder,), nprocs=4)
+        start(4, _process, folder)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -39,7 +39,7 @@ def test_weight_decay_is_on_matrices_but_routers(router):
 
 def test_the_optimizer_takes_its_constants_from_the_configuration():
     model = GPT(ModelConfig(dim=16, num_layers=1, num_heads=2, moe=MoEConfig(num_experts=2, hidden=8)), 32)
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, beta1=0.7, beta2=0.8), CPU)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, betas=(0.7, 0.8)), CPU)
     for group in optimizer.param_groups:
         assert group["lr"] == 0.5
         assert group["betas"] == (0.7, 0.8)
@@ -65,7 +65,7 @@ def test_an_existing_run_is_refused_unless_asked(tmp_path):
 
 
 def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
-    run_quietly(tiny(tmp_path, steps=3, save_every=1, tensorboard=True, data={"tokenizer": "bpe", "vocab_size": 300}))
+    run_quietly(tiny(tmp_path, steps=3, save_every=1, tensorboard=True, data={"vocab_size": 300}))
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
     assert sorted(snapshot(tmp_path / "run")) == [
         "checkpoints/step-00000001/SHA256SUMS",
@@ -83,8 +83,8 @@ BAD = {
     "missing data": {"data": {"path": ["absent.txt"]}},
     "device": {"device": "gpu"},
     "router": {"model": {"moe": {"router": "noisy", "top_k": 1}}},
-    "groups": {"model": {"moe": {"router": "group_limited", "num_groups": 3}}},
-    "tokenizer": {"data": {"tokenizer": "bpe", "vocab_size": 300}, "model": {"moe": {"router": "noisy", "top_k": 1}}},
+    "groups": {"model": {"moe": {"router": "group_limited", "router_options": {"num_groups": 3}}}},
+    "tokenizer": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy", "top_k": 1}}},
 }
 
 
@@ -106,7 +106,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
 
 
 def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=1, data={"tokenizer": "bpe", "vocab_size": 300})
+    config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
     run_quietly(config)
     before = (tmp_path / "run" / "tokenizer.json").read_bytes()
     monkeypatch.setattr(BPETokenizer, "train", lambda *_: pytest.fail("trained anew"))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import FileStore
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.samples import PlacerOptions
 from moesaic.errors import InputError, TrainingError
@@ -26,6 +25,7 @@ from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import train
 from runs import lines, parameters
+from worlds import start
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def train_on(
     """
     per_rank = [[run] * world if isinstance(run, TrainConfig) else run for run in runs]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, per_rank, folder, prepare), nprocs=world)
+        start(world, _process, world, per_rank, folder, prepare)
         found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     return [list(outcomes) for outcomes in zip(*found)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,13 +26,13 @@ from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
-from moesaic_lab.across_ranks import gathered
+from moesaic_lab.across_ranks import in_turn_and_near
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
 from moesaic_lab.balance.router import ToldRouter
 from moesaic_lab.bounds import Message
-from moesaic_lab.measure import in_turn, paired
+from moesaic_lab.measure import in_turn, paired, without_collections
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 TOLERANCE = 1e-4
@@ -166,8 +165,7 @@ class Subject:
     def clear(self) -> None:
         """Forget gradients."""
         self.x.grad = None
-        for parameter in self.layer.parameters():
-            parameter.grad = None
+        self.layer.zero_grad()
 
 
 def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
@@ -202,13 +200,9 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
             in_turn({name: subject.step}, place.learning_calls, barrier=barrier, warmup=0)
         subject.start_over()
     before = {name: each.charged for name, each in accelerators.items()}
-    gc.collect()
-    gc.freeze()
-    spans = in_turn(steps, place.repeats, barrier=barrier, warmup=0)
-    near = near_ours(gathered(spans), job.methods, balanced=job.case.max_vio == 0)
-    more = max(place.pairs - place.repeats, 0)
-    pairs = in_turn({name: steps[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
-    gc.unfreeze()
+    near = partial(near_ours, methods=job.methods, balanced=job.case.max_vio == 0)
+    with without_collections():
+        spans, pairs = in_turn_and_near(steps, place.repeats, place.pairs, near, barrier=barrier, warmup=0)
     decided = {
         name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.replication != "none"
     }

@@ -57,13 +57,8 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
 def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     timing, over, decided = cell.timings[name], cell.ratio(PLAIN, name), cell.decided.get(name)
     return {
-        "median_seconds": timing.median,
-        "low_seconds": timing.low,
-        "high_seconds": timing.high,
-        "repeats": len(timing.seconds),
-        "plain_over_this": over.median,
-        "plain_over_this_95": [over.low, over.high],
-        "pairs": over.repeats,
+        **timing.row(),
+        **over.row("plain_over_this"),
         "communication_seconds": cell.link_seconds[name],
         "computing_seconds": cell.charged[name],
         "across_bytes": cell.across_bytes[name],

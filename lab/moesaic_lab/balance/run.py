@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.program.grid import Grid
@@ -10,28 +10,23 @@ from moesaic_lab.balance.config import BalanceBenchConfig
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.methods import methods
-from moesaic_lab.bounds import Message, link_limit
-from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
+from moesaic_lab.benchmark import Told
+from moesaic_lab.bounds import Message, crossing, link_limit
+from moesaic_lab.measure import TimedCell, timed
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster, Launcher
 
-Progress = Callable[[str, int], object]
-"""Told what is measured now, and how many cases are done."""
 BUDGET = 1.25
 """Rows of the method with a token budget, over a rank's under balance: the least under which nothing is cut into slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceCell:
+class BalanceCell(TimedCell):
     """What one case found."""
 
     job: BalanceJob
     max_vio: tuple[float, ...]
     """Of ranks, by call."""
-    timings: Mapping[str, Timing]
-    """By method, rounds in turn with all others."""
-    near: Mapping[str, tuple[float, ...]]
-    """By method, seconds of all rounds in which ours ran too; only of ours and those near it."""
     peak_bytes: Mapping[str, int]
     """By method: the most bytes of tensors alive at once in the first call, of the rank that has most."""
     error: Mapping[str, float]
@@ -45,19 +40,13 @@ class BalanceCell:
     decided: Mapping[str, Decided]
     """By method that replicates: what rank 0 decided; seconds are those of the slowest rank."""
 
-    def ratio(self, name: str, other: str) -> Ratio:
-        """Return how long one method takes over another: from all rounds that both were in."""
-        if name in self.near and other in self.near:
-            return paired(self.near[name], self.near[other])
-        return paired(self.timings[name].seconds, self.timings[other].seconds)
-
     def best_single(self) -> str:
         """Return the single technique with the shortest median."""
         singles = [name for name in self.timings if self.job.methods[name].is_single]
         return min(singles, key=lambda name: self.timings[name].median)
 
 
-def run(config: BalanceBenchConfig, progress: Progress = lambda label, number: None) -> list[BalanceCell]:
+def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
     """Measure every case that a configuration asks for; it starts clusters, one after another.
 
     Raises:
@@ -76,7 +65,7 @@ def run(config: BalanceBenchConfig, progress: Progress = lambda label, number: N
         by_bed.setdefault((place.bed, place.grid, place.num_experts), []).append(job)
     with Launcher() as launcher:
         for (bed, _, _), jobs in by_bed.items():
-            progress(", ".join(job.case.label for job in jobs), len(cells))
+            told(f"{len(cells)} done; " + ", ".join(job.case.label for job in jobs))
             with launcher.open(bed) as ranks:
                 cells += measure(ranks, jobs)
     return cells
@@ -93,8 +82,6 @@ def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
 def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
     """Return a cell from what every rank found."""
     place, routes = job.case.place, job.case.routes
-    seconds = over_ranks([of_rank.spans for of_rank in found])
-    pairs = over_ranks([of_rank.pairs for of_rank in found])
     links, across = {}, {}
     for name in job.methods:
         by_movement: dict[int, list[Message]] = {}
@@ -103,13 +90,12 @@ def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
                 by_movement.setdefault(tag, []).extend(sent)
         messages = [message for sent in by_movement.values() for message in sent]
         links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
-        across[name] = round(sum(size for a, b, size in messages if place.grid.node_of(a) != place.grid.node_of(b)))
+        across[name] = crossing(messages, place.grid.node_of)[0]
     loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
-        timings={name: Timing.of(times) for name, times in seconds.items()},
-        near={name: (*seconds[name], *times) for name, times in pairs.items()},
+        **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
         peak_bytes={name: max(each.counted[name].peak_bytes for each in found) for name in job.methods},
         error={name: max(each.counted[name].error for each in found) for name in job.methods},
         link_seconds=links,

@@ -4,7 +4,7 @@ would send, every rank apart. No torch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +27,7 @@ from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
 from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of
-
-Progress = Callable[[str], object]
-"""Told what is simulated now."""
+from moesaic_lab.benchmark import Told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class Forecast:
     """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
 
 
-def simulate(config: SimulatedLoads, seed: int, progress: Progress = lambda label: None) -> list[Forecast]:
+def simulate(config: SimulatedLoads, seed: int, told: Told) -> list[Forecast]:
     """Simulate all methods under all loads on clusters of all sizes.
 
     Raises:
@@ -70,7 +68,7 @@ def simulate(config: SimulatedLoads, seed: int, progress: Progress = lambda labe
         spec = read_cluster(config.cluster, nodes=nodes)
         cluster = Larger(config, spec, ranks)
         for load in config.max_vio:
-            progress(f"simulated: {ranks} ranks, MaxVio {load:g}")
+            told(f"simulated: {ranks} ranks, MaxVio {load:g}")
             routes = made_up(
                 Skew(
                     ranks=ranks, num_experts=cluster.layer.num_experts, top_k=config.top_k,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.comm.run import CommCell
-from moesaic_lab.measure import Ratio, paired
+from moesaic_lab.measure import paired
 
 DOMINATES = 2
 """A charge per message dominates where it is at least so many times the bytes of linear's messages."""
@@ -38,7 +38,7 @@ def over_longer_lane(cells: Sequence[CommCell]) -> float:
     found = []
     for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
         longer = max(("intra alone", "inter alone"), key=lambda name: cell.timings[name].median)
-        found.append(enough(_ratio(cell, "pipelined", longer)).high)
+        found.append(enough(cell.ratio("pipelined", longer)).high)
     return statistics.median(found)
 
 
@@ -50,7 +50,7 @@ def multicast_bytes(cells: Sequence[CommCell]) -> float:
 
 def multicast_time(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast at top_k 8 on 2x2, over linear's."""
-    return _ratio(_top8(cells), "multicast", "linear").median
+    return _top8(cells).ratio("multicast", "linear").median
 
 
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
@@ -62,16 +62,12 @@ def multicast_over_bound(cells: Sequence[CommCell]) -> float:
 def small_messages(cells: Sequence[CommCell]) -> float:
     """Return 2DH over linear on 4x4 ranks, median over the cells where the charge per message dominates."""
     found = [
-        _ratio(cell, "hier2d", "linear").median
+        cell.ratio("hier2d", "linear").median
         for cell in cells
         if cell.sweep.kind == "exchange" and cell.sweep.shape == "4x4" and {"hier2d", "linear"} <= set(cell.timings)
         if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
     ]
     return statistics.median(some(found, "on 4x4 where a cost per message dominates"))
-
-
-def _ratio(cell: CommCell, name: str, other: str) -> Ratio:
-    return paired(cell.timings[name].seconds, cell.timings[other].seconds)
 
 
 def _top8(cells: Sequence[CommCell]) -> CommCell:

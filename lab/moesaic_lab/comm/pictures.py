@@ -62,13 +62,5 @@ def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
 
 
 def _series(name: str, at: Sequence[tuple[float, CommCell]], scales: Sequence[float]) -> PlottedSeries:
-    timings = [cell.timings[name] for _, cell in at]
-    bounds = [cell.limits[name].seconds for _, cell in at]
-    return PlottedSeries(
-        name=name,
-        x=tuple(float(place) for place, _ in at),
-        y=tuple(scale * timing.median for scale, timing in zip(scales, timings)),
-        low=tuple(scale * timing.low for scale, timing in zip(scales, timings)),
-        high=tuple(scale * timing.high for scale, timing in zip(scales, timings)),
-        bounds=tuple(scale * seconds if seconds else None for scale, seconds in zip(scales, bounds)),
-    )
+    points = [(place, cell.timings[name], cell.limits[name].seconds) for place, cell in at]
+    return PlottedSeries.of(name, points, scales)

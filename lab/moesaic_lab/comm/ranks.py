@@ -22,6 +22,7 @@ from moesaic.profiling.together import latest, start_together
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.runtime.executor import drive, interpret
 from moesaic.runtime.tasks import Call, Environment, Value
+from moesaic_lab.across_ranks import sent
 from moesaic_lab.bounds import Message
 from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
@@ -163,10 +164,10 @@ def _measure(
     """Check every method, then time all in turn."""
     transport = open_transport(name="sockets")
     messages = {name: method.work.messages(dim) for name, method in methods.items()}
-    sent = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
+    checked = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
     timed = {name: _runner(method, transport) for name, method in methods.items()}
     spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
-    return CommFound(spans=spans, sent=sent, messages=messages)
+    return CommFound(spans=spans, sent=checked, messages=messages)
 
 
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
@@ -184,11 +185,11 @@ def _check(name: str, method: CommMethod, transport: AbstractTransport, messages
     """Run a method once; return what this rank sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
-    sent = [(m.source, m.target, float(m.num_bytes)) for found in recorder.ranges for m in found.messages]
+    found = sent(recorder)
     said = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
-    if sorted(sent) != sorted(said):
-        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(sent)}, its program says {sorted(said)}")
-    return sent
+    if sorted(found) != sorted(said):
+        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(found)}, its program says {sorted(said)}")
+    return found
 
 
 def _compare(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Value]) -> None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from moesaic_lab.bounds import Limit, Message, link_limit
+from moesaic_lab.benchmark import Told
+from moesaic_lab.bounds import Limit, crossing, link_limit
 from moesaic_lab.comm.config import CommConfig, Sweep
-from moesaic_lab.measure import Timing, over_ranks
+from moesaic_lab.measure import TimedCell, timed
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 from moesaic_testbed.cluster import Cluster, Launcher
 
-Progress = Callable[[str, int, int], object]
-"""Told what is measured now, and which one it is of how many."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class CommCell:
+class CommCell(TimedCell):
     """What was measured for one size on one bed."""
 
     sweep: Sweep
     size_kib: int
     """Per rank; of a dispatch, what linear sends, rounded."""
-    timings: Mapping[str, Timing]
-    """By method."""
     limits: Mapping[str, Limit]
     """By method: of the messages of its program."""
     across: Mapping[str, tuple[int, int]]
@@ -39,7 +35,7 @@ class CommCell:
         return f"{self.sweep.label}, {byte_size(1024 * self.size_kib)}"
 
 
-def run(config: CommConfig, progress: Progress = lambda label, number, total: None) -> list[CommCell]:
+def run(config: CommConfig, told: Told) -> list[CommCell]:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
@@ -55,7 +51,7 @@ def run(config: CommConfig, progress: Progress = lambda label, number, total: No
             with launcher.open(bed) as ranks:
                 for sweep, size in of_bed:
                     what = f"{sweep.kind} on {sweep.label}" + (f", {byte_size(1024 * size)}" if size else "")
-                    progress(what, len(cells), len(jobs))
+                    told(f"{len(cells)} of {len(jobs)} done; {what}")
                     cells.append(measure(ranks, sweep, size, config))
     return cells
 
@@ -78,22 +74,15 @@ def measure(ranks: Cluster, sweep: Sweep, size_kib: int, config: CommConfig) -> 
         found = ranks.run(comm_ranks.measure_lanes, sweep, size_kib, config.dim, config.warmup)
     else:
         found = ranks.run(comm_ranks.measure_exchange, sweep, size_kib, config.dim, config.warmup)
-    seconds = over_ranks([of_rank.spans for of_rank in found])
-    messages = found[0].messages
-    counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in seconds}
+    messages, names = found[0].messages, found[0].spans
+    counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in names}
     return CommCell(
         sweep=sweep,
         size_kib=size_kib,
-        timings={name: Timing.of(times) for name, times in seconds.items()},
-        limits={name: link_limit(messages[name], sweep.bed) for name in seconds},
-        across={name: across(counted[name] or messages[name], sweep) for name in seconds},
+        **timed([of_rank.spans for of_rank in found]),
+        limits={name: link_limit(messages[name], sweep.bed) for name in names},
+        across={name: crossing(counted[name] or messages[name], sweep.bed.node_of) for name in names},
     )
-
-
-def across(messages: Sequence[Message], sweep: Sweep) -> tuple[int, int]:
-    """Return (bytes, messages) between nodes."""
-    crossing = [size for a, b, size in messages if a // sweep.ranks_per_node != b // sweep.ranks_per_node]
-    return round(sum(crossing)), len(crossing)
 
 
 def rows_of(cell: CommCell) -> list[dict[str, Any]]:
@@ -105,10 +94,7 @@ def rows_of(cell: CommCell) -> list[dict[str, Any]]:
             "bed": cell.sweep.label,
             "size_bytes": 1024 * cell.size_kib,
             "method": name,
-            "median_seconds": timing.median,
-            "low_seconds": timing.low,
-            "high_seconds": timing.high,
-            "repeats": len(timing.seconds),
+            **timing.row(),
             "bound_seconds": cell.limits[name].seconds,
             "bound_link": cell.limits[name].link,
             "share_of_bound": cell.limits[name].seconds / timing.median,

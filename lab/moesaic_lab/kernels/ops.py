@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_rows_into
-from moesaic.kernels.dots import dot_rows
 from moesaic.kernels.encode import decode_reference, encode_reference, encoding, fast_decode, fast_encode
 from moesaic.kernels.expert_ffn import expert_ffn
-from moesaic.kernels.permute import Permutation, sort_by_expert, sum_rows
+from moesaic.kernels.permute import Permutation, dot_rows, sort_by_expert, sum_rows
 from moesaic.kernels.work import ExpertWork
 from moesaic_lab.device.cases import DeviceShape
 

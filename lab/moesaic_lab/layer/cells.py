@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace, candidates
@@ -23,7 +24,6 @@ from moesaic_lab.layer.config import (
     Schedules,
 )
 from moesaic_lab.layer.job import BEST, LayerJob
-from moesaic_lab.layer.predict import LayerPredictor
 from moesaic_lab.layer.same import distinct
 
 SINGLES = {
@@ -59,7 +59,11 @@ def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
 
 def schedules(part: Schedules, config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield a job for every tp, etp and innermost axis; with etp 1 either axis is the same mesh."""
-    predictor = LayerPredictor(part)
+    simulator = Simulator(part.cluster)
+
+    def step_seconds(plan: Compiled) -> float:
+        return simulator.layer_seconds(plan.forward, plan.backward, part.workload(plan.grid.tp), plan.grid)
+
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
             grid = Grid(
@@ -73,17 +77,31 @@ def schedules(part: Schedules, config: LayerBenchConfig) -> Iterator[LayerJob]:
                 gather_weights=(1,) if etp > 1 else (),
             )  # fmt: skip
             names = {same.get(name, name) for name in COMPETE} & set(methods)
-            predicted = {name: predictor.step_seconds(methods[name]) for name in names}
+            predicted = {name: step_seconds(methods[name]) for name in names}
             others = {described(compiled.plan): compiled for compiled in candidates(grid, space)}
             new = [name for name in distinct(methods | others)[0] if name in others]
-            found = predictor.most_promising([others[name] for name in new], part.trial_plans, min(predicted.values()))
+            found = most_promising(
+                {n: (step_seconds(others[n]), others[n]) for n in new}, part, min(predicted.values())
+            )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
                 section="schedules", label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods,
-                candidates={described(compiled.plan): compiled for compiled in found},
+                candidates=found,
                 compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin, same=same,
                 trial_repeats=part.trial_repeats, reference=BEST, warmup=config.warmup, seed=config.seed,
             )  # fmt: skip
+
+
+def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at_most: float) -> dict[str, Compiled]:
+    """Return the plans that are worth a trial: those with the least simulated step, best first.
+
+    Args:
+        plans: name to simulated seconds and plan.
+        part: says how many.
+        at_most: seconds; plans that take longer are left out.
+    """
+    ranked = sorted((seconds, name) for name, (seconds, _) in plans.items() if seconds <= at_most)
+    return {name: plans[name][1] for _, name in ranked[: part.trial_plans]}
 
 
 def adaptive_r(part: AdaptiveR, config: LayerBenchConfig) -> Iterator[LayerJob]:
@@ -158,12 +176,12 @@ def all_ep(place: LayerPlace) -> Grid:
 def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> Compiled:
     """Return a plan with a codec in both directions; an exact order gets the durations of the bed and its accelerators."""
     plan = Plan(codec=codec, backward_codec=codec, **choices)  # type: ignore[arg-type]
-    predictor = LayerPredictor(place, with_host=False)
+    simulator = Simulator(place.cluster)
     durations: Durations | None = None
     if plan.order == "exact":
 
         def rounded(program: Program, of_grid: Grid) -> dict[str, float]:
-            seconds = predictor.task_seconds(program, of_grid)
+            seconds = simulator.durations(program, place.workload(of_grid.tp), of_grid)
             return {name: round(length / RESOLUTION) * RESOLUTION for name, length in seconds.items()}
 
         durations = rounded

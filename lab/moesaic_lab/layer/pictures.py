@@ -67,12 +67,4 @@ def _has(cell: LayerCell, name: str) -> bool:
 
 def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
     found = [(x, cell, cell.job.same.get(method, method)) for x, cell, method in points]
-    timings = [cell.timings[method] for _, cell, method in found]
-    return PlottedSeries(
-        name=name,
-        x=tuple(float(x) for x, _, _ in found),
-        y=tuple(1e3 * timing.median for timing in timings),
-        low=tuple(1e3 * timing.low for timing in timings),
-        high=tuple(1e3 * timing.high for timing in timings),
-        bounds=tuple(1e3 * cell.bound(method) for _, cell, method in found),
-    )
+    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in found])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,10 +17,10 @@ from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
-from moesaic.profiling.balanced import BalancedRouter
+from moesaic.profiling.idle import BalancedRouter
 from moesaic.profiling.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
-from moesaic_lab.across_ranks import gathered
+from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
 from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob, Switch
 from moesaic_lab.measure import in_turn, paired
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
@@ -32,8 +31,8 @@ BEHIND = 1.3
 """A plan whose first trial takes so many times the fastest one's is not tried again."""
 
 
-class LayerRunner:
-    """A layer on a mesh, with its input; runs steps.
+class LayerRunner(SteppedLayer):
+    """The layer of a job on its mesh.
 
     Args:
         job: what to run.
@@ -45,7 +44,7 @@ class LayerRunner:
         self.accelerator = Accelerator(
             flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
         )
-        self.layer = MoE(
+        layer = MoE(
             place.dim,
             place.hidden,
             place.num_experts,
@@ -55,21 +54,10 @@ class LayerRunner:
             capacity=Dropless() if job.factor is None else Capacity.fixed(job.factor, scope="rank", padded=True),
             losses=(),
         )
-        self.layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
-        assert self.layer.on_mesh is not None
-        self.layer.on_mesh.codecs = virtual_codecs(self.accelerator)
-        generator = torch.Generator().manual_seed(job.seed + job.grid.coordinate(transport.rank, "dp"))
-        self.x = torch.randn(job.tokens, place.dim, generator=generator).requires_grad_()
-        self._dy = torch.ones(job.tokens, place.dim)
-
-    def step(self, compiled: Compiled | None) -> None:
-        """Run forward and backward under a plan; None for the one that the layer has."""
-        if compiled is not None:
-            self.layer.use_plan(compiled)
-        self.layer(self.x).backward(self._dy)
-        self.x.grad = None
-        for parameter in self.layer.parameters():
-            parameter.grad = None
+        layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
+        assert layer.on_mesh is not None
+        layer.on_mesh.codecs = virtual_codecs(self.accelerator)
+        super().__init__(layer, job.tokens, job.seed + job.grid.coordinate(transport.rank, "dp"))
 
 
 def measure(job: LayerJob) -> LayerFound:
@@ -88,11 +76,11 @@ def measure(job: LayerJob) -> LayerFound:
     run = {name: partial(runner.step, compiled) for name, compiled in everything.items()}
     best, trial = search(job, run, barrier) if job.compete else ("", {})
     methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
-    spans = in_turn(methods, job.place.repeats, barrier=barrier, warmup=job.warmup)
     reference = best if job.reference == BEST else job.reference or next(iter(methods))
-    near = near_ones(job, gathered(spans), reference)
-    more = max(job.place.pairs - job.place.repeats, 0)
-    pairs = in_turn({name: run[name] for name in near}, more, barrier=barrier, warmup=0) if near and more else {}
+    spans, pairs = in_turn_and_near(
+        methods, job.place.repeats, job.place.pairs, partial(near_ones, job, reference=reference), barrier=barrier,
+        warmup=job.warmup,
+    )  # fmt: skip
     kept = {name: steps[name] for name in methods}
     return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
 

@@ -51,16 +51,11 @@ def _figures(cell: LayerCell, name: str) -> dict[str, Any]:
     first = next(iter(cell.timings))
     timing, over = cell.timings[name], cell.ratio(first, name)
     return {
-        "median_seconds": timing.median,
-        "low_seconds": timing.low,
-        "high_seconds": timing.high,
-        "repeats": len(timing.seconds),
+        **timing.row(),
         "bound_seconds": cell.bound(name),
         "bound_link": cell.limits[name][0].link,
         "computing_seconds": cell.charged[name],
-        "first_over_this": over.median,
-        "first_over_this_95": [over.low, over.high],
-        "pairs": over.repeats,
+        **over.row("first_over_this"),
         "across_bytes": cell.across[name][0],
         "across_messages": cell.across[name][1],
     }

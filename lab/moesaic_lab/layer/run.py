@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic_lab.bounds import Limit, link_limit
+from moesaic_lab.benchmark import Told
+from moesaic_lab.bounds import Limit, crossing, link_limit
 from moesaic_lab.layer.cells import jobs
 from moesaic_lab.layer.config import LayerBenchConfig
 from moesaic_lab.layer.job import LayerFound, LayerJob, Switch
-from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
+from moesaic_lab.measure import Ratio, TimedCell, timed
 from moesaic_testbed.cluster import Cluster, Launcher
-
-Progress = Callable[[str, int], object]
-"""Told what is measured now, and how many jobs are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCell:
+class LayerCell(TimedCell):
     """What one job found."""
 
     job: LayerJob
-    timings: Mapping[str, Timing]
-    """By method, rounds in turn with all others."""
-    near: Mapping[str, tuple[float, ...]]
-    """By method, seconds of all rounds in which the reference ran too; only of the reference and those near it."""
     best: str
     """What a search chose; "" without one."""
     trial: Mapping[str, float]
@@ -40,15 +34,8 @@ class LayerCell:
     """By method: of the rank for which it takes longest."""
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """Return how long one method takes over another: from all rounds that both were in.
-
-        Args:
-            name, other: methods, or names of plans that do the same as one.
-        """
-        name, other = (self.job.same.get(each, each) for each in (name, other))
-        if name in self.near and other in self.near:
-            return paired(self.near[name], self.near[other])
-        return paired(self.timings[name].seconds, self.timings[other].seconds)
+        """Return how long one method takes over another; either may be the name of a plan that does the same as one."""
+        return super().ratio(self.job.same.get(name, name), self.job.same.get(other, other))
 
     def bound(self, name: str) -> float:
         """Return seconds below which no step can go: the links' limit, forward and backward, or the computing."""
@@ -56,7 +43,7 @@ class LayerCell:
         return max(forward.seconds + backward.seconds, self.charged[name])
 
 
-def run(config: LayerBenchConfig, progress: Progress = lambda label, number: None) -> list[LayerCell]:
+def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
@@ -67,7 +54,7 @@ def run(config: LayerBenchConfig, progress: Progress = lambda label, number: Non
         for bed, of_bed in itertools.groupby(jobs(config), key=lambda job: job.place.bed):
             with launcher.open(bed) as ranks:
                 for job in of_bed:
-                    progress(f"{job.section}: {job.label}", len(cells))
+                    told(f"{len(cells)} done; {job.section}: {job.label}")
                     cells.append(measure(ranks, job))
     return cells
 
@@ -81,20 +68,16 @@ def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
 
 def summed_up(job: LayerJob, found: Sequence[LayerFound]) -> LayerCell:
     """Return a cell from what every rank found."""
-    seconds = over_ranks([of_rank.spans for of_rank in found])
-    pairs = over_ranks([of_rank.pairs for of_rank in found])
     limits, across, charged = {}, {}, {}
-    for name in seconds:
+    for name in found[0].spans:
         steps = [of_rank.steps[name] for of_rank in found]
         forward, backward = ([m for s in steps for m in s.forward], [m for s in steps for m in s.backward])
         limits[name] = link_limit(forward, job.place.bed), link_limit(backward, job.place.bed)
-        crossing = [n for a, b, n in (*forward, *backward) if job.grid.node_of(a) != job.grid.node_of(b)]
-        across[name] = round(sum(crossing)), len(crossing)
+        across[name] = crossing((*forward, *backward), job.grid.node_of)
         charged[name] = max(step.charged for step in steps)
     return LayerCell(
         job=job,
-        timings={name: Timing.of(times) for name, times in seconds.items()},
-        near={name: (*seconds[name], *times) for name, times in pairs.items()},
+        **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
         best=found[0].best,
         trial=found[0].trial,
         limits=limits,

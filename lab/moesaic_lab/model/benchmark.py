@@ -9,7 +9,7 @@ from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, require_cluster
 from moesaic_lab.model.claims import NOTES, case_rows, case_table, claims, panels, rows_of
 from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, narrowed, read_config
 from moesaic_lab.model.run import ModelFound, kept, run
-from moesaic_lab.model.speed import speeds
+from moesaic_lab.simulator import speeds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +14,12 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
-from moesaic.profiling.balanced import BalancedRouter
+from moesaic.profiling.idle import BalancedRouter
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
-from moesaic_lab.across_ranks import gathered
-from moesaic_lab.measure import in_turn
+from moesaic_lab.across_ranks import SteppedLayer, gathered
+from moesaic_lab.measure import in_turn, without_collections
 from moesaic_lab.model.config import ModelCase
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
@@ -52,63 +51,30 @@ class PlanTimes:
     """Of those that were timed again, in turn with one another only."""
 
 
-class ModelRunner:
-    """A layer on a mesh with its input.
-
-    Args:
-        case: what it is.
-        grid: the mesh.
-        first: the plan to begin with.
-        transport: between the ranks.
-        seed: of the routing's pattern.
-    """
-
-    def __init__(
-        self, case: ModelCase, grid: Grid, first: Compiled, transport: AbstractTransport, seed: int = 0
-    ) -> None:
-        experts: str | ExpertsFactory = "swiglu"
-        if case.compute == "virtual":
-            experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
-        self.layer = MoE(
-            case.dim,
-            case.hidden,
-            case.num_experts,
-            case.top_k,
-            router=partial(BalancedRouter, seed=seed),
-            experts=experts,
-            losses=(),
-        )
-        self.layer.parallelize(Mesh(grid, transport), first)
-        tokens = case.tokens_per_rank * grid.tp
-        generator = torch.Generator().manual_seed(seed + grid.coordinate(transport.rank, "dp"))
-        self.x = torch.randn(tokens, case.dim, generator=generator).requires_grad_()
-        self._dy = torch.ones(tokens, case.dim)
-
-    def step(self, compiled: Compiled) -> None:
-        """Run forward and backward under a plan."""
-        self.layer.use_plan(compiled)
-        self.layer(self.x).backward(self._dy)
-        self.x.grad = None
-        for parameter in self.layer.parameters():
-            parameter.grad = None
+def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
+    """Return the layer of a case on its mesh, under the first plan."""
+    case, grid = job.case, job.grid
+    experts: str | ExpertsFactory = "swiglu"
+    if case.compute == "virtual":
+        experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
+    router = partial(BalancedRouter, seed=job.seed)
+    layer = MoE(case.dim, case.hidden, case.num_experts, case.top_k, router=router, experts=experts, losses=())
+    layer.parallelize(Mesh(grid, transport), next(iter(job.plans.values())))
+    return SteppedLayer(layer, case.tokens_per_rank * grid.tp, job.seed + grid.coordinate(transport.rank, "dp"))
 
 
 def measure(job: ModelJob) -> PlanTimes:
     """Time all plans of a case, on this rank; all ranks call it together and return the same."""
     hold_still(dist.get_rank())
     torch.manual_seed(job.seed)
-    runner = ModelRunner(job.case, job.grid, next(iter(job.plans.values())), open_transport(name="sockets"), job.seed)
+    runner = layer_of(job, open_transport(name="sockets"))
     steps = {name: partial(runner.step, compiled) for name, compiled in job.plans.items()}
     barrier = start_together(latest)
     for step in steps.values():  # what rows go where is worked out in a plan's first step
         step()
-    gc.collect()
-    gc.freeze()
-    screened = gathered(in_turn(steps, job.repeats, barrier=barrier, warmup=0))
-    order = sorted(screened, key=lambda name: statistics.median(screened[name]))
-    again = dict.fromkeys([*job.favourites, *order[: job.leaders]] if job.leaders else [])
-    confirmed = {}
-    if again:
+    with without_collections():
+        screened = gathered(in_turn(steps, job.repeats, barrier=barrier, warmup=0))
+        order = sorted(screened, key=lambda name: statistics.median(screened[name]))
+        again = dict.fromkeys([*job.favourites, *order[: job.leaders]] if job.leaders else [])
         confirmed = gathered(in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0))
-    gc.unfreeze()
     return PlanTimes(screened=screened, confirmed=confirmed)

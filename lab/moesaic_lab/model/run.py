@@ -18,6 +18,7 @@ from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
+from moesaic_lab.benchmark import kept as kept_json
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
 from moesaic_testbed.cluster import Launcher
@@ -141,10 +142,7 @@ def _measure(
         leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
     )  # fmt: skip
     times = ranks.run(model_ranks.measure, job)[0]
-    path = _path(keep, config, bed, case)
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(asdict(times)), encoding="utf-8")
-    draft.replace(path)
+    kept_json(_path(keep, config, bed, case), lambda: asdict(times))
 
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:

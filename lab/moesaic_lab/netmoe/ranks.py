@@ -6,7 +6,6 @@ columns, as a quotient that layers which multiply a token leave alone. Experts a
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +28,9 @@ from moesaic.routing.routing import Scores
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic_lab.across_ranks import gathered
-from moesaic_lab.measure import in_turn
+from moesaic_lab.across_ranks import gathered, sent
+from moesaic_lab.bounds import crossing
+from moesaic_lab.measure import in_turn, without_collections
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 Method = AbstractPlacer | None
@@ -142,8 +142,7 @@ class Stack:
             x = MovingMoE(layer)(x, move=None if trip is None else trip.next(), residual=Residual(x))
         x.backward(torch.ones_like(x))
         self.x.grad = None
-        for parameter in self.layers.parameters():
-            parameter.grad = None
+        self.layers.zero_grad()
         return x.detach()
 
 
@@ -182,18 +181,16 @@ def measure(job: TravelJob) -> dict[str, TravelFound]:
         check(watched, name)
         carried[name] = _bytes(recorder, job.grid)
         check(stack, name)
-    gc.collect()
-    gc.freeze()
     steps = {name: partial(stack.step, name) for name in job.methods}
-    seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
-    gc.unfreeze()
+    with without_collections():
+        seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
     return {name: TravelFound(seconds[name], *carried[name]) for name in job.methods}
 
 
 def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:
     """Return what all ranks sent inside nodes and between them."""
-    found = torch.zeros(2, dtype=torch.int64)
-    for sent in (each for held in recorder.ranges for each in held.messages):
-        found[int(grid.node_of(sent.source) != grid.node_of(sent.target))] += sent.num_bytes
+    messages = sent(recorder)
+    across = crossing(messages, grid.node_of)[0]
+    found = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])
     dist.all_reduce(found)
     return int(found[0]), int(found[1])

@@ -21,7 +21,7 @@ from moesaic.models.moving import MovingGPT
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
-from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
 from moesaic.train.config import TrainConfig

@@ -35,8 +35,8 @@ from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
+from moesaic.runtime.balance import experts as moving_experts
 from moesaic.runtime.balance import selector
-from moesaic.runtime.balance.experts import move as place_experts_move
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
@@ -674,10 +674,10 @@ def counts_by_number() -> Iterator[None]:
 @contextmanager
 def gradients_stay() -> Iterator[None]:
     """Weights go to another rank, and what belongs to them besides does not."""
-    belongings = place_experts_move._belongings
+    belongings = moving_experts._belongings
 
     def weights_only(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
         return (found for found in belongings(*arguments) if found[0] == "weight")
 
-    with mock.patch.object(place_experts_move, "_belongings", weights_only):
+    with mock.patch.object(moving_experts, "_belongings", weights_only):
         yield

@@ -16,7 +16,7 @@ from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload, sample_counts
+from moesaic.cost.workload import Workload, dirichlet_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
@@ -87,7 +87,7 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     found = []
     for draw in range(draws):
         here, following = (
-            sample_counts(
+            dirichlet_counts(
                 devices * SAMPLES, of_sample, concentration=concentration / of_sample.num_experts, seed=2 * draw + at
             )
             for at in range(2)

@@ -31,13 +31,7 @@ def _bars(cell: TrainCell) -> Panel:
         if timing is None:
             continue
         name = "ours, best lossless" if outcome.name == cell.best else outcome.name
-        bound = 1e3 * outcome.limit.seconds if outcome.limit.seconds else None
-        series.append(
-            PlottedSeries(
-                name=name, x=(0.0,), y=(1e3 * timing.median,), low=(1e3 * timing.low,), high=(1e3 * timing.high,),
-                bounds=(bound,),
-            )
-        )  # fmt: skip
+        series.append(PlottedSeries.of(name, [(0.0, timing, outcome.limit.seconds)]))
     return Panel(title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from moesaic.comm.mesh import open_transport
 from moesaic.experts import AbstractExperts
 from moesaic.layer import MoE
 from moesaic.profiling.together import latest, start_together
-from moesaic_lab.across_ranks import gathered
+from moesaic_lab.across_ranks import gathered, in_turn_and_near
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import MANY, Span, in_turn, paired
 from moesaic_lab.train.config import TrainBenchConfig, TrainCase
@@ -85,10 +86,9 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     in_turn({s.name: runs[s.name] for s in timed}, 0, barrier=barrier, warmup=1)
     for system in systems:
         system.step.forget()
-    spans = in_turn({s.name: runs[s.name] for s in timed}, case.repeats, barrier=barrier, warmup=0)
     claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
-    near = near_ones(best, claimed, gathered(spans))
-    more = in_turn({name: runs[name] for name in near}, max(MANY - case.repeats, 0), barrier=barrier, warmup=0)
+    in_time, near = {s.name: runs[s.name] for s in timed}, partial(near_ones, best, claimed)
+    spans, more = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
     for name, further in more.items():
         spans[name] += further
     gc.enable()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from moesaic_lab.bounds import Limit, Message, link_limit
+from moesaic_lab.benchmark import Told
+from moesaic_lab.bounds import Limit, Message, crossing, link_limit
 from moesaic_lab.measure import Ratio, Timing, over_ranks, paired
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 from moesaic_lab.train.config import TrainBenchConfig, TrainCase
@@ -19,9 +20,6 @@ from moesaic_testbed.cluster import Launcher
 if TYPE_CHECKING:
     from moesaic_lab.train.layout import LayoutPoint
     from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
-
-Progress = Callable[[str, int, int], object]
-"""Told what is measured now, and which one it is of how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ class TrainResults:
     """By world; empty where it was left out."""
 
 
-def run(config: TrainBenchConfig, progress: Progress = lambda label, number, total: None) -> TrainResults:
+def run(config: TrainBenchConfig, told: Told) -> TrainResults:
     """Measure everything that a configuration names; it starts clusters, one after another.
 
     Raises:
@@ -101,13 +99,13 @@ def run(config: TrainBenchConfig, progress: Progress = lambda label, number, tot
     if config.cases:
         with Launcher() as launcher:
             for case in config.cases:
-                progress(f"{case.name}, {case.mode}", len(cells), total)
+                told(f"{len(cells)} of {total} done; {case.name}, {case.mode}")
                 bed = config.bed(case)
                 with launcher.open(bed) as ranks:
                     cells.append(cell_of(case, bed, ranks.run(train_ranks.measure, config, case)))
     layout: list[LayoutPoint] = []
     if config.layout is not None:
-        progress("layouts", len(cells), total)
+        told(f"{len(cells)} of {total} done; layouts")
         layout = train_layout.measure(config.layout)
     return TrainResults(cells=cells, layout=layout)
 
@@ -125,7 +123,7 @@ def cell_of(case: TrainCase, bed: Bed, found: Sequence[TrainFound]) -> TrainCell
                 name=first.name, kind=first.kind, exchange=first.exchange, is_lossless=first.is_lossless,
                 timing=Timing.of(times) if times else None, trial_seconds=first.trial_seconds,
                 phases=_phases(of_ranks), communication_share=_share(of_ranks, times),
-                inter_bytes=sum(size for a, b, size in messages if bed.node_of(a) != bed.node_of(b)),
+                inter_bytes=float(crossing(messages, bed.node_of)[0]),
                 limit=link_limit(messages, bed), worst_error=max(e for m in of_ranks for e in m.errors.values()),
             )
         )  # fmt: skip

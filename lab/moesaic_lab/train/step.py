@@ -17,6 +17,7 @@ from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, share_of
 from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
+from moesaic_lab.across_ranks import sent
 from moesaic_lab.bounds import Message
 from moesaic_lab.peers.exchange import AbstractExchange
 
@@ -107,8 +108,8 @@ class TimedStep:
 
     def messages(self) -> list[Message]:
         """Return what this rank sent to others in the step before."""
-        sent = [(m.source, m.target, float(m.num_bytes)) for held in self._transport.ranges for m in held.messages]
-        return sent + ([] if self._exchange is None else [(a, b, float(size)) for a, b, size in self._exchange.sent])
+        by_others = [] if self._exchange is None else self._exchange.sent
+        return sent(self._transport) + [(a, b, float(size)) for a, b, size in by_others]
 
     def forget(self) -> None:
         """Forget the times of earlier steps."""

@@ -18,7 +18,7 @@ from moesaic.cost.profile import MachineInfo, Versions
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
-    from moesaic.testing.evidence import Evidence
+    from moesaic.testing.processes import Evidence
 
 DESCRIPTION = (
     "Run random meshes, plans and workloads against a dense float64 reference, in one process and over real ones. Exit "
@@ -97,8 +97,7 @@ def _run_one(seed: int, world: int | None) -> int:
 
 def gather(options: CheckOptions) -> Evidence:
     """Run the suite, with bars on the standard error that tell how far it is."""
-    from moesaic.testing.evidence import gather_evidence
-    from moesaic.testing.processes import WORLDS
+    from moesaic.testing.processes import WORLDS, gather_evidence
 
     totals = {"cases": options.cases} | ({"worlds": len(WORLDS)} if options.gloo else {})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -57,12 +57,11 @@ def continuation(options: SampleOptions) -> str:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
     from moesaic.configfile import override, read_table
-    from moesaic.models.gpt import GPT
+    from moesaic.models.gpt import GPT, generate
     from moesaic.train.checkpoint import load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
-    from moesaic.train.generate import generate
     from moesaic.train.machine import pick_device
-    from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+    from moesaic.train.tokenizer import BYTES, AbstractTokenizer, BPETokenizer, ByteTokenizer
 
     folder = Path(options.run)
     if not (folder / "config.json").exists():
@@ -72,7 +71,7 @@ def continuation(options: SampleOptions) -> str:
     if not saved.extra.get("has_text", True):
         raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
     tokenizer: AbstractTokenizer = ByteTokenizer()
-    if config.data.tokenizer == "bpe":
+    if config.data.vocab_size != BYTES:
         tokenizer = BPETokenizer.load(folder / "tokenizer.json")
     model = GPT(config.model, saved.vocab_size)
     load_into(model, saved, config.model, saved.vocab_size)

@@ -16,9 +16,8 @@ import numpy as np
 
 from moesaic.cost.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.hops import HopPaths, hop_paths
+from moesaic.cost.hops import HopPaths, check_regular, hop_paths
 from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
-from moesaic.cost.regular import check_regular
 from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.cost.topology import Topology, check_fit

@@ -37,11 +37,6 @@ class Fit:
     what: str = "fit"
     """What was measured, for messages."""
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        """Rate of long messages; infinite where time does not grow with size."""
-        return 1e-9 / self.beta if self.beta else float("inf")
-
     def seconds(self, num_bytes: float) -> float:
         """Return the predicted time."""
         return self.alpha + self.beta * num_bytes

@@ -10,7 +10,7 @@ from scipy.optimize import least_squares
 
 from moesaic.cost.fit import MAX_SPREAD
 from moesaic.cost.profile import HostCosts
-from moesaic.cost.profile_host import FEATURES
+from moesaic.cost.profile_simulate import FEATURES
 from moesaic.errors import InputError
 
 HELD_OUT = 4

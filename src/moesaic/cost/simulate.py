@@ -10,9 +10,8 @@ from __future__ import annotations
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
-from moesaic.cost.counted import Counted
 from moesaic.cost.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
-from moesaic.cost.movement import AbstractVolumes, movements_of
+from moesaic.cost.movement import AbstractVolumes, Counted, movements_of
 from moesaic.cost.symmetry import UnlikeError
 from moesaic.cost.timing import AbstractTiming, Simulated, SpecTiming
 from moesaic.cost.topology import Topology

@@ -7,7 +7,6 @@ which is what moving samples (NetMoE) lives on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,10 +99,10 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
 
 
 def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
-    """Return counts whose shares are drawn from a Dirichlet distribution, for each group apart.
+    """Return counts whose shares are drawn from a Dirichlet distribution, for each group apart: all together they are even.
 
     Args:
-        groups: data-parallel groups.
+        groups: data-parallel groups; or samples, each of which likes experts of its own (NetMoE), of `workload.tokens` tokens.
         workload: of each.
         concentration: of every expert; large is even, 1 uniform over all shares, small leaves a few experts to each group.
         seed: of the draw.
@@ -111,43 +110,6 @@ def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, s
     check_above_zero("concentration", concentration)
     shares = np.random.default_rng(seed).dirichlet(np.full(workload.num_experts, concentration), size=groups)
     return _rounded(shares, workload)
-
-
-def sample_counts(samples: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
-    """Return counts per sample, (samples, num_experts) int64: each sample likes experts of its own, all together like all.
-
-    Every sample draws its shares from a Dirichlet distribution with equal means, so that experts are evenly loaded in sum
-    (papers.md, section 8.1, generator d, for NetMoE).
-
-    Args:
-        samples: of the global batch.
-        workload: `tokens` are those of a sample.
-        concentration: as of `dirichlet_counts`.
-        seed: of the draw.
-    """
-    return dirichlet_counts(samples, workload, concentration=concentration, seed=seed)
-
-
-def drifting_counts(
-    groups: int, workload: Workload, *, concentration: float, drift: float, steps: int, seed: int
-) -> Iterator[np.ndarray]:
-    """Yield counts of consecutive steps: a random walk of the logits of every expert's share.
-
-    Args:
-        groups: data-parallel groups, all with the same shares.
-        workload: of each.
-        concentration: of the Dirichlet distribution that the walk starts from.
-        drift: standard deviation of a logit's step.
-        steps: how many.
-        seed: of all draws.
-    """
-    check_above_zero("concentration", concentration)
-    random = np.random.default_rng(seed)
-    logits = np.log(random.dirichlet(np.full(workload.num_experts, concentration)) + 1e-9)
-    for _ in range(steps):
-        shares = np.exp(logits - logits.max())
-        yield _rounded(np.tile(shares / shares.sum(), (groups, 1)), workload)
-        logits = logits + random.normal(0.0, drift, size=logits.shape)
 
 
 def read_counts(path: Path) -> np.ndarray:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.kernels.dots import dot_rows
-from moesaic.kernels.permute import sum_rows
+from moesaic.kernels.permute import dot_rows, sum_rows
 from moesaic.kernels.work import Dispatch
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
-from moesaic.kernels.dots import dot_rows
 from moesaic.kernels.grouped_matmul import outer_products, rows_times
-from moesaic.kernels.permute import sum_rows
+from moesaic.kernels.permute import dot_rows, sum_rows
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 

@@ -29,12 +29,8 @@ class MoEConfig(MoEShape):
 
     router: RouterName = "softmax"
     """Who chooses the experts; docs/layer.md describes each."""
-    bias_rate: float = 1e-3
-    """Step of the balancing bias, for the sigmoid and group_limited routers."""
-    num_groups: int = 4
-    """Groups of experts, for the group_limited router; must divide num_experts."""
-    top_groups: int = 2
-    """Groups a token may use, for the group_limited router."""
+    router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of that router by its argument names: bias_rate of sigmoid, num_groups and top_groups of group_limited."""
     capacity_scope: Literal["mesh", "rank"] = "mesh"
     """Whose copies fixed and fitted count: those of all ranks, or each rank its own."""
     admit_by: Literal["position", "score"] = "position"
@@ -50,9 +46,7 @@ class MoEConfig(MoEShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_groups", "top_groups"):
-            check_at_least("model.moe", self, name, 1)
-        for name in ("bias_rate", "balance_loss", "importance_loss", "z_loss"):
+        for name in ("balance_loss", "importance_loss", "z_loss"):
             check_at_least("model.moe", self, name, 0)
         if self.router not in ROUTERS | ON_MESH:
             raise InputError(

@@ -33,11 +33,10 @@ from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
-from moesaic.program.passes.up_to_experts import up_to_experts
 from moesaic.program.sizes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
-from moesaic.program.transpose import saved, transpose
+from moesaic.program.transpose import saved, transpose, up_to_experts
 from moesaic.program.validate import validate
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
@@ -181,7 +180,7 @@ def moving(compiled: Compiled) -> Compiled:
         )
     if plan.token_budget is not None:
         raise InputError(
-            f"sample placement clashes with plan.token_budget={plan.token_budget}, whose slices cut samples: leave "
+            f"sample placement clashes with token_budget={plan.token_budget}, whose slices cut samples: leave "
             "token_budget unset"
         )
     logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))

@@ -15,13 +15,11 @@ from moesaic.comm.mesh import open_transport
 from moesaic.cost.movement import movements_of
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
-from moesaic.cost.profile_host import FEATURES, host_features, layer_features
-from moesaic.cost.profile_simulate import profiled_simulator
+from moesaic.cost.profile_simulate import FEATURES, host_features, layer_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
-from moesaic.profiling.host import CalibrationStep, host_steps, sharing
+from moesaic.profiling.host import Calibration, CalibrationStep, calibrations, host_steps, sharing
 from moesaic.profiling.links import TimedMovements, movements, partners
-from moesaic.profiling.shapes import Calibration, calibrations
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 

@@ -2,6 +2,8 @@
 
 For runs whose layers have an arbiter, or whose samples move. Numbers are those of the first rank's metrics, which all
 ranks share: counts are told to everybody, and decisions come from counts.
+
+The section about plans that changed while a run trained says what ran, what was tried, what was decided and why.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import plotly.graph_objects as go
 from moesaic.report.charts import STEP
 from moesaic.report.layers import LOAD_COLOURS, MOST_COLUMNS
 from moesaic.report.style import RUN_COLOURS, figure, line, rounded
-from moesaic.report.template import Key, Legend, Table
+from moesaic.report.summary import RunSummary
+from moesaic.report.template import Key, Legend, Section, Table
 from moesaic.report.words import percent
+from moesaic.train.metrics import read_metrics
 
 BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
 ALONE_COLOUR = "#e5e7eb"
@@ -231,3 +235,49 @@ def _busiest(rows: Sequence[float] | None) -> str:
 def _commonest(layer: dict[str, Any]) -> str:
     options = layer.get("options", {})
     return max(options, key=lambda name: options[name]) if options else ""
+
+
+SHOWN = 40
+"""Decisions in the table, the last ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLines:
+    """What a run's plan table did."""
+
+    running: str
+    """The plan at the end, in words."""
+    switches: int
+    """Changes of plan."""
+    explored_share: float
+    """Steps under plans that were being tried, over all."""
+    decisions: tuple[tuple[int, str, int, str], ...]
+    """Step, reason, load in buckets, plan in words."""
+
+
+def choices_of(lines: Sequence[dict[str, Any]]) -> PlanLines | None:
+    """Return what the lines of a run's metrics say; None where no plan changed by itself."""
+    found = [line["plan"] for line in lines if line.get("kind") == "train" and isinstance(line.get("plan"), dict)]
+    if not found:
+        return None
+    last = found[-1]
+    return PlanLines(
+        running=str(last["running"]),
+        switches=int(last["switches"]),
+        explored_share=float(last["explored_share"]),
+        decisions=tuple((step, why, bucket, plan) for each in found for step, why, bucket, plan in each["decisions"]),
+    )
+
+
+def plans_section(run: RunSummary) -> Section | None:
+    """Return the section about a run; None where no plan changed by itself."""
+    choices = choices_of(read_metrics(run.folder))
+    if choices is None:
+        return None
+    told = (
+        f"{choices.switches} changes of plan, {percent(choices.explored_share)} of the steps on trial; at the end "
+        f"{choices.running} runs."
+    )
+    rows = [(str(step), why, str(bucket), plan) for step, why, bucket, plan in choices.decisions[-SHOWN:]]
+    table = Table(("Step", "Why", "Load", "Plan from then on"), rows)
+    return Section(title="Plans of", run=run.name, text=told, blocks=[table])

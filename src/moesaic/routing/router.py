@@ -144,6 +144,60 @@ class AbstractRouter(KeepsFloat32, ABC):
         """
 
 
+class LimitedRouter(AbstractRouter):
+    """Wraps a router and leaves it fewer experts to choose from; scores, weights and all else are that router's.
+
+    Args:
+        inner: a router that ranks by scores: it scores, chooses among what is left and weighs.
+    """
+
+    takes_best_ranked = False
+
+    def __init__(self, inner: AbstractRouter) -> None:
+        super().__init__(inner.dim, inner.num_experts)
+        if not inner.takes_best_ranked:
+            wrapper = type(self).__name__
+            raise InputError(f"{wrapper} cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
+        self.inner = inner
+
+    @property
+    def looks_across_tokens(self) -> bool:
+        return self.inner.looks_across_tokens
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.inner.weights_sum_to_one
+
+    def reset_parameters(self) -> None:
+        self.inner.reset_parameters()
+
+    def init_normal(self, std: float) -> None:
+        self.inner.init_normal(std)
+
+    def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        return self.inner.draw(num_tokens, device)
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        return self.inner.scores(x_TD, noise, token_ids)
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return self.inner.weigh(scores, choice, top_k)
+
+    def check(self, top_k: int) -> None:
+        self.check_fits(top_k)
+        self.inner.check(top_k)
+
+    def check_fits(self, top_k: int) -> None:
+        self.inner.check_fits(top_k)
+
+    @property
+    def adapts(self) -> bool:
+        return self.inner.adapts
+
+    def update(self, load_E: Tensor) -> None:
+        self.inner.update(load_E)
+
+
 def is_whole(value: object) -> bool:
     """Return whether `value` is a whole number: Python's or numpy's, but no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

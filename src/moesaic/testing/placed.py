@@ -14,7 +14,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Routing
-from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.runtime.routing_cache import checkpoint

@@ -2,31 +2,35 @@
 
 Parameters are DTensors here, so the gradient norm of training is checked here too. One world is started once for all its
 cases; each case lays its own mesh over it.
+
+`gather_evidence` runs the whole conformance suite: cases on loopback, and worlds of processes.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
 from moesaic.testing.cases import Case, draw_case
-from moesaic.testing.equivalence import Patch, Ran, RankResult, compile_case, run_rank
+from moesaic.testing.equivalence import Patch, Ran, RankResult, compile_case, failures, run_rank
 from moesaic.testing.expected import expect
+from moesaic.testing.suite import FailedCase, Summary, run_seeds
 from moesaic.testing.workload import draw_workload
 
 WORLDS = (2, 4, 8)
@@ -54,13 +58,32 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, list(jobs), folder), nprocs=world)
+        start_ranks(world, _process, world, list(jobs), folder)
         found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
     works = [draw_workload(job.case) for job in jobs]
     return [
         Ran(job.case, work, expect(job.case, work), list(results))
         for job, work, results in zip(jobs, works, zip(*found))
     ]
+
+
+def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
+    """Call `function(rank, *arguments)` in `world` processes and wait for them; the first that fails ends all.
+
+    Importing torch takes longer than most of what ranks do. So they are forked off a server that has imported this module once
+    for all calls; elsewhere than on Linux each process starts anew.
+
+    Args:
+        world: processes.
+        function: of a module.
+        arguments: that can be pickled.
+        preload: names of further modules that the server imports, if this call is the first.
+    """
+    if sys.platform == "linux":
+        multiprocessing.set_forkserver_preload([__name__, *preload])
+        start_processes(function, args=arguments, nprocs=world, start_method="forkserver")
+    else:
+        start_processes(function, args=arguments, nprocs=world, start_method="spawn")
 
 
 def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
@@ -101,3 +124,52 @@ def _norm(layer: MoE, mesh: Mesh) -> float:
     assert isinstance(mesh, Mesh)
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf
+
+
+GLOO_CASES = {2: 8, 4: 6, 8: 4}
+"""World size to how many cases run as processes: starting these takes longer than running them."""
+
+
+@dataclass
+class Evidence:
+    """What was found."""
+
+    summary: Summary = field(default_factory=Summary)
+    """Of the cases on loopback."""
+    worlds: dict[int, int] = field(default_factory=dict)
+    """World size to the cases that ran as processes."""
+    gloo_failures: list[FailedCase] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[FailedCase]:
+        """All cases that did not pass, on whatever transport."""
+        return [*self.summary.failures, *self.gloo_failures]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no case failed."""
+        return not self.failures
+
+
+def gather_evidence(
+    seeds: Sequence[int], *, workers: int, gloo: bool, told: Callable[[str, int], None] = lambda what, number: None
+) -> Evidence:
+    """Run cases and, with `gloo`, worlds of processes.
+
+    Args:
+        seeds: of the cases on loopback.
+        workers: processes for these.
+        gloo: start processes too.
+        told: hears what is going on and how many of it are done.
+    """
+    evidence = Evidence()
+    evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))
+    for world in WORLDS if gloo else ():
+        cases = cases_for(world, GLOO_CASES[world])
+        for ran in run_on_gloo([ProcessCase(case) for case in cases]):
+            if wrong := failures(ran.case, ran.errors):
+                reason = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())
+                evidence.gloo_failures.append(FailedCase(ran.case, f"on {world} processes: {reason}"))
+        evidence.worlds[world] = len(cases)
+        told("worlds", len(evidence.worlds))
+    return evidence

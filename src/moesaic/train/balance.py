@@ -30,11 +30,11 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.calibrate import arbiter_for
+from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls, bare_of, decisions_of
-from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
+from moesaic.runtime.balance.experts import ExpertPlacement, Moved
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
@@ -90,7 +90,7 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
-    kind = GPT if config.balance.samples == "none" else MovingGPT
+    kind = MovingGPT if config.balance.moves_samples else GPT
     return kind(config.model, vocab_size)
 
 
@@ -161,7 +161,7 @@ class ExpertMover:
         self.placement: ExpertPlacement | None = None
         self._moves: list[Moved] = []
         balance = config.balance
-        if balance.experts == "none":
+        if not balance.moves_experts:
             return
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]

@@ -6,19 +6,22 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
+from moesaic.balance.policies import EXPERT_PLACERS, REPLICATION_POLICIES, SAMPLE_PLACERS
+from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
+UNMOVED = "none"
+"""In place of the name of a policy that moves samples or experts."""
 if TYPE_CHECKING:
     ExpertPolicy: TypeAlias = str
     Placement: TypeAlias = str
 else:
-    ExpertPolicy = Literal[("none", *EXPERT_PLACERS)]
-    Placement = Literal[("none", *SAMPLE_PLACERS)]
+    ExpertPolicy = Literal[(UNMOVED, *EXPERT_PLACERS)]
+    Placement = Literal[(UNMOVED, *SAMPLE_PLACERS)]
 """Names of registries; a command line lists them as choices."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
@@ -39,18 +42,17 @@ class DataConfig:
     `.bin` files, the last val_share of the tokens."""
     val_share: float = 0.05
     """Share of the files, or of the tokens, that is set aside for validation."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """bytes: 256 tokens, one per byte. bpe: byte-level BPE trained on the training files, kept in the run folder."""
     vocab_size: int = 256
-    """Tokens: always 256 for bytes; the size to train for bpe; the largest id plus one in `.bin` files."""
+    """Tokens. 256: one per byte of text. 300 and more: a byte-level BPE, trained on the training files, kept in the run folder.
+    Of `.bin` files: the largest id plus one."""
     bin_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of `.bin` files."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:
             raise InputError(f"data.val_share={self.val_share}: choose a share between 0 and 1")
-        if self.tokenizer == "bpe" and self.vocab_size < 300:
-            raise InputError(f"data.vocab_size={self.vocab_size}: a byte-level BPE needs at least 300")
+        if self.vocab_size < 1:
+            raise InputError(f"data.vocab_size={self.vocab_size}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,8 @@ class OptimizerConfig:
     """Learning rate at the last step over the peak."""
     weight_decay: float = 0.1
     """On matrices; norms, biases and routers have none."""
-    beta1: float = 0.9
-    """Decay of AdamW's first moment."""
-    beta2: float = 0.95
-    """Decay of AdamW's second moment."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decays of AdamW's two moments."""
     clip_norm: float = 1.0
     """Largest norm of the gradient over all parameters; 0 turns clipping off."""
 
@@ -78,9 +78,8 @@ class OptimizerConfig:
         for name in ("warmup_steps", "clip_norm", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas={self.betas}: both must be at least 0 and below 1")
         if not 0 <= self.final_share <= 1:
             raise InputError(f"optimizer.final_share={self.final_share}: choose a share from 0 to 1")
 
@@ -125,23 +124,28 @@ class PlannerConfig:
     plan: str = ""
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
     moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
-    --plan says the same."""
+    Without cluster and profile the first steps time them. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
-        if self.is_auto and bool(self.cluster) == bool(self.profile):
+        if self.is_auto and self.cluster and self.profile:
             raise InputError(
-                "planner.plan=auto needs either planner.cluster (a preset or a .toml file) or planner.profile (what moesaic "
-                "profile wrote), to predict from"
+                "planner.plan=auto predicts from planner.cluster or from planner.profile, not from both: leave one out, "
+                "or both to have the first steps timed"
             )
 
     @property
     def is_auto(self) -> bool:
         """Whether plans change while training."""
         return self.plan == "auto"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether anything is known from which times can be predicted."""
+        return bool(self.cluster or self.profile)
 
     @property
     def file(self) -> str:
@@ -162,11 +166,11 @@ class BalanceConfig:
     """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
     policies that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
     None: no limit."""
-    samples: Placement = "none"
+    samples: Placement = UNMOVED
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
     programs. With replication=arbiter, samples move in the calls in which that gains most."""
-    experts: ExpertPolicy = "none"
+    experts: ExpertPolicy = UNMOVED
     """Where experts live, decided by the load of the steps before. none: where they began; balanced: they move where the gain
     until the next decision pays for it; smartmoe: as published, whatever a move costs."""
     experts_every: int = 50
@@ -178,11 +182,21 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         check_replication("balance", self.replication, self.token_budget)
         for name, policies in (("samples", SAMPLE_PLACERS), ("experts", EXPERT_PLACERS)):
-            if getattr(self, name) not in ("none", *policies):
-                known = ", ".join(("none", *policies))
-                raise InputError(f"balance.{name}={getattr(self, name)!r} is unknown: choose one of {known}")
+            known = (UNMOVED, *policies)
+            if getattr(self, name) not in known:
+                raise InputError(f"balance.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         if self.experts_every < 1:
             raise InputError(f"balance.experts_every={self.experts_every}: must be at least 1 step")
+
+    @property
+    def moves_samples(self) -> bool:
+        """Whether samples move between MoE layers."""
+        return self.samples != UNMOVED
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts move between steps."""
+        return self.experts != UNMOVED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +234,6 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Checkpoints to keep."""
-    probe_sequences: int = 2
-    """Validation sequences of the fixed batch on which churn is measured."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
@@ -246,11 +258,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
             raise InputError("plan: is a StaticPlan here; replication and token_budget are fields of balance")
-        for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_sequences", "save_every"):
+        intervals = ("log_every", "eval_every", "save_every")
+        for name in ("steps", "batch_size", "accumulation", "eval_sequences", "keep_last", *intervals):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.keep_last < 1 or self.probe_sequences < 1:
-            raise InputError("keep_last and probe_sequences must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         if not 1 <= self.patience <= MOST_PATIENCE:
@@ -281,7 +292,7 @@ class TrainConfig:
 
     def _check_experts(self) -> None:
         asked = f"balance.experts={self.balance.experts}"
-        if self.balance.experts == "none":
+        if not self.balance.moves_experts:
             return
         if self.model.ffn == "dense":
             raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
@@ -290,8 +301,10 @@ class TrainConfig:
 
     def _check_samples(self) -> None:
         asked, moe = f"balance.samples={self.balance.samples}", self.model.moe
-        if self.balance.samples == "none":
+        if not self.balance.moves_samples:
             return
+        replication = self.balance.replication
+        fitting = [name for name, make in REPLICATION_POLICIES.items() if make(ReplicationCosts()).lets_samples_move]
         reasons = (
             (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
             (self.mesh.tp > 1, f"mesh.tp={self.mesh.tp}, which splits a sample over ranks"),
@@ -301,9 +314,9 @@ class TrainConfig:
             ),
             (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
             (
-                self.balance.replication not in (NO_REPLICATION, "arbiter"),
-                f"balance.replication={self.balance.replication}, which cuts copies by helper and not by sample: "
-                "choose none or arbiter",
+                replication not in (NO_REPLICATION, *fitting),
+                f"balance.replication={replication}, which cuts copies by helper and not by sample: "
+                f"choose {' or '.join((NO_REPLICATION, *fitting))}",
             ),
         )
         for holds, what in reasons:

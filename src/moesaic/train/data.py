@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.documents import holds_table, is_left_out, read_documents
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer
+from moesaic.train.tokenizer import BYTES, LEAST_BPE, AbstractTokenizer, BPETokenizer, ByteTokenizer
 
 FEW_FILES = 20
 """Below this many files the validation data is the end of the text rather than whole files."""
@@ -64,9 +64,10 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         raise InputError("data.path and data.val_path: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
         return _load_bin(config, files, val_files)
-    if config.tokenizer == "bytes" and config.vocab_size != 256:
+    if config.vocab_size != BYTES and config.vocab_size < LEAST_BPE:
         raise InputError(
-            f"data.vocab_size={config.vocab_size}: bytes have 256 tokens: set it to 256, or data.tokenizer to bpe"
+            f"data.vocab_size={config.vocab_size}: text has {BYTES} tokens as bytes, a byte-level BPE at least {LEAST_BPE}: "
+            "choose one of these"
         )
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
@@ -265,7 +266,7 @@ def _read(files: list[Path], field: str) -> list[bytes]:
 
 
 def _make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
-    if config.tokenizer == "bytes":
+    if config.vocab_size == BYTES:
         return ByteTokenizer()
     return BPETokenizer.load(file) if file else BPETokenizer.train(documents, config.vocab_size)
 

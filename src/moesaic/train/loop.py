@@ -37,6 +37,9 @@ from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.state import RunState, open_run, rng_state
 from moesaic.train.watch import Watch
 
+PROBE_SEQUENCES = 2
+"""Validation sequences of the fixed batch on which churn is measured."""
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -92,7 +95,7 @@ class Trainer:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
         self.ranks = run.ranks
-        probe_windows = share(run.eval_windows[: self.config.probe_sequences], self.ranks.dp_index, self.ranks.dp)
+        probe_windows = share(run.eval_windows[:PROBE_SEQUENCES], self.ranks.dp_index, self.ranks.dp)
         self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len)[0]
         self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()

@@ -65,7 +65,7 @@ def gpt_small() -> TrainConfig:
             moe=MoEConfig(num_experts=8, top_k=2, hidden=1024, z_loss=1e-3),
             checkpoint_activations=True,
         ),
-        data=DataConfig(tokenizer="bpe", vocab_size=16_384),
+        data=DataConfig(vocab_size=16_384),
         optimizer=OptimizerConfig(lr=6e-4, warmup_steps=500),
     )
 

@@ -177,7 +177,7 @@ def _build(
             policy_of=partial(make_arbiter, config),
         )
         place_samples(model, ranks.mesh, config)
-    elif config.balance.samples != "none":
+    elif config.balance.moves_samples:
         raise InputError(
             f"balance.samples={config.balance.samples}: one process has nowhere to move samples: start several ranks with "
             "torchrun, or leave it none"
@@ -214,7 +214,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
-    return torch.optim.AdamW(described, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
 
 
 def seed_everything(seed: int) -> None:
@@ -292,7 +292,7 @@ def _warn_of_changes(config: TrainConfig, folder: Path, say: Callable[[str], Non
 
 _DECIDE_THE_COURSE = (
     "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.balance", "model.moe.z_loss",
-    "model.moe.importance_loss", "model.moe.bias_rate", "model.moe.capacity", "model.moe.admit_by",
+    "model.moe.importance_loss", "model.moe.router_options", "model.moe.capacity", "model.moe.admit_by",
 )  # fmt: skip
 """Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from moesaic.errors import InputError
 
+BYTES, LEAST_BPE = 256, 300
+"""Tokens of text as bytes, and the fewest of a byte-level BPE."""
+
 
 class AbstractTokenizer(ABC):
     """Maps text to token ids; id `separator` stands between documents."""
@@ -31,7 +34,7 @@ class AbstractTokenizer(ABC):
 class ByteTokenizer(AbstractTokenizer):
     """One token per byte; byte 0 separates documents."""
 
-    vocab_size = 256
+    vocab_size = BYTES
     separator = 0
 
     def encode(self, data: bytes) -> np.ndarray:

@@ -63,7 +63,7 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(gr
     mesh, calls = GRIDS[grid], 30
 
     def rank(transport: AbstractTransport) -> tuple[list[tuple[str, bool]], float]:
-        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, doubt=0.9))
+        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, optimism=0.9))
         plain = layer_on(transport, mesh, None, Plan())
         worst = 0.0
         for number in range(calls):
@@ -85,7 +85,7 @@ def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing()
     mesh = GRIDS["ep"]
 
     def rank(transport: AbstractTransport) -> tuple[int, int, bool]:
-        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, doubt=0.9))
+        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, optimism=0.9))
         for number in range(6):
             step(layer, tokens_of(transport.rank, 8, seed=number))
         assert layer.on_mesh is not None

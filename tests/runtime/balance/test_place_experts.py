@@ -23,7 +23,7 @@ from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import LoadBalance
-from moesaic.runtime.balance.experts.place import ExpertPlacement, Moved
+from moesaic.runtime.balance.experts import ExpertPlacement, Moved
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 

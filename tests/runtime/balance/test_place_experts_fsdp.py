@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import FileStore
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.experts import GivenOrders
 from moesaic.comm.mesh import Mesh
@@ -22,8 +21,9 @@ from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
 from moesaic.parallel import shard_dim
 from moesaic.plan import Plan
-from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.testing.processes import leave
+from worlds import start
 
 EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 4
 CUTS = ("trainer", "experts")
@@ -83,7 +83,7 @@ def _process(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_experts_move_between_shards_of_fsdp(world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(world, folder), nprocs=world)
+        start(world, _process, world, folder)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
     for of_rank in results:
         for moving, still in of_rank:

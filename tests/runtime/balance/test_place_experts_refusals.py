@@ -18,7 +18,7 @@ from moesaic.experts import ModuleExperts
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
-from moesaic.runtime.balance.experts.place import ExpertPlacement
+from moesaic.runtime.balance.experts import ExpertPlacement
 
 
 def test_refusals_are_one_line_and_move_nothing() -> None:

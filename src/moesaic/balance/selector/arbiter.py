@@ -19,7 +19,7 @@ from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationC
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
 from moesaic.balance.replication.tables import NOTHING, Replications, spread
 from moesaic.balance.selector.cost import is_even
-from moesaic.balance.selector.options import ALONE, NO_CHANGE, THRIFTS, CallChoice, Option, Weigher, option_plans
+from moesaic.balance.selector.options import ALONE, NO_CHANGE, THRESHOLDS, CallChoice, Option, Weigher, option_plans
 from moesaic.balance.selector.times import Times
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -113,6 +113,7 @@ def decision_of(
 class Arbiter(AbstractReplicationPolicy):
     """How a layer's arbiter weighs options. Settings only: `start` makes one for a layer."""
 
+    lets_samples_move = True
     costs: ReplicationCosts = field(default_factory=ReplicationCosts)
     """Rates of the machine; `cost.Machine`'s unless a cluster or a profile gave others."""
     margin: float = 0.05
@@ -130,13 +131,13 @@ class Arbiter(AbstractReplicationPolicy):
     """By option: what its modelled seconds are multiplied by, where a simulation says that the model is off."""
     learn: bool = True
     """Correct the model by what calls of the layer take, and try options that may be faster."""
-    doubt: float = 0.3
+    optimism: float = 0.3
     """By how much an option that never ran may be faster than it is thought to be: one within that of the best is tried."""
     trial_every: int = 1
     """Calls from one of the first trials to the next, at least; it grows with each dozen of them."""
 
     def __post_init__(self) -> None:
-        for name in ("margin", "memory", "doubt"):
+        for name in ("margin", "memory", "optimism"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"arbiter.{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
         for name in ("at_most", "weigh_every", "trial_every"):
@@ -192,11 +193,11 @@ class Arbitration:
         self.settings, self.plan, self.plans = settings, plan, tuple(plans)
         self.last = NO_CHANGE
         """What was thought best last."""
-        self.times = Times(settings.doubt)
+        self.times = Times(settings.optimism)
         """What was measured."""
         self.weigher = Weigher(
             plan, plans, settings.costs, at_most=settings.at_most, part_us=settings.part_us, factors=settings.factors,
-            thrifts=THRIFTS if settings.learn else THRIFTS[:1],
+            thresholds=THRESHOLDS if settings.learn else THRESHOLDS[:1],
         )  # fmt: skip
         self._trial: CallChoice | None = None
         self._since_trial = self._trials = 0

@@ -5,7 +5,7 @@ The programs are those of the plan alone, with replication, with other r, and ea
 
 A recipe says how a table is made, so that the next call's table can be made from its own counts without weighing anything.
 The model may be off by more than options are apart, above all in what an expert that is replicated costs the host. So
-shadows come in several degrees of thrift, which only measured times can tell apart.
+shadows come with several thresholds, which only measured times can tell apart.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
     return "+".join(parts) or ALONE
 
 
-THRIFTS = (0.0, 0.02, 0.06)
+THRESHOLDS = (0.0, 0.02, 0.06)
 """Shares of the time left alone that each expert which is shadowed must save; the model alone would always choose 0."""
 
 
@@ -83,23 +83,23 @@ class Recipe:
     """Then spill what places have above so many times the mean; None for no spilling."""
     near_first: bool = False
     """Spill inside nodes first."""
-    thrift: float = 0.0
-    """One of `THRIFTS`."""
+    threshold: float = 0.0
+    """One of `THRESHOLDS`."""
     counts: tuple[int, ...] = ()
     """By replica: the pairs, or experts that are replicated whole, that were worth it when this was weighed."""
 
     @property
     def policy(self) -> str:
         """Its name; "" for one that replicates nothing."""
-        return self._named(f" {self.thrift:.0%}" if self.thrift else "")
+        return self._named(f" {self.threshold:.0%}" if self.threshold else "")
 
     @property
     def family(self) -> str:
-        """Its name, whatever its thrift."""
+        """Its name, whatever its threshold."""
         return self._named("")
 
-    def _named(self, thrift: str) -> str:
-        shadow = ("whole shadow" if self.whole else "shadow") + thrift
+    def _named(self, threshold: str) -> str:
+        shadow = ("whole shadow" if self.whole else "shadow") + threshold
         return "+".join([shadow] * self.shadows + ["spill"] * (self.limit is not None))
 
     def table(self, replica: ReplicaLoad, count: int, at_most: int) -> Replications:
@@ -158,7 +158,7 @@ class Weigher:
         at_most: experts that a place may be replicated for its own copies.
         part_us: microseconds that each further part of a pass costs.
         factors: by option, what its modelled seconds are multiplied by.
-        thrifts: of shadows.
+        thresholds: of shadows.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class Weigher:
         at_most: int,
         part_us: float,
         factors: Mapping[str, float],
-        thrifts: Sequence[float] = (0.0,),
+        thresholds: Sequence[float] = (0.0,),
     ) -> None:
         self.plan, self.plans, self._costs, self._at_most = plan, tuple(plans), costs, at_most
-        self._part_us, self._factors, self._thrifts = part_us, factors, tuple(thrifts)
+        self._part_us, self._factors, self._thresholds = part_us, factors, tuple(thresholds)
         self._limits: dict[bool, int] = {}
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
 
@@ -285,14 +285,14 @@ class Weigher:
         return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
 
     def _shadowed(self, found: Sequence[ReplicaLoad], alone: Option) -> list[tuple[Recipe, tuple[Replications, ...]]]:
-        """Return the shadows of every thrift that replicate anything; for some places first, then whole ones."""
+        """Return the shadows of every threshold that replicate anything; for some places first, then whole ones."""
         told = self._costs.expert_us * 1e-6
-        prices = [told + thrift * alone.seconds for thrift in self._thrifts]
+        prices = [told + threshold * alone.seconds for threshold in self._thresholds]
         kept = []
         for whole in (False, True):
             by_board = [shadows_at(replica, prices, at_most=self._at_most, whole=whole) for replica in found]
-            for thrift, *replicated in zip(self._thrifts, *by_board):
+            for threshold, *replicated in zip(self._thresholds, *by_board):
                 if not all(each.is_empty for each in replicated):
                     counts = tuple(len(np.unique(each.expert)) if whole else len(each.expert) for each in replicated)
-                    kept.append((Recipe(True, whole, thrift=thrift, counts=counts), tuple(replicated)))
+                    kept.append((Recipe(True, whole, threshold=threshold, counts=counts), tuple(replicated)))
         return kept

@@ -61,11 +61,11 @@ class Times:
     """Of one layer.
 
     Args:
-        doubt: by how much an option that never ran may be faster than it is thought to be, as a share.
+        optimism: by how much an option that never ran may be faster than it is thought to be, as a share.
     """
 
-    def __init__(self, doubt: float) -> None:
-        self._doubt, self._machine = doubt, 0.0
+    def __init__(self, optimism: float) -> None:
+        self._optimism, self._machine = optimism, 0.0
         self._known: dict[str, _Known] = {}
 
     @property
@@ -151,11 +151,11 @@ class Times:
         """
         if self.is_empty:
             return margin
-        doubts = (1 / max(self.count(each, load), 0.5) for each in (name, other))
-        return margin * max(SPREAD * math.sqrt(sum(doubts)), LEAST)
+        variances = (1 / max(self.count(each, load), 0.5) for each in (name, other))
+        return margin * max(SPREAD * math.sqrt(sum(variances)), LEAST)
 
     def worth_trying(self, seconds: Mapping[str, float], best: str, load: float) -> str | None:
-        """Return the option that may well be faster than the one that seems best; None if none is in doubt.
+        """Return the option that may well be faster than the one that seems best; None if there is none.
 
         Args:
             seconds: that options are thought to take.
@@ -165,7 +165,7 @@ class Times:
         hopes = {}
         for name, each in seconds.items():
             count = self.count(name, load)
-            hope = each * self._believed(name, load) * (1 - self._doubt / (1 + count))
+            hope = each * self._believed(name, load) * (1 - self._optimism / (1 + count))
             if name != best and count < MOST_TRIALS and hope < seconds[best]:
                 hopes[name] = hope
         return min(hopes, key=lambda name: (hopes[name], name), default=None)

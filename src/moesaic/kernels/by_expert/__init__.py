@@ -8,7 +8,6 @@ Deterministic: an expert has a token once at most, and experts are added up in a
 
 from __future__ import annotations
 
-from moesaic.kernels.by_expert.backward import backward
-from moesaic.kernels.by_expert.forward import forward
+from moesaic.kernels.by_expert.passes import backward, forward
 
 __all__ = ["backward", "forward"]

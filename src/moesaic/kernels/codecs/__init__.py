@@ -8,9 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from moesaic import codecs
-from moesaic.kernels.codecs.codec import AbstractCodec, Field
+from moesaic.kernels.codecs.codec import AbstractCodec, Field, Identity
 from moesaic.kernels.codecs.fp8 import Fp8
-from moesaic.kernels.codecs.identity import Identity
 from moesaic.kernels.codecs.int8 import Int8
 from moesaic.kernels.codecs.sixteen import Bf16, Fp16
 from moesaic.kernels.codecs.zfp import Zfp

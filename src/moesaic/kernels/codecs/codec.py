@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -156,3 +156,23 @@ def split(message: Tensor, layout: tuple[Field, ...]) -> list[Tensor]:
         parts.append(part.view(field.dtype).view(field.shape))
         start += field.num_bytes
     return parts
+
+
+@final
+class Identity(AbstractCodec):
+    """The rows' own bytes, bit for bit, of any dtype. Contiguous rows are not copied: the message is a view of them."""
+
+    name: ClassVar[str] = "none"
+
+    def encode(self, rows: Tensor) -> Tensor:
+        self._check(rows)
+        return rows.detach().contiguous().view(-1).view(torch.uint8)
+
+    def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        fields[0].copy_(rows)
+
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        return fields[0]
+
+    def _bound(self, rows: Tensor) -> Tensor:
+        return torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)

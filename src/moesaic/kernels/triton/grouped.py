@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.parts import place, rows_of_tile
+from moesaic.kernels.triton.parts import max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
-from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 
 
 def rows_times(

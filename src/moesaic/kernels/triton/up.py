@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
-from moesaic.kernels.triton.parts import act, halves, place, rows_of_tile
+from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
-from moesaic.kernels.triton.schedule import max_tiles, row_tiles
 
 
 def up(

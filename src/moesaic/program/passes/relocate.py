@@ -62,7 +62,7 @@ def _check(program: Program, rows: str) -> None:
         )
     if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.replication, which cuts runs of copies by helper, not by "
+            "sample placement clashes with replication, which cuts runs of copies by helper, not by "
             "sample: leave replication none"
         )
     if any(task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks):

@@ -37,12 +37,12 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
     """
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "plan.replication clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also "
+            "replication clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also "
             "where another rank computes some: choose another plan.all_to_all"
         )
     if any(task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights" for task in program.tasks):
         raise InputError(
-            "plan.replication clashes with plan.gather_weights, which moves weights in another way: leave gather_weights unset"
+            "replication clashes with plan.gather_weights, which moves weights in another way: leave gather_weights unset"
         )
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
     whole = split_stretch(program, to_experts_and_back(program), [*parts, StretchPart(SUFFIX, _replicated)])

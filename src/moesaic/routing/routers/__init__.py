@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRo
     file, _, name = place.partition(".")
     made: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
     return made
+
+
+def options_of(make: RouterFactory) -> dict[str, Any]:
+    """Return the options that a router of the registries declares, each with its default."""
+    assert isinstance(make, partial)
+    file, _, name = make.args[0].partition(".")
+    parameters = signature(getattr(import_module(f"{__name__}.{file}"), name)).parameters.values()
+    given = {"device", "dtype", *make.keywords}
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in given}
 
 
 ROUTERS: dict[str, RouterFactory] = {
@@ -89,6 +99,7 @@ __all__ = [
     "group_limited_sigmoid",
     "levels_of",
     "node_level",
+    "options_of",
     "topology_gate",
 ]
 

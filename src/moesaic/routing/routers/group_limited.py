@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, top_k_indices
+from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
 from moesaic.routing.routers.sigmoid import SigmoidTopK
 from moesaic.routing.routing import Choice, Scores
 
 
-class GroupLimited(AbstractRouter):
+class GroupLimited(LimitedRouter):
     """Wraps a token-choice router: the best `top_groups` of `num_groups` equal groups of experts stay eligible.
 
     Args:
@@ -27,16 +27,6 @@ class GroupLimited(AbstractRouter):
         rank_groups_by: "best" expert of the group, or the sum of its "best_two".
     """
 
-    takes_best_ranked = False
-
-    @property
-    def looks_across_tokens(self) -> bool:
-        return self.inner.looks_across_tokens
-
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.inner.weights_sum_to_one
-
     def __init__(
         self,
         inner: AbstractRouter,
@@ -45,35 +35,20 @@ class GroupLimited(AbstractRouter):
         top_groups: int,
         rank_groups_by: Literal["best", "best_two"] = "best_two",
     ) -> None:
-        super().__init__(inner.dim, inner.num_experts)
+        super().__init__(inner)
         if num_groups < 1 or inner.num_experts % num_groups:
             raise InputError(
                 f"num_groups={num_groups} does not divide num_experts={inner.num_experts}: choose a divisor of it"
             )
         if not 1 <= top_groups <= num_groups:
             raise InputError(f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}")
-        if not inner.takes_best_ranked:
-            raise InputError(f"GroupLimited cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
         if rank_groups_by not in ("best", "best_two"):
             raise InputError(
                 f'rank_groups_by={rank_groups_by!r} is unknown: write rank_groups_by="best" or rank_groups_by="best_two"'
             )
-        self.inner = inner
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.rank_groups_by = rank_groups_by
-
-    def reset_parameters(self) -> None:
-        self.inner.reset_parameters()
-
-    def init_normal(self, std: float) -> None:
-        self.inner.init_normal(std)
-
-    def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        return self.inner.draw(num_tokens, device)
-
-    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        return self.inner.scores(x_TD, noise, token_ids)
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         per_group = self.num_experts // self.num_groups
@@ -84,28 +59,14 @@ class GroupLimited(AbstractRouter):
         limited = grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)
         return self.inner.choose(scores._replace(rank_by=limited), top_k, valid_T, noise)
 
-    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return self.inner.weigh(scores, choice, top_k)
-
-    def check(self, top_k: int) -> None:
-        self.check_fits(top_k)
-        self.inner.check(top_k)
-
     def check_fits(self, top_k: int) -> None:
-        self.inner.check_fits(top_k)
+        super().check_fits(top_k)
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:
             raise InputError(
                 f"top_k={top_k} exceeds the {eligible} experts in {self.top_groups} of {self.num_groups} groups: "
                 "raise top_groups or lower top_k"
             )
-
-    @property
-    def adapts(self) -> bool:
-        return self.inner.adapts
-
-    def update(self, load_E: Tensor) -> None:
-        self.inner.update(load_E)
 
 
 def group_limited_sigmoid(

@@ -6,6 +6,8 @@ DeepSeek-V3 technical report (2024), section 2.1.2.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +49,8 @@ class SigmoidTopK(AbstractRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts)
+        if not 0 <= bias_rate < math.inf:
+            raise InputError(f"bias_rate={bias_rate}: must be 0 or more and finite")
         self.weight = linear_scores(dim, num_experts, device, dtype)
         self.register_buffer("bias", torch.zeros(num_experts, device=device))
         self.bias_rate = bias_rate

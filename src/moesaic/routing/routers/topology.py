@@ -26,7 +26,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.topology import check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.routing.router import AbstractRouter, top_k_indices
+from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
 from moesaic.routing.routers.softmax import SoftmaxTopK
 from moesaic.routing.routing import Choice, Scores
 
@@ -53,7 +53,7 @@ Levels = Callable[[Grid], Sequence[LinkLevel]]
 """From the mesh to the limits on it, outermost first."""
 
 
-class TopologyRouter(AbstractRouter):
+class TopologyRouter(LimitedRouter):
     """Wraps a token-choice router: limits what leaves a rank's groups of ranks in training.
 
     Where experts are is known once the layer is on a mesh: `MoE.parallelize` tells the gate (`place`). Until then, and on one
@@ -68,16 +68,9 @@ class TopologyRouter(AbstractRouter):
             and routes as they would (one process that stands for a cluster).
     """
 
-    takes_best_ranked = False
-    float32_buffers: tuple[str, ...] = ()
-
     @property
     def looks_across_tokens(self) -> bool:
-        return self.training or self.inner.looks_across_tokens
-
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.inner.weights_sum_to_one
+        return self.training or super().looks_across_tokens
 
     def __init__(
         self,
@@ -87,14 +80,9 @@ class TopologyRouter(AbstractRouter):
         levels: Sequence[LinkLevel] | Levels,
         origin: int | None = None,
     ) -> None:
-        super().__init__(inner.dim, inner.num_experts)
-        if not inner.takes_best_ranked:
-            raise InputError(
-                f"TopologyRouter cannot wrap {type(inner).__name__}: give it a router that ranks by scores"
-            )
+        super().__init__(inner)
         if not callable(levels) and not levels:
             raise InputError("TopologyRouter: no level of links to limit: give at least one, or use the router itself")
-        self.inner = inner
         self.levels: tuple[LinkLevel, ...] = ()
         """In force; none before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
@@ -132,45 +120,19 @@ class TopologyRouter(AbstractRouter):
         self.levels, self.is_placed = levels, True
         self.inside = torch.from_numpy(kept.copy())
 
-    def reset_parameters(self) -> None:
-        self.inner.reset_parameters()
-
-    def init_normal(self, std: float) -> None:
-        self.inner.init_normal(std)
-
-    def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        return self.inner.draw(num_tokens, device)
-
-    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        return self.inner.scores(x_TD, noise, token_ids)
-
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         if self.training and self.levels:
             scores = scores._replace(rank_by=self._limited(scores, top_k, valid_T))
         return self.inner.choose(scores, top_k, valid_T, noise)
 
-    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return self.inner.weigh(scores, choice, top_k)
-
-    def check(self, top_k: int) -> None:
-        self.check_fits(top_k)
-        self.inner.check(top_k)
-
     def check_fits(self, top_k: int) -> None:
-        self.inner.check_fits(top_k)
+        super().check_fits(top_k)
         fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:
             raise InputError(
                 f"top_k={top_k} exceeds the {fewest} experts inside a group of the topology gate, where copies that may "
                 "not leave choose again: lower top_k, use larger groups, or a mesh with more experts on each rank"
             )
-
-    @property
-    def adapts(self) -> bool:
-        return self.inner.adapts
-
-    def update(self, load_E: Tensor) -> None:
-        self.inner.update(load_E)
 
     def _limited(self, scores: Scores, top_k: int, valid_T: Tensor | None) -> Tensor:
         """Return what experts are ranked by, (tokens, num_experts), -inf where a token may not go."""

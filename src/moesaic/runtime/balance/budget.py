@@ -124,7 +124,7 @@ class TokenBudget:
         budget = self.compiled.plan.token_budget
         if budget is not None:
             raise InputError(
-                f"a padded capacity clashes with plan.token_budget={budget}, which is held by counts that no rank then has: "
+                f"a padded capacity clashes with token_budget={budget}, which is held by counts that no rank then has: "
                 "leave token_budget unset, since a padded capacity bounds memory by itself, or do not pad"
             )
 

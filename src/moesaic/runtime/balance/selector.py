@@ -83,8 +83,8 @@ class ProgramSelector:
         if compiled.options:
             if not isinstance(self._policy, Arbiter):
                 raise InputError(
-                    f"plan.replication=arbiter was given the policy {type(self._policy).__name__}: give an Arbiter, or choose "
-                    "another plan.replication"
+                    f"replication=arbiter was given the policy {type(self._policy).__name__}: give an Arbiter, or choose "
+                    "another replication"
                 )
             self._arbitration = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
             self._evaluating = self._policy.start(compiled.plan, [option.plan for option in compiled.options])

@@ -1,0 +1,222 @@
+"""Forward and backward, one block of rows at a time: in backward rows are gathered again, activations computed again.
+
+The products for weights of the last block may wait until the rows' gradient is on its way: what they read stands in scratch
+memory that no later block overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
+from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
+from moesaic.kernels.memory import empty
+from moesaic.kernels.permute import dot_rows
+from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
+
+
+@torch.no_grad()
+def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Run the experts; see `ExpertKernel.forward`."""
+    x, before, after = work.x, work.before, work.after
+    blocks = Blocks(work, 1, 1)
+    pre = [empty((work.num_rows, work.hidden), x.dtype, x.device) for _ in work.ups]
+    results = Results(work, blocks, after)
+    source, weights = Source(x, work, blocks), None if before is None else blocks.cut(before)
+    pre_of, pre_at = list(map(blocks.cut, pre)), list(map(blocks.segments, pre))
+    ups, down = [matrices.transpose(1, 2).unbind() for matrices in work.ups], work.down.transpose(1, 2).unbind()
+    taken, wide = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
+    for block in blocks.all:
+        read = source.take(block, taken, None if weights is None else weights[block.index])
+        hidden = wide.of(block)
+        for up, (matrices, part) in enumerate(zip(ups, pre_at)):
+            for segment, rows in zip(block.segments, read.segments):
+                torch.mm(rows, matrices[segment.expert], out=part[segment.index])
+                if work.up_biases:
+                    part[segment.index].add_(work.up_biases[up][segment.expert])
+        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows, clamp=work.clamp)
+        for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
+            torch.mm(rows, down[segment.expert], out=out)
+            if work.down_bias is not None:
+                out.add_(work.down_bias[segment.expert])
+        results.finish(block)
+    return results.summed(out_dtype), pre
+
+
+SMALLEST_DIVISOR = 1e-10
+"""Of routing weights that a product may be divided by: with float32's range neither it nor the product underflows."""
+
+
+@torch.no_grad()
+def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
+    """Run the transpose; see `ExpertKernel.backward`."""
+    run = _Backward(work, pre, dy, wanted)
+    for block in run.blocks.all:
+        run.work_on(block)
+    return run.found()
+
+
+class _Backward:
+    """One backward pass: inputs cut into blocks, scratch memory, room for the gradients."""
+
+    def __init__(self, work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> None:
+        x = work.x
+        self.work, self.wanted = work, wanted
+        self.blocks = blocks = Blocks(work, 1 + len(pre), 2)
+        self.pre, self.x, self.dy = list(map(blocks.cut, pre)), Source(x, work, blocks), Source(dy, work, blocks)
+        before, after = work.before, work.after
+        self.before = None if before is None else blocks.cut(before)
+        self.after = None if after is None else blocks.cut(after)
+        self.ups, self.down = [matrices.unbind() for matrices in work.ups], work.down.unbind()
+        self.wide = [Scratch(blocks, work.hidden, x) for _ in range(1 + len(pre))]
+        self.taken, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
+        self.each = torch.arange(blocks.most_rows)
+        wants_gates = wanted.gates and work.gates is not None
+        self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
+        self.d_gates_of = None if self.d_gates is None else blocks.cut(self.d_gates)
+        self.weighs_early = after is not None and (not wants_gates or _can_divide_by(after))
+        reaches_rows = wanted.x or (wants_gates and work.gates_first)
+        self.d_rows = Results(work, blocks, before) if reaches_rows else None
+        self.d_ups = list(map(_like, work.ups)) if wanted.weights else []
+        self.d_up_biases = list(map(_like, work.up_biases)) if wanted.weights else []
+        self.d_down = _like(work.down) if wanted.weights else None
+        self.d_down_bias = _like(work.down_bias) if wanted.weights and work.down_bias is not None else None
+        self.d_ups_of = [gradients.unbind() for gradients in self.d_ups]
+        self.d_down_of = () if self.d_down is None else self.d_down.unbind()
+        may_wait = wanted.deferred_wgrad and work.dispatch is None  # a gather of x would overwrite that of dy
+        self.last = blocks.all[-1] if blocks.all and may_wait else None
+        self.left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
+        self._clear_idle()
+
+    def work_on(self, block: RowBlock) -> None:
+        """Work on one block."""
+        parts = [part[block.index] for part in self.pre]
+        hidden, grad, *gate = (scratch.of(block) for scratch in self.wide)
+        kept = gate[0].rows if gate else None
+        hidden_rows_into(parts, self.work.activation, hidden.rows, kept, self.work.clamp)
+        self._through_down(block, hidden, grad)
+        hidden_gradient_into(parts, self.work.activation, grad.rows, kept, self.work.clamp)
+        self._through_ups(block, [grad, *gate])
+
+    def found(self) -> Gradients:
+        """Return the gradients, once all blocks are done."""
+        work = self.work
+        return Gradients(
+            x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
+            gates=None if self.d_gates is None or work.gates is None else self.d_gates.to(work.gates.dtype),
+            ups=self.d_ups,
+            up_biases=self.d_up_biases,
+            down=self.d_down,
+            down_bias=self.d_down_bias,
+            finish=partial(_finish, self.left) if self.left else None,
+        )
+
+    def _write(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+        """Write the products of a block, now or when `Gradients.finish` is called."""
+        if block is self.last:
+            self.left.append((a, b, out, block))
+        else:
+            _products(a, b, out, block)
+
+    def _through_down(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
+        """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`.
+
+        Weights enter with the gather, where they cost nothing. A weight's own gradient is then a dot product of rows that have
+        it as a factor, over the weight. Where it is too small to divide by, weights enter after the dot products.
+        """
+        weight = None if self.after is None else self.after[block.index]
+        early = weight if self.weighs_early else None
+        dy = self.dy.take(block, self.taken, early)
+        for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
+            torch.mm(rows, self.down[segment.expert], out=out)
+        if weight is not None and self.d_gates_of is not None:
+            dots = self._dots_with_results(block, dy, hidden, grad)
+            self.d_gates_of[block.index].copy_(dots if early is None else dots.div_(early))
+        if weight is not None and early is None:
+            column, deferred_wgrad = weight.unsqueeze(1), self.weighted.of(block)
+            grad.rows.mul_(column)
+            torch.mul(dy.rows, column, out=deferred_wgrad.rows)
+            dy = deferred_wgrad
+        if self.d_down is not None:
+            self._write(dy, hidden, self.d_down_of, block)
+        if self.d_down_bias is not None:
+            _column_sums(dy, self.d_down_bias, block)
+
+    def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
+        """Return the dot product of each row of dy with the expert's result before its weight: (rows,)."""
+        dots = dot_rows(grad.rows, hidden.rows, self.each[: block.rows])
+        if self.work.down_bias is not None:
+            for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
+                out += torch.mv(rows, self.work.down_bias[segment.expert])
+        return dots
+
+    def _through_ups(self, block: RowBlock, grads: list[BlockRows]) -> None:
+        """Find the gradients of the matrices that read, of the rows and of weights before them."""
+        read = self.x.take(block, self.taken)
+        if self.d_rows is not None:
+            d_rows = self.d_rows.of(block)
+            for index, (grad, matrices) in enumerate(zip(grads, self.ups)):
+                for segment, rows, out in zip(block.segments, grad.segments, d_rows.segments):
+                    if index:
+                        out.addmm_(rows, matrices[segment.expert])
+                    else:
+                        torch.mm(rows, matrices[segment.expert], out=out)
+            if self.before is not None and self.d_gates_of is not None:
+                self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.each[: block.rows]))
+            self.d_rows.finish(block)
+        if self.before is not None:
+            weighted = self.weighted.of(block)
+            torch.mul(read.rows, self.before[block.index].unsqueeze(1), out=weighted.rows)
+            read = weighted
+        for grad, gradients in zip(grads, self.d_ups_of):
+            self._write(grad, read, gradients, block)
+        for grad, of_biases in zip(grads, self.d_up_biases):
+            _column_sums(grad, of_biases, block)
+
+    def _clear_idle(self) -> None:
+        """Set the gradients of experts without rows to zero."""
+        gradients = [*self.d_ups, *self.d_up_biases, self.d_down, self.d_down_bias]
+        idle = [expert for expert, rows in enumerate(counts(self.work.ends)) if not rows]
+        for gradient in gradients:
+            if gradient is not None:
+                for expert in idle:
+                    gradient[expert].zero_()
+
+
+@torch.no_grad()
+def _finish(left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
+    """Write the products that were left."""
+    while left:
+        _products(*left.pop())
+
+
+def _can_divide_by(weights: Tensor) -> bool:
+    """Return whether no weight is so small that a product with it loses what the other factor had."""
+    if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
+        return False
+    return float(weights.abs().min()) >= SMALLEST_DIVISOR
+
+
+def _like(weights: Tensor) -> Tensor:
+    return empty(weights.shape, weights.dtype, weights.device)
+
+
+def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+    """Write each expert's `a.T @ b`, or add it to what earlier blocks of the expert wrote."""
+    for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
+        if segment.is_first:
+            torch.mm(a_rows.t(), b_rows, out=out[segment.expert])
+        else:
+            out[segment.expert].addmm_(a_rows.t(), b_rows)
+
+
+def _column_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:
+    for segment, part in zip(block.segments, rows.segments):
+        if segment.is_first:
+            torch.sum(part, 0, out=out[segment.expert])
+        else:
+            out[segment.expert] += part.sum(0)

@@ -1,0 +1,425 @@
+"""`ExpertPlacement`: the experts of a model's MoE layers move between ranks now and then, and the model stays the same.
+
+Between two optimizer steps a policy (`balance/experts/`) looks at the load of the steps before and says which expert
+goes where; weights and all that the optimizer keeps of them follow. Routers, losses, counts and traces never learn of it.
+
+Experts move with all that belongs to them: weights, gradients, master copies, optimizer state. SmartMoE's published code moves
+parameters only: moments stay behind, and an optimizer with master copies writes the old expert's weights over the new one's at
+its next step. Here every tensor that has a part per expert moves, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
+from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.errors import InputError
+from moesaic.experts import AbstractExperts, ModuleExperts
+from moesaic.experts.experts import is_dtensor
+from moesaic.program.grid import Grid
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routers import TopologyRouter
+from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.expert_parallel import ExpertParallel
+
+Masters = Mapping[nn.Parameter, Tensor]
+"""From parameters to copies that the optimizer steps in their place."""
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """What this rank has of a layer's slots, of one parameter or, of modules, of all."""
+
+    slots: list[list[Tensor]]
+    """By place among this rank's slots: its tensors, as views of what the optimizer steps."""
+    layout: str
+    """What each slot has, in words; the same on all ranks."""
+    over_edp: bool = False
+    """Data-parallel sharding cuts between slots, so that the copies of the experts have different ones of them."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot on this rank."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0]) if self.slots else 0
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that a rank sent."""
+
+    num_bytes: int = 0
+    inter_node_bytes: int = 0
+    """Of them, to other nodes."""
+
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(self.num_bytes + other.num_bytes, self.inter_node_bytes + other.inter_node_bytes)
+
+
+def expert_slots_of(
+    experts: AbstractExperts, optimizer: torch.optim.Optimizer | None, masters: Masters
+) -> list[ExpertSlots]:
+    """Return what moves with a layer's experts; call it anew for each move, since state comes and goes.
+
+    Args:
+        experts: spread over a mesh; under FSDP, not between its hooks.
+        optimizer: of their parameters; None for none.
+        masters: copies of parameters that move too, with their own state.
+
+    Raises:
+        InputError: for optimizer state that has no part per expert.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(experts, FSDPModule):
+        experts.reshard()
+    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    if isinstance(experts, ModuleExperts):
+        return [_of_modules(experts, state, masters)]
+    return [_of_parameter(name, experts, state, masters) for names in experts.names for name in names]
+
+
+def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+    """Return the slots of a stacked parameter: every tensor cut along its first dimension."""
+    parameter = experts.get_parameter(name)
+    rows, tensors, words = len(_local(parameter)), [], []
+    for what, value in _belongings(parameter, state, masters):
+        if value.dim() == 0 or (value.numel() == 1 and value.shape != parameter.shape):
+            continue  # a count of steps: all experts have the same
+        local = _local(value)
+        if len(local) != rows:
+            raise InputError(
+                f"place_experts: the optimizer's {what} of {name}, {tuple(value.shape)}, cannot be cut by expert as "
+                f"{tuple(parameter.shape)} can: use an optimizer whose state is shaped like parameters, or leave it off"
+            )
+        tensors.append(local)
+        words.append(f"{what} {value.dtype} {tuple(value.shape[1:])}")
+    over_edp = is_dtensor(parameter) and any(
+        axis == "edp" and getattr(place, "dim", None) == 0
+        for axis, place in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
+    )
+    slots = [[tensor[row] for tensor in tensors] for row in range(rows)]
+    return ExpertSlots(slots, f"{name}: {', '.join(words)}", over_edp)
+
+
+def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+    """Return the slots of modules: all their parameters, buffers and state, counts of steps too."""
+    slots, words = [], ""
+    for module in experts.experts.children():
+        found = [
+            (f"{name} {what}", value)
+            for name, parameter in module.named_parameters()
+            for what, value in _belongings(parameter, state, masters)
+        ]
+        found += list(module.named_buffers())
+        slots.append([_local(value) for _, value in found])
+        words = ", ".join(f"{what} {value.dtype} {tuple(value.shape)}" for what, value in found)
+    return ExpertSlots(slots, f"modules: {words}")
+
+
+def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Masters) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that belongs to a parameter, with a name, in the same order on all ranks."""
+    owners: list[tuple[str, Tensor]] = [("weight", parameter)]
+    if parameter in masters:
+        owners.append(("master", masters[parameter]))
+    for owner, tensor in owners:
+        yield owner, tensor.detach()
+        if tensor.grad is not None:
+            yield f"{owner}.grad", tensor.grad
+        for key, value in sorted(state.get(tensor, {}).items()):
+            if isinstance(value, Tensor):
+                yield f"{owner}.{key}", value
+            elif value is not None and not isinstance(value, int | float | str):
+                raise InputError(
+                    f"place_experts: the optimizer keeps a {type(value).__name__} as its {key}, which cannot be cut by "
+                    "expert: use an optimizer whose state is tensors, or leave it off"
+                )
+
+
+@torch.no_grad()
+def carry_slots(
+    expert_slots: ExpertSlots, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
+) -> SentBytes:
+    """Move experts from slot to slot; all ranks call it together.
+
+    Args:
+        expert_slots: what this rank has.
+        transport: between all ranks.
+        grid: the mesh.
+        before: (num_experts,) the expert in each slot now.
+        after: the same when it returns.
+    """
+    tag, rank = transport.take_tags(1), transport.rank
+    holder = _holders(expert_slots, grid, rank, len(before))
+    was = np.empty(len(before), dtype=np.int64)
+    was[before] = np.arange(len(before))
+    sends: dict[int, list[Tensor]] = {}
+    receives: dict[int, list[int]] = {}
+    stays: list[tuple[int, Tensor]] = []
+    for slot, expert in enumerate(after):
+        (source, old), (target, new) = holder[was[expert]], holder[slot]
+        if source == rank and target == rank and old != new:
+            stays.append((new, _packed(expert_slots.slots[old], transport.device)))
+        elif source == rank and target != rank:
+            sends.setdefault(target, []).append(_packed(expert_slots.slots[old], transport.device))
+        elif target == rank and source != rank:
+            receives.setdefault(source, []).append(new)
+    messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
+    buffers = {
+        peer: torch.empty(len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device)
+        for peer, places in receives.items()
+    }
+    transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
+    arrived = (
+        (new, part) for peer, places in receives.items() for new, part in zip(places, _cut(buffers[peer], places))
+    )
+    for new, part in (*stays, *arrived):
+        _unpack(part, expert_slots.slots[new])
+    others = {peer: message.numel() for peer, message in messages.items()}
+    return SentBytes(
+        sum(others.values()), sum(n for peer, n in others.items() if grid.node_of(peer) != grid.node_of(rank))
+    )
+
+
+def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
+    """Return who has each slot among the ranks that this one trades with, and at which place among its own."""
+    each = num_experts // grid.ep
+    traders = grid.group(rank, ("edp", "ep") if expert_slots.over_edp else ("ep",))
+    at = {(grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders}
+    part = -(-each // grid.edp) if expert_slots.over_edp else each
+    found = [(at[slot % each // part, slot // each], slot % each % part) for slot in range(num_experts)]
+    held = sum(owner == rank for owner, _ in found)
+    assert held == len(expert_slots.slots), (
+        f"rank {rank} has {len(expert_slots.slots)} slots of {expert_slots.layout}, not {held}"
+    )
+    return found
+
+
+def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the bytes of tensors, one after the other."""
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
+    return torch.cat(parts)
+
+
+def _cut(buffer: Tensor, places: list[int]) -> tuple[Tensor, ...]:
+    return buffer.view(len(places), -1).unbind()
+
+
+def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.numel() * tensor.element_size()
+        whole = part[start:end].clone()  # of its own: other types want aligned storage
+        tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
+        start = end
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part, as a view."""
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
+
+
+class PlacedLayer(Protocol):
+    """What is asked of a layer; `MoE` is one."""
+
+    experts: AbstractExperts
+    router: AbstractRouter
+    on_mesh: ExpertParallel | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What a decision did, over all layers and ranks."""
+
+    experts: int
+    """That went to another place; copies and shards of an expert count once."""
+    num_bytes: int
+    """SentBytes between ranks."""
+    inter_node_bytes: int
+    """Of them, between nodes."""
+    busiest_before: tuple[float, ...] = ()
+    """Per layer: copies per step at the busiest place over the mean, where experts were; none seen is 0."""
+    busiest_after: tuple[float, ...] = ()
+    """The same load where experts are now."""
+
+
+class ExpertPlacement:
+    """Places the experts of layers anew every so many optimizer steps; all ranks make it and call it together.
+
+    Until it is dropped, a layer's parameters hold experts by slot: `state_dict` is refused except `at_home`.
+
+    Args:
+        layers: MoE layers on the mesh.
+        mesh: the ranks.
+        optimizer: of the experts' parameters; its state moves with them.
+        every: steps between decisions.
+        placer: the policy; None for `Balanced`.
+        masters: copies of parameters that the optimizer steps in their place; they move too.
+
+    Raises:
+        InputError: for layers that are on no mesh, a mesh without expert parallelism, a router that asks where experts are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PlacedLayer],
+        mesh: Mesh,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        placer: AbstractExpertPlacer | None = None,
+        masters: Masters | None = None,
+    ) -> None:
+        if every < 1:
+            raise InputError(f"place_experts every={every}: must be at least 1 step")
+        if mesh.grid.ep == 1:
+            raise InputError(
+                "place_experts: with mesh.ep=1 every rank has all experts, none of which can move: choose an ep above 1"
+            )
+        self.every, self._mesh, self._optimizer = every, mesh, optimizer
+        self._placer, self._masters = placer or Balanced(), masters or {}
+        self._layers = [layer.experts for layer in layers]
+        self._orders = [_order_of(layer) for layer in layers]
+        for experts, order in zip(self._layers, self._orders):
+            order.watches = True
+            order.guard(experts)
+        self._steps = 0
+
+    @property
+    def orders(self) -> list[np.ndarray]:
+        """Per layer (num_experts,) int64: the expert in each slot."""
+        return [order.experts for order in self._orders]
+
+    def after_step(self) -> Moved | None:
+        """Count an optimizer step; every `every` steps decide and move. All ranks call it, gradients best set to None.
+
+        Returns:
+            what moved, if there was a decision.
+        """
+        self._steps += 1
+        if self._steps % self.every:
+            return None
+        loads = self._loads()
+        moved = self.place(self._decide(loads))
+        after = [places_of(order, self._mesh.grid.ep) for order in self.orders]
+        return Moved(
+            experts=moved.experts,
+            num_bytes=moved.num_bytes,
+            inter_node_bytes=moved.inter_node_bytes,
+            busiest_before=tuple(_over_mean(load, load.place) for load in loads),
+            busiest_after=tuple(_over_mean(load, place) for load, place in zip(loads, after)),
+        )
+
+    def place(self, orders: Sequence[np.ndarray]) -> Moved:
+        """Move experts to these orders; all ranks call it together, between steps.
+
+        Args:
+            orders: per layer (num_experts,) int64: the expert in each slot.
+
+        Raises:
+            InputError: on every rank, with nothing moved: for an order that is no permutation, optimizer state that cannot be
+                cut by expert, ranks that differ in either.
+        """
+        grid, transport = self._mesh.grid, self._mesh.transport
+        if len(orders) != len(self._layers):
+            raise InputError(f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each")
+        everything, refusal = self._all_slots(orders)
+        fields = {f"place_experts layer {number} order": list(order) for number, order in enumerate(orders)}
+        of_layers = {
+            f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(everything)
+        }
+        check_same(transport, {**fields, **of_layers, "place_experts": refusal})
+        if refusal:
+            raise InputError(refusal)
+        sent, moved = SentBytes(), 0
+        for of_layer, order, wanted in zip(everything, self._orders, orders):
+            if np.array_equal(order.experts, wanted):
+                continue
+            for expert_slots in of_layer:
+                sent += carry_slots(expert_slots, transport, grid, order.experts, wanted)
+            moved += int((places_of(order.experts, grid.ep) != places_of(wanted, grid.ep)).sum())
+            order.change(wanted)
+        told = torch.tensor([sent.num_bytes, sent.inter_node_bytes], device=transport.device)
+        num_bytes, between = all_reduce_sum(transport, tuple(range(grid.world)), told).tolist()
+        return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=between)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """A stretch in which every expert is in the slot of its number, for saving and loading; all ranks enter it.
+
+        After an error experts stay at home: ranks that do not agree on one could not move them together.
+        """
+        away = [order.copy() for order in self.orders]
+        self.place([np.arange(len(order)) for order in away])
+        yield
+        self.place(away)
+
+    def _all_slots(self, orders: Sequence[np.ndarray]) -> tuple[list[list[ExpertSlots]], str]:
+        """Return what moves, by layer, and why this rank cannot; "" where it can."""
+        found: list[list[ExpertSlots]] = []
+        try:
+            for experts, order in zip(self._layers, orders):
+                check_order(order, experts.num_experts)
+                found.append(expert_slots_of(experts, self._optimizer, self._masters))
+        except InputError as error:
+            return [], str(error)
+        return found, ""
+
+    def _decide(self, loads: Sequence[ExpertLoad]) -> list[np.ndarray]:
+        """Return the first rank's orders, the same on all: times that differ in a last bit might order them otherwise."""
+        transport = self._mesh.transport
+        found = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
+        told = torch.from_numpy(np.concatenate(found)).to(transport.device)
+        told = broadcast(transport, tuple(range(self._mesh.grid.world)), told, 0).cpu()
+        return [part.numpy() for part in told.split([len(order) for order in found])]
+
+    def _loads(self) -> list[ExpertLoad]:
+        """Return the load of each layer since the last decision; all ranks get the same."""
+        transport, grid = self._mesh.transport, self._mesh.grid
+        mine = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
+        sizes = torch.tensor(mine or [0] * len(self._layers), device=transport.device)
+        largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
+        return [
+            ExpertLoad(
+                grid=grid,
+                copies=order.take(grid) / self.every,
+                order=order.experts,
+                dim=experts.dim,
+                expert_parameters=_shard_parameters(experts, grid.etp),
+                expert_bytes=num_bytes,
+                steps=self.every,
+            )
+            for experts, order, num_bytes in zip(self._layers, self._orders, largest)
+        ]
+
+
+def _order_of(layer: PlacedLayer) -> ExpertOrder:
+    if layer.on_mesh is None:
+        raise InputError("place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first")
+    if isinstance(layer.router, TopologyRouter):
+        raise InputError(
+            "place_experts clashes with the router TopologyRouter, whose choices depend on where experts are: choose another"
+        )
+    return layer.on_mesh.order
+
+
+def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
+    """Return the parameters of one shard of an expert, however data parallelism splits it."""
+    if isinstance(experts, ModuleExperts):
+        return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
+    return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())
+
+
+def _over_mean(load: ExpertLoad, place: np.ndarray) -> float:
+    mean = float(load.weight.sum(1).max()) / load.grid.ep
+    return load.busiest(place) / mean if mean else 0.0
