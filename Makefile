@@ -74,6 +74,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench same_curves --json $(RESULTS)/same_curves.json
 	$(BIN)/moesaic bench codec_convergence --json $(RESULTS)/codec_convergence.json
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json
+	$(BIN)/moesaic bench certificates --json $(RESULTS)/certificates.json --page docs/certificates.md
 	$(BIN)/moesaic bench house --json $(RESULTS)/house.json
 	$(BIN)/python -m moesaic_lab.performance_page
 

@@ -11,17 +11,21 @@ from moesaic.errors import InputError
 from moesaic_lab.benchmark import Benchmark
 
 BENCHMARKS = {
+    "auto": ("auto", "what plan=auto ends on, beside fixed plans, on an emulated cluster"),
     "balance": ("balance.benchmark", "answers to skewed routing on an emulated cluster, and simulated on larger ones"),
     "check": ("check", "moesaic check, with claims"),
     "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
     "codec_error": ("codec_error", "error and bytes of each codec"),
     "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, beside the limit of its links"),
+    "convert": ("convert", "checkpoints between formats: bytes that differ, and memory"),
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
+    "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
     "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
     "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs, orders on an emulated cluster"),
+    "ledger": ("ledger.page", "what others measured beside what the models of time and memory say"),
     "layer_memory": ("kernels.memory", "memory of one layer, beside the formula and Tutel's"),
     "model": ("model.benchmark", "predicted times of layers beside measured ones, on an emulated cluster"),
     "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),

@@ -87,9 +87,10 @@ QUESTIONS = (
         title="How near is the simulator to what is measured?",
         meaning=(
             "Layers on the beds, predicted from a profile that was taken before. Since ranks can talk over sockets the "
-            "worst cases are off by more than was asked; the median is not."
+            "worst cases are off by more than was asked; the median is not. [The ledger](ledger.md) holds predictions "
+            "against what other people measured, and names what is off."
         ),
-        results=("model", "simulator"),
+        results=("model", "simulator", "ledger"),
         picture="bench/model.svg",
     ),
     Question(
@@ -122,9 +123,10 @@ QUESTIONS = (
         title="Does everything compute the same?",
         meaning=(
             "Random meshes, plans and workloads against a dense float64 reference, planted bugs, bytes against the "
-            "papers' formulas, codecs against their bounds, and parts that are added from the documentation."
+            "papers' formulas, codecs against their bounds, parts that are added from the documentation, and checkpoints that "
+            "go through other programs' formats."
         ),
-        results=("check", "same_curves", "schedules", "codec_error", "extending"),
+        results=("check", "same_curves", "schedules", "codec_error", "extending", "convert"),
     ),
 )
 

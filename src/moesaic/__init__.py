@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moesaic.routing.routing import Routing
     from moesaic.runtime.data_parallel import average_gradients
     from moesaic.runtime.routing_cache import checkpoint, replay_contexts
+    from moesaic.weights.convert import convert
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOMES = {
     "Routing": "moesaic.routing.routing",
     "checkpoint": "moesaic.runtime.routing_cache",
     "replay_contexts": "moesaic.runtime.routing_cache",
+    "convert": "moesaic.weights.convert",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "collect_losses",
+    "convert",
     "encoding",
     "fast_decode",
     "fast_encode",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
@@ -139,8 +141,8 @@ class MoE(InjectsLosses, RoutingCached):
 
     def parallelize(
         self,
-        mesh: Mesh,
-        plan: Plan | Compiled,
+        mesh: Mesh | DeviceMesh | ProcessGroup,
+        plan: Plan | Compiled | Literal["auto"] | None = None,
         policy: AbstractReplicationPolicy | None = None,
         *,
         broadcast: bool = False,
@@ -155,8 +157,13 @@ class MoE(InjectsLosses, RoutingCached):
         divide by dp); docs/distributed.md.
 
         Args:
-            mesh: the ranks; `Mesh.create(ep=4)`.
-            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks.
+            mesh: the ranks: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension "ep" splits the
+                experts (`Mesh.from_device_mesh` says what other names mean); or a process group, all of whose ranks split them.
+                Ranks of the world that are not among them take no part.
+            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks. None for `Plan()`.
+                "auto" begins with that, times others during the first 60 steps of training or so, keeps the fastest and says
+                so in one line; when steps take another time later, it tries again. All layers on a mesh that ask for it run
+                under one plan.
             policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
                 that the plan names.
             broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
@@ -167,16 +174,18 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
+        mesh = Mesh.of(mesh)
+        is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
         weights = described(self, values=not broadcast)
-        settings = {**self._settings(), "broadcast": broadcast}
+        settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         before = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
-        on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan, self.experts, before, calls, settings, weights, deepep=lambda: mesh.deepep
-        )
+        of_layer = (chosen, self.experts, before, calls, settings, weights)
+        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *of_layer, deepep=lambda: mesh.deepep)
         if broadcast:
             take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
@@ -184,6 +193,8 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
+        if is_auto:
+            AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan of the same mesh from the next call on: another schedule, another r, other chunks.
@@ -192,7 +203,8 @@ class MoE(InjectsLosses, RoutingCached):
         back to one is a look-up. All ranks call it, between steps, with the same plan; a difference is found by the next call,
         whose exchange of counts then goes to all ranks, with a digest of what they run.
 
-        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes.
+        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes. A layer
+        whose plan was "auto" keeps this one.
 
         Args:
             plan: which of the equivalent ways it runs in; a compiled one serves several layers, which then share its caches.
@@ -204,6 +216,7 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is None:
             raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
         self.on_mesh.use(plan, self.experts)
+        self.on_mesh.auto = None
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
@@ -340,6 +353,22 @@ class MoE(InjectsLosses, RoutingCached):
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+    def _is_auto(self, plan: Plan | Compiled | str | None, mesh: Mesh) -> bool:
+        """Return whether a plan is to be found; refuse other words, and capacities under which plans are not equivalent."""
+        if not isinstance(plan, str):
+            return False
+        if plan != "auto":
+            raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
+        for name in ("capacity", "eval_capacity"):
+            capacity = getattr(self, name)
+            by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
+            if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
+                raise InputError(
+                    f'plan="auto" clashes with {name}={capacity}, counted on each rank, where what is dropped depends on the '
+                    'plan: choose Dropless(), or a capacity with scope="mesh"'
+                )
+        return True
 
     def _settings(self) -> dict[str, object]:
         """Return what all ranks of a mesh must have made the layer with."""

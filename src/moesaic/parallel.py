@@ -1,8 +1,8 @@
 """A model of any modules over a mesh: MoE layers by themselves, the rest by FSDP2 or DDP, and the norm of the whole gradient.
 
-First every MoE layer is parallelized, then one of `shard_over_data` (FSDP2) and `prepare_ddp` is called, or neither, with
-`moesaic.average_gradients` before each step. After a backward pass of each rank's mean loss every gradient is that of the mean
-over all tokens:
+`parallelize_model` puts every MoE layer on the mesh, and all parameters under FSDP2 if it is asked to. Without FSDP2,
+`prepare_ddp` comes next, or neither, with `moesaic.average_gradients` before each step. After a backward pass of each rank's
+mean loss every gradient is that of the mean over all tokens:
 
     dense part   averaged over dp; complete on every rank of a tp group, or split like its parameter
     experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
@@ -13,8 +13,9 @@ FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
 from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
+from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.runtime.data_parallel import expert_parameters
 
 __all__ = [
@@ -35,10 +39,97 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parameters",
     "gradient_norm",
+    "parallelize_layers",
+    "parallelize_model",
+    "parameter_groups",
     "prepare_ddp",
     "shard_dim",
     "shard_over_data",
 ]
+
+
+def parallelize_model(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | dist.ProcessGroup,
+    plan: Plan | Compiled | Literal["auto"] | None = None,
+    *,
+    fsdp: bool | Sequence[nn.Module] = False,
+    broadcast: bool = False,
+) -> Mesh:
+    """Put every MoE layer of a model on a mesh, in place; all ranks of the mesh call it together.
+
+    Args:
+        model: any tree of modules, whole and the same on every rank.
+        mesh: the ranks, as `MoE.parallelize` takes them.
+        plan: how the MoE layers run; None for `Plan()`, "auto" to find it while training.
+        fsdp: also apply FSDP2, see `shard_over_data`: True, or the modules whose parameters are gathered together. True takes
+            the entries of the model's outermost `nn.ModuleList`s, its blocks.
+        broadcast: give every rank the first one's weights of MoE layers, instead of comparing them.
+
+    Returns:
+        the mesh.
+
+    Raises:
+        InputError: for a model without MoE layers, and as `MoE.parallelize` does.
+    """
+    mesh = Mesh.of(mesh)
+    if not any(isinstance(module, MoE) for module in model.modules()):
+        raise InputError(f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward layers are")
+    parallelize_layers(model, mesh, plan or Plan(), broadcast=broadcast)
+    if fsdp is not False and mesh.is_distributed:
+        shard_over_data(model, mesh, _blocks(model) if fsdp is True else fsdp)
+    return mesh
+
+
+def parallelize_layers(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan | Compiled | Literal["auto"],
+    policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
+    *,
+    broadcast: bool = False,
+) -> None:
+    """Put every MoE layer of a model on a mesh, in place. Layers that are alike share one compiled plan.
+
+    Args:
+        model, mesh, plan, broadcast: as for `parallelize_model`.
+        policy_of: from a plan, compiled here, to what decides which copies are replicated; None takes the policy that the
+            plan names.
+    """
+    compiled: dict[bool, Compiled] = {}
+    policies: dict[bool, AbstractReplicationPolicy | None] = {}
+    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+        if not isinstance(plan, Plan):
+            layer.parallelize(mesh, plan, broadcast=broadcast)
+            continue
+        bias = bool(layer.experts.names[1])
+        if bias not in compiled:
+            on_cpu = mesh.transport.device.type == "cpu"
+            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
+            policies[bias] = policy_of(compiled[bias])
+        layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
+
+
+def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Return a model's parameters as the groups of an optimizer: those of one kind together, since torch's fused and foreach
+    steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
+
+    Args:
+        model: after it was parallelized.
+        options: of every group, such as `weight_decay=0.1`.
+    """
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters, **options} for parameters in groups.values()]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the entries of the outermost lists of modules."""
+    if isinstance(model, nn.ModuleList):
+        return list(model)
+    return [block for child in model.children() if not isinstance(child, MoE) for block in _blocks(child)]
 
 
 def shard_over_data(model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = ()) -> None:
@@ -69,7 +160,8 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
     """Make a model ready for `DistributedDataParallel(model)`, in place: it leaves experts alone, which average themselves.
 
     DDP knows no parameters of which ranks have parts of their own. It is told to ignore the experts; a hook on each of their
-    gradients sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too).
+    gradients sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too). On a mesh
+    over a part of the world, or with tensor parallelism, DDP takes `process_group=mesh.dense["dp"].get_group()`.
 
     Args:
         model: what DDP will wrap, by hand or by a trainer; its MoE layers are parallelized on `mesh`.
@@ -131,6 +223,9 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`, as torch's function of this name does.
 
@@ -142,15 +237,16 @@ def clip_grad_norm_(
         max_norm: the largest norm; `math.inf` only measures.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise RuntimeError if the norm is not finite.
+        mesh, group: as for `gradient_norm`, of a model whose mesh is a part of the world.
 
     Returns:
         the norm before, ().
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
-    if not any(_is_spread(parameter) for parameter in parameters):
+    if mesh is group is None and not any(_is_spread(parameter) for parameter in parameters):
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = gradient_norm(parameters, norm_type)
+    norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the gradient's norm is {float(norm)}: nothing was clipped")
     clip(parameters, norm, max_norm)
@@ -158,33 +254,43 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the whole gradient, (), the same on every rank of the world, which together hold the model.
+def gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    mesh: Mesh | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the norm of the whole gradient, (), the same on every rank of the ranks that together hold the model.
 
     norm^p = sum over ranks, over parameters of |this rank's part|^p / (ranks that hold the same part)
 
     Args:
-        parameters: of the model; those without a gradient count as zero.
+        parameters: of the model, or of this rank's pipeline stage; those without a gradient count as zero.
         norm_type: p.
+        mesh: the ranks that hold these parameters, whole or in parts; None for the whole world.
+        group: the ranks that together hold the model, those of all its pipeline stages; None for those of `mesh`.
     """
     parameters = list(parameters)
     present = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    holders = world if mesh is None else mesh.grid.world
+    group = mesh.process_group if group is None and mesh is not None else group
     if world == 1:
         return nn.utils.get_total_norm([local_part(gradient) for _, gradient in present], norm_type)
     by_copies: dict[int, list[Tensor]] = {}
     for parameter, gradient in present:
         if local_part(gradient).numel():
-            by_copies.setdefault(num_copies(gradient, _holders(parameter, world)), []).append(local_part(gradient))
+            by_copies.setdefault(num_copies(gradient, _holders(parameter, holders)), []).append(local_part(gradient))
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
     for copies, parts in by_copies.items():
         norm = nn.utils.get_total_norm(parts, norm_type).double()
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
     if math.isinf(norm_type):
         total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may lose what is not a number
-        dist.all_reduce(total, dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
         return total
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total.pow(1 / norm_type)
 
 
@@ -227,7 +333,7 @@ def _is_spread(parameter: nn.Parameter) -> bool:
 
 
 def _holders(parameter: nn.Parameter, world: int) -> int:
-    """Return how many ranks have a parameter. Modules of a user are other parameters on ranks of other experts."""
+    """Return how many of the ranks of a model have a parameter. Modules of a user are other ones where experts are others."""
     if isinstance(parameter, DTensor):
         axes = _axes(parameter)
         return parameter.device_mesh.size() if "edp" in axes and "ep" not in axes else world

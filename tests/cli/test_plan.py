@@ -175,3 +175,79 @@ def test_plans_in_words() -> None:
         Plan(schedule="s2", chunks=2, gather_weights=0, codec="int8", overlap_gather=True, order="fifo", peer_groups=2)
     )
     assert told == "s2, linear, 2 chunks, r = 0, 2 peer groups, overlapped gather, int8 forward, fifo"
+
+
+HUB = {
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(HUB))
+    return [
+        "plan",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+        "--tp",
+        "1",
+        "--etp",
+        "1",
+    ]
+
+
+def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsys: pytest.CaptureFixture) -> None:
+    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64"
+    assert main([*hub, "--price-per-hour", "2", "--explain", flags]) == 0
+    text = capsys.readouterr().err
+    for words in (
+        "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
+        "a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step",
+        "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
+    ):  # fmt: skip
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [("megatron", "--expert-model-parallel-size"), ("torchtitan", "expert_parallel_degree"), ("moesaic", "--mesh.ep")],
+)
+def test_a_layout_is_printed_in_the_words_of_another_system(
+    system: str, words: str, hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*hub, "--ep", "8", "--emit", system]) == 0
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert all(line.startswith("--") for line in printed.splitlines())
+
+
+def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
+    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 40, "hidden_size": 2048}))
+    assert main([*hub, "--seq-len", "32768", "--ep", "8"]) == 0
+    assert "activations are recomputed: without that it fits no layout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "12"], "12 devices are no whole nodes of dgx-h100, which have 8: try 8"),
+        (["--nodes", "2"], "--nodes and --gpus both say how large the cluster is"),
+        (["--price-per-hour", "-1"], "--price-per-hour -1.0: must be a finite number above 0"),
+        (["--explain", "--nothing"], "no flag of Megatron that splits a model is there"),
+        (["--emit", "megatrom"], "megatrom"),
+    ],
+)
+def test_questions_that_cannot_be_answered_are_one_line(
+    arguments: list[str], words: str, hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*hub, *arguments]) != 0
+    said = capsys.readouterr().err.strip()
+    assert words in said
+    assert "\n" not in said

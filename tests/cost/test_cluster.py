@@ -80,7 +80,7 @@ def test_the_papers_test_beds_and_common_machines_are_there() -> None:
         (changed(device={**PLAIN["device"], "tflops": {"bf16": -1}}), "cluster.device.tflops.bf16=-1.0"),
         (
             changed(device={**PLAIN["device"], "gemm_rows": [1, 2], "gemm_share": [1]}),
-            "gemm_rows has 2 values and gemm_share 1: give one share per number of rows",
+            "gemm_rows has 2 values and gemm_share 1: give one share for each",
         ),
         (changed(links=PLAIN["links"][:1] and [PLAIN["links"][1]]), "no link carries messages inside a node of 4 devices"),
         (changed(links=[{**PLAIN["links"][0], "carries": "inside"}]), "no link carries messages between its 2 nodes"),

@@ -67,7 +67,7 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
-            "the file is a Hugging Face configuration: write the sizes as",
+            "none of num_hidden_layers, n_layers, num_layers is there, so it is of an unknown architecture",
         ),
     ],
 )

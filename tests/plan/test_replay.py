@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moesaic.cost.cluster import Link
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan
@@ -31,8 +32,16 @@ LAYER = Workload(tokens=100, num_experts=4, top_k=2, dim=8, hidden=8)
 
 @pytest.fixture(scope="module")
 def world() -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """Return levels of load, seconds (levels, plans), and the recorded loads of the busiest expert, step by step."""
-    cluster = read_cluster("8x4090-pcie")
+    """Return levels of load, seconds (levels, plans), and the recorded loads of the busiest expert, step by step.
+
+    The cards have a bus on which neither messages nor products decide alone, so that plans differ.
+    """
+    described = read_cluster("8x4090-pcie")
+    links = (
+        Link(name="pcie", devices=1, gbps=(120.0,), latency_us=20, message_us=4),
+        Link(name="socket", devices=4, gbps=(240.0,), latency_us=3),
+    )
+    cluster = replace(described, links=links)
     predictor = Predictor(JOB, cluster, Grid(world=8, ep=8, ranks_per_node=8), PLANS)
     levels = EVEN * np.linspace(1, 4, 7)
     seconds = np.array([predictor(load) for load in levels])

@@ -110,3 +110,10 @@ def test_what_does_not_split_is_refused_and_left_whole(make: object, mesh: dict,
     assert not experts.is_spread
     assert experts.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in experts.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), lambda: ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, EXPERTS)])
+def test_parameters_carry_the_marks_that_other_trainers_look_for(make) -> None:
+    """DeepSpeed and Megatron-Core leave parameters with `allreduce=False` out of the average over all data-parallel ranks."""
+    for part in shards(make(), Grid(world=4, ep=2)):
+        assert {(p.allreduce, p.group_name) for p in part.parameters()} == {(False, "ep_size_2")}

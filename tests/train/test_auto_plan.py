@@ -60,6 +60,7 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
         tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, planner=auto),
         out=str(folder / "switched"),
     )
+    timed = replace(switched, planner=replace(switched.planner, cluster=""), out=str(folder / "timed"))
     parts = replace(switched, out=str(folder / "parts"), existing="resume")
     lossy = replace(switched, out=str(folder / "lossy"), steps=6, plan=StaticPlan(schedule="s2", codec="int8"))
     refused = {
@@ -69,8 +70,8 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
         "unknown": replace(switched, planner=replace(switched.planner, cluster="25gb")),
     }  # fmt: skip
     return {
-        "plain": plain, "switched": switched, "part 1": replace(parts, steps=8), "part 2": parts, "other": parts,
-        "lossy": lossy,
+        "plain": plain, "switched": switched, "timed": timed, "part 1": replace(parts, steps=8), "part 2": parts,
+        "other": parts, "lossy": lossy,
         **{name: replace(config, out=str(folder / "refused")) for name, config in refused.items()},
     }  # fmt: skip
 
@@ -87,7 +88,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 def decisions(run: Path) -> list[list]:
     """Return all that was decided in a run."""
-    return [each for line in lines(run, "train") for each in line["plan"]["decisions"]]
+    return [each for line in lines(run, "train") for each in line.get("plan", {"decisions": ()})["decisions"]]
 
 
 def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
@@ -98,6 +99,17 @@ def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
     assert made[0][1] == "start"
     assert "trial" in {why for _, why, _, _ in made}
     assert_same_run(folder / "plain", folder / "switched")
+
+
+def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(world) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes["timed"]] == [""] * 2
+    made = decisions(folder / "timed")
+    assert len({plan for _, _, _, plan in made}) >= 4, "several plans ran"
+    assert {why for _, why, _, _ in made} == {"start", "trial"}
+    assert made[0][3] == "s2, linear", "the configured plan is the first"
+    assert_same_run(folder / "plain", folder / "timed")
+    assert "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
 
 
 def test_metrics_tell_what_runs_and_how_much_was_tried(world) -> None:
@@ -209,13 +221,6 @@ def test_a_plan_file_with_another_mesh_table_is_refused(tmp_path: Path) -> None:
         with_planned(tiny(tmp_path, planner={"plan": str(tmp_path / "plan.toml")}))
 
 
-@pytest.mark.parametrize(
-    ("planner", "words"),
-    [
-        ({"plan": "auto"}, "planner.plan=auto needs either planner.cluster"),
-        ({"plan": "auto", "cluster": "25gbe", "profile": "p.json"}, "planner.plan=auto needs either planner.cluster"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(planner: dict, words: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=words):
-        tiny(tmp_path, planner=planner)
+def test_a_cluster_and_a_profile_are_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"predicts from planner.cluster or from planner.profile, not from both"):
+        tiny(tmp_path, planner={"plan": "auto", "cluster": "25gbe", "profile": "p.json"})

@@ -148,7 +148,7 @@ def changed(metadata: Metadata, kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("bytes", "it names torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
+        ("bytes", "it holds BytesStorageMetadata in place of TensorStorageMetadata"),
         ("outside", "it names ../../secret, which is no file of its folder"),
         ("transformed", "is transformed"),
         ("size", "it holds str in place of a size"),

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
-from ep_ranks import Case, batch, gradients, lines, steps
+from ep_ranks import Case, batch, find_plan, gradients, lines, steps
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from worlds import on_ranks
@@ -89,6 +89,13 @@ def test_more_ranks_equal_one(folder: Path, world: int) -> None:
         Case(skewed, ep=world, plan={"chunks": 2}),
         Case(mixtral, ep=world, tp=2),
     ])  # fmt: skip
+
+
+def test_the_plan_is_found_while_training(folder: Path) -> None:
+    for found in on_ranks(2, find_plan, str(folder / "mixtral")):
+        assert found["plans"] == {found["candidates"][-1]}
+        assert len(found["candidates"]) >= 4
+        assert len(found["said"]) == 1
 
 
 def test_ranks_say_in_one_line_what_does_not_fit(folder: Path) -> None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "show": "print a schedule as a program and the bytes that it moves",
     "profile": "measure this machine for the simulator and the planner",
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
+    "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
     "check": "prove on this machine that every plan computes what the plain layer computes",
     "trace": "look at recorded routing, or make some up",
     "demo": "train a sparse and a dense model, compare them, sample, report",
@@ -91,7 +92,13 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
 
 
-_EXTRAS = {"torch": "train", "safetensors": "train", "plotly": "report", "jinja2": "report"}
+_EXTRAS = {
+    "torch": "train",
+    "safetensors": "train",
+    "transformers": "transformers",
+    "plotly": "report",
+    "jinja2": "report",
+}
 
 
 def _usage() -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -23,16 +24,26 @@ from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
+from moesaic.plan.answer import Speed, changes, cost_of_skew, speed_of
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
+from moesaic.plan.hub import HubShape
 from moesaic.plan.layouts import Pins, name_of
 from moesaic.plan.loads import typical_counts
-from moesaic.plan.model import PRESETS, read_job, with_batch
+from moesaic.plan.model import PRESETS, Job, read_job, with_batch
+from moesaic.plan.others import EMITTERS, from_megatron, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.search import search
 from moesaic.traces.trace import Trace
 
+if TYPE_CHECKING:
+    EmitName: TypeAlias = str
+else:
+    EmitName = Literal[tuple(EMITTERS)]
+"""A name of the registry; a command line lists them as choices."""
+GIVE_UP, REFINED = 1.5, 4
+"""`give_up` and `refine` of `Settings`: 64 devices in ten seconds, with the best plan that trying more finds."""
 TABLES = 4
 """Calls of a trace that plans are ranked under."""
 DESCRIPTION = """Search layouts and plans for a model on a cluster by simulated time, under the memory of its devices.
@@ -44,18 +55,31 @@ class PlanOptions:
     """What to plan."""
 
     model: str = ""
-    """A preset (demo, gpt-tiny, gpt-small), or a training configuration: TOML, or a run's config.json."""
+    """A preset (demo, gpt-tiny, gpt-small), a training configuration (TOML, or a run's config.json), or the config.json of a
+    model of the Hugging Face hub."""
     cluster: str = ""
     """A preset, or a file that ends in .toml; docs/planning.md describes both."""
     nodes: int | None = None
     """Use so many nodes; None takes the cluster's number."""
+    gpus: int | None = None
+    """Use so many devices: whole nodes, or a part of one."""
     profile: str | None = None
     """What moesaic profile measured, in place of a cluster."""
     trace: str | None = None
     """Rank the best plans anew under recorded counts: a routing trace (docs/traces.md), or one table of copies per
     data-parallel group and expert (.npy, .csv). Bounds stay those of even routing."""
     batch_size: int | None = None
-    """Sequences per micro-batch over all ranks, in place of the model's."""
+    """Sequences per micro-batch over all ranks, in place of the model's; of a model of the hub one per rank."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step, in place of the model's; of a model of the hub as many as make 4 million tokens."""
+    seq_len: int | None = None
+    """Tokens of a sequence, in place of the model's; of a model of the hub 4096."""
+    price_per_hour: float | None = None
+    """Of one device: tells what a trillion tokens cost."""
+    emit: EmitName | None = None
+    """Print the best layout as flags of this training system, and nothing else."""
+    explain: str | None = None
+    """Megatron's flags of a layout of yours: tells what it should reach, and what would be better."""
     tp: int | None = None
     """Keep tensor parallelism at this."""
     ep: int | None = None
@@ -90,10 +114,14 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.pp != 1:
             raise InputError(f"--pp {self.pp}: pipeline stages are not there yet: leave it at 1")
-        for name in ("tp", "ep", "etp", "nodes", "top", "batch_size"):
+        for name in ("tp", "ep", "etp", "nodes", "gpus", "top", "batch_size", "accumulation", "seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
+            raise InputError(f"--price-per-hour {self.price_per_hour}: must be a finite number above 0")
+        if self.nodes is not None and self.gpus is not None:
+            raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
         for name in ("schedules", "all_to_alls", "chunks", "orders"):
             if not getattr(self, name):
                 raise InputError(f"--{name.replace('_', '-')} is empty: name at least one, or leave it out")
@@ -101,29 +129,71 @@ class PlanOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Plan; returns the exit code."""
-    options = parse(PlanOptions, arguments, prog="moesaic plan", description=DESCRIPTION)
+    options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
-        raise InputError(f"--model is missing: choose one of {', '.join(PRESETS)}, or give a training configuration")
-    job = with_batch(read_job(options.model), options.batch_size)
+        raise InputError(
+            f"--model is missing: choose one of {', '.join(PRESETS)}, or give a training configuration, or a config.json of "
+            "the hub"
+        )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
     simulator = _simulator(options)
     cluster = simulator.cluster
+    job = _job(options, cluster)
     counts = [] if options.trace is None else _counts(Path(options.trace))
     console = Console(stderr=True)
     with _shown(console) as progress:
-        result = search(job, cluster, _settings(options), counts=counts, simulator=simulator, progress=progress)
+        job, result = _searched(job, _settings(options), counts, simulator, progress)
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
+    if options.emit is not None:
+        print("\n".join(EMITTERS[options.emit](job, result.best)))
+        return 0
+    told = [*reasons(result, cluster), *answers(job, cluster, result, options)]
     if options.json:
-        print(json.dumps(as_data(result, cluster), indent=2))
+        print(json.dumps({**as_data(result, cluster), "reasons": told}, indent=2))
         return 0
     console.print(_table(result, cluster, options.model))
-    for line in reasons(result, cluster):
+    for line in told:
         console.print(line, highlight=False, soft_wrap=True)
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _joined(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return words with a flag and what follows it as one, as a value that begins with hyphens must be."""
+    words = list(arguments)
+    if flag in words[:-1]:
+        at = words.index(flag)
+        words[at : at + 2] = [f"{flag}={words[at + 1]}"]
+    return words
+
+
+def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
+    """Return what is trained, with the batch and the sequences that the options say."""
+    read = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
+    job = with_batch(read, options.batch_size)
+    if options.seq_len is not None and job.model.seq_len != options.seq_len:
+        job = replace(job, model=replace(job.model, seq_len=options.seq_len))
+    return job if options.accumulation is None else replace(job, accumulation=options.accumulation)
+
+
+def _searched(
+    job: Job,
+    settings: Settings,
+    counts: list[np.ndarray],
+    simulator: Simulator,
+    progress: Callable[[str, int, int], None],
+) -> tuple[Job, Result]:
+    """Return what a search finds; a model of the hub that fits no layout is tried again with recomputed blocks."""
+    try:
+        return job, search(job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress)
+    except InputError:
+        if not isinstance(job.model, HubShape):
+            raise
+    job = replace(job, model=replace(job.model, checkpoint_activations=True))
+    return job, search(job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress)
 
 
 def _simulator(options: PlanOptions) -> Simulator:
@@ -134,7 +204,8 @@ def _simulator(options: PlanOptions) -> Simulator:
         return profiled_simulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
-    return Simulator(read_cluster(options.cluster, nodes=options.nodes))
+    cluster = read_cluster(options.cluster, nodes=options.nodes)
+    return Simulator(cluster if options.gpus is None else cluster.of_devices(options.gpus))
 
 
 def _counts(path: Path) -> list[np.ndarray]:
@@ -157,7 +228,13 @@ def _settings(options: PlanOptions) -> Settings:
     )
     pins = Pins(tp=options.tp, ep=options.ep, etp=options.etp, innermost=options.innermost)
     return Settings(
-        space=space, pins=pins, keep=options.top, exhaustive=options.exhaustive, reserve_gib=options.reserve_gib
+        give_up=GIVE_UP,
+        refine=REFINED,
+        space=space,
+        pins=pins,
+        keep=options.top,
+        exhaustive=options.exhaustive,
+        reserve_gib=options.reserve_gib,
     )
 
 
@@ -260,3 +337,57 @@ def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
         f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long ({name_of(whole.grid)}, limited by "
         f"{whole.estimate.bottleneck}); it wins where a block has so many tokens that gathering its experts hides behind them"
     ]
+
+
+def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions) -> list[str]:
+    """Return in sentences what people ask: how fast and how sure, what to change first, what skew, tokens and their own layout
+    cost."""
+    best, sequences = result.best, job.batch_size * job.accumulation
+    speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences)
+    lines = [f"speed: {_in_words(speed, best.seconds, sequences * job.model.seq_len)}"]
+    lines += ["activations are recomputed: without that it fits no layout"] * (
+        job.model.checkpoint_activations and isinstance(job.model, HubShape)
+    )
+    gains = [f"{each.what} makes {each.speedup:.2f} of its speed" for each in changes(job, cluster, result)[:5]]
+    lines.append(f"change first: {'; '.join(gains) or 'nothing that was tried helps by half a percent'}")
+    skew = cost_of_skew(job, cluster, best)
+    if skew is not None:
+        lines.append(
+            f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
+        )
+    if options.price_per_hour is not None:
+        lines.append(
+            f"price: {speed.price(options.price_per_hour):,.0f} for a trillion tokens at {options.price_per_hour:g} an hour"
+        )
+    if options.explain is not None:
+        lines += _explained(job, cluster, speed, options.explain)
+    return lines
+
+
+def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[str]:
+    """Return what a layout of somebody else should reach beside the best that was found."""
+    layout = from_megatron(flags)
+    found = predict(job, cluster, layout)
+    groups = cluster.world // (layout.tp * layout.cp * layout.pp)
+    sequences = layout.global_batch or groups * layout.micro_batch
+    speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences)
+    gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total / GIB <= cluster.device.memory_gib
+    words = (
+        f"the layout above reaches {gain:.2f} times as much"
+        if gain > 1
+        else f"the layout above reaches only {gain:.2f} of it"
+    )
+    return [
+        f"yours: {_in_words(speed, found.seconds, sequences * job.model.seq_len)}; limited by {_limit(found)}; "
+        f"{found.memory.total / GIB:.1f} GiB"
+        + (f", which a device of {cluster.device.memory_gib:g} does not have" if not fits else ""),
+        words,
+    ]
+
+
+def _in_words(speed: Speed, seconds: float, tokens: int) -> str:
+    low, high = speed.interval
+    return (
+        f"{speed.tokens_per_second:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f} by published steps), a step of "
+        f"{tokens:,} tokens in {seconds:,.2f} s, MFU {speed.utilization:.0%}"
+    )

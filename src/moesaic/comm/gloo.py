@@ -20,7 +20,7 @@ class Gloo(AbstractTransport):
     """Sends between the processes of a Gloo group. Lanes make no difference: messages of both overlap.
 
     Args:
-        group: the process group of the whole world, backend gloo; ranks of a transfer are ranks in it.
+        group: the process group of the ranks, backend gloo; ranks of a transfer are ranks in it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,18 +1,21 @@
-"""One world of ranks, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a transport between the ranks.
+"""The ranks of a layer, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a transport between them.
 
+They are all processes, those of a process group, or those of a `DeviceMesh` or of a sub-mesh of one: a pipeline stage, say.
 PyTorch's `DeviceMesh` carries DTensors, FSDP2 and checkpoints; the layers' own movements go over the transport, point to
-point, and need no process groups beyond the world: their groups are tuples of ranks, from the grid.
+point, and need no process groups of their own: their groups are tuples of ranks, from the grid.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from itertools import groupby
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm import TransportName
@@ -30,9 +33,27 @@ LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"
 """Where torchrun says how many ranks it started on this node. What a launcher says is no switch: config overrides it."""
 
 
+ADVICE = {
+    "pp": "a pipeline stage has a mesh of its own: Mesh.create(..., group=the process group of its ranks)",
+    "cp": "ranks that hold other tokens of one sequence are data parallel for a MoE layer: leave it at 1",
+}
+"""What to write instead of sizes that a mesh does not have."""
+SPLIT = ("ep", "etp", "tp")
+"""Names of a `DeviceMesh`'s dimensions that split experts."""
+KEPT = "_moesaic_meshes"
+"""The attribute of a root `DeviceMesh` that holds what was laid over its ranks: layers share a transport that way."""
+
+
+class _Kept(dict[Any, "Mesh"]):
+    """Meshes by what was asked for. A copy or a file of whom it belongs to begins without any: connections are not copied."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks, as one of them sees them. Make it with `Mesh.create`.
+    """The ranks, as one of them sees them. Make it with `Mesh.create` or `Mesh.from_device_mesh`; it counts them from 0.
 
     A mesh of one process without `torch.distributed` has no device meshes: nothing is sharded on it.
     """
@@ -41,8 +62,10 @@ class Mesh:
     """Sizes of the axes and everyone's coordinates."""
     transport: AbstractTransport
     """To the other ranks."""
-    _dense: DeviceMesh | None = None
-    _sparse: DeviceMesh | None = None
+    process_group: dist.ProcessGroup | None = None
+    """The process group of these ranks; None where there are no process groups."""
+    shared: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the layers on this mesh have in common, by its class."""
 
     @classmethod
     def create(
@@ -59,43 +82,109 @@ class Mesh:
         transport: TransportName = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
-        """Lay a mesh over all processes. All of them call this together; dp and edp follow from their number.
+        """Lay a mesh over all processes, or over those of a group. All of them call this together; dp and edp follow.
 
         Args:
             tp: tensor parallelism of the dense part.
             ep: ranks over which experts are split.
             etp: ranks over which each expert's hidden width is split.
-            pp: reserved: 1.
-            cp: reserved: 1.
+            pp: 1: a pipeline stage has a mesh of its own, over the group of its ranks.
+            cp: 1: for a MoE layer, ranks that hold other tokens of one sequence are data parallel.
             innermost: which of etp and ep has consecutive ranks.
             ranks_per_node: consecutive ranks that share a node; None takes what torchrun says, else one node.
             device_type: "cpu" or "cuda", which is every process's current device.
             transport: what carries the messages of MoE layers: "auto" takes "gloo" for "cpu" and "nccl" for "cuda"; "sockets"
                 is another one for "cpu", on which small messages arrive sooner (docs/distributed.md).
-            group: a process group of the whole world; None is the default group.
+            group: the ranks, in ascending order; a part of the world or all of it. None is the default group.
 
         Raises:
-            InputError: on every rank: sizes that do not fit the world, a transport that does not serve the devices or cannot
+            InputError: on every rank: sizes that do not fit the ranks, a transport that does not serve the devices or cannot
                 connect the ranks, or ranks that ask for different meshes.
         """
         opened = open_transport(device_type, group, transport)
-        per_node = ranks_per_node if ranks_per_node is not None else _ranks_of_launcher()
+        part = group is not None and opened.world < _world()
+        per_node = ranks_per_node if ranks_per_node is not None or part else _ranks_of_launcher()
         asked = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
         check_same(opened, {f"mesh.{name}": value for name, value in asked.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
-                raise InputError(f"mesh.{name}={size}: it is reserved for later: set it to 1")
+                raise InputError(f"mesh.{name}={size}: {ADVICE[name]}")
         grid = Grid(
             world=opened.world,
             tp=tp,
             ep=ep,
             etp=etp,
             innermost=innermost,
-            ranks_per_node=_fitting(per_node, opened.world, ranks_per_node is None),
+            ranks_per_node=_ranks_per_node(_ranks_of(group))
+            if part and ranks_per_node is None
+            else _fitting(per_node, opened.world, ranks_per_node is None),
         )
-        if isinstance(opened, NoTransport):
-            return cls(grid, opened)
-        return cls(grid, opened, _dense(grid, device_type), _sparse(grid, device_type))
+        return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: TransportName = "auto") -> Mesh:
+        """Lay a mesh over the ranks of a torch `DeviceMesh` or of a sub-mesh of one; all its ranks call this together.
+
+        The names of its dimensions say what they are. The last of them split the experts:
+
+            "ep"    ranks over which experts are split
+            "etp"   ranks over which each expert's hidden width is split
+            "tp"    the same, where these ranks also hold the same tokens, as a tensor parallel group does
+
+        Any other name before them, such as "dp", "fsdp" or "cp", stands for ranks with tokens of their own and with copies of
+        the same experts. One dimension without a name is "ep". Pass the dimensions of all ranks that train the layer:
+        `world["dp", "ep"]` of a world of ("pp", "dp", "ep"). The same ranks, named alike, give the same mesh again.
+
+        Args:
+            device_mesh: on "cpu" or "cuda".
+            tp: so many neighbours hold the same tokens and yet split whole experts; only where no dimension is "tp".
+            transport: as for `create`.
+
+        Raises:
+            InputError: on every rank: names that say nothing of experts or stand in another order, sizes that do not fit, or
+                a device or backend that no transport serves.
+        """
+        names, ranks = _checked(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
+        root = device_mesh._get_root_mesh()
+        if not hasattr(root, KEPT):
+            setattr(root, KEPT, _Kept())
+        kept, key = getattr(root, KEPT), (ranks, names, tuple(device_mesh.shape), tp, transport)
+        if key not in kept:
+            sizes = dict(zip(names, device_mesh.shape))
+            grid = Grid(
+                world=len(ranks),
+                tp=sizes.get("tp", tp),
+                ep=sizes.get("ep", 1),
+                etp=sizes.get("etp", sizes.get("tp", 1)),
+                innermost="ep" if names[-1] == "ep" else "etp",
+                ranks_per_node=_ranks_per_node(ranks),
+            )
+            group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of(ranks)
+            kept[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
+        found: Mesh = kept[key]
+        return found
+
+    @classmethod
+    def of(cls, ranks: Mesh | DeviceMesh | dist.ProcessGroup) -> Mesh:
+        """Return a mesh over ranks that are given in any form; all of them call this together.
+
+        Args:
+            ranks: a mesh; a `DeviceMesh`, see `from_device_mesh`; or a process group, all of whose ranks split the experts,
+                which gets connections of its own: make one mesh by `create(ep=..., group=...)` where layers shall share them.
+
+        Raises:
+            InputError: for anything else, and as `create` and `from_device_mesh` do.
+        """
+        if isinstance(ranks, Mesh):
+            return ranks
+        if isinstance(ranks, DeviceMesh):
+            return cls.from_device_mesh(ranks)
+        if isinstance(ranks, dist.ProcessGroup):
+            own = _group_of(_ranks_of(ranks), backend=dist.get_backend(ranks))
+            return cls.create(ep=ranks.size(), group=own, device_type="cuda" if ranks.name() == "nccl" else "cpu")
+        raise InputError(
+            f"a mesh is a moesaic.Mesh, a DeviceMesh or a process group, not {type(ranks).__name__}: write Mesh.create(ep=...)"
+        )
 
     @property
     def rank(self) -> int:
@@ -105,30 +194,46 @@ class Mesh:
     @property
     def is_distributed(self) -> bool:
         """Whether there are process groups, and so device meshes."""
-        return self._dense is not None
+        return self.process_group is not None
 
-    @property
+    @cached_property
     def dense(self) -> DeviceMesh:
-        """The world as ("dp", "tp").
+        """The ranks as ("dp", "tp"); all of them ask for it together.
 
         Raises:
             RuntimeError: where `torch.distributed` is not initialised.
         """
-        return _existing(self._dense)
+        return self._device_mesh(("dp", "tp"), torch.arange(self.grid.world).view(self.grid.dp, self.grid.tp))
 
-    @property
+    @cached_property
     def sparse(self) -> DeviceMesh:
-        """The world as ("edp", "ep", "etp").
+        """The ranks as ("edp", "ep", "etp"); all of them ask for it together.
 
         Raises:
             RuntimeError: where `torch.distributed` is not initialised.
         """
-        return _existing(self._sparse)
+        grid, ranks = self.grid, torch.arange(self.grid.world)
+        if grid.innermost == "etp":
+            ranks = ranks.view(grid.edp, grid.ep, grid.etp)
+        else:
+            ranks = ranks.view(grid.edp, grid.etp, grid.ep).transpose(1, 2)
+        return self._device_mesh(("edp", "ep", "etp"), ranks)
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
         """The dims ("ep", "etp") of this rank's copy of the experts; None where there are no process groups."""
-        return None if self._sparse is None else self._sparse["ep", "etp"]
+        return self.sparse["ep", "etp"] if self.is_distributed else None
+
+    def _device_mesh(self, names: tuple[Axis, ...], ranks: Tensor) -> DeviceMesh:
+        """Return the ranks of this mesh as a device mesh. Of a part of the world nobody else has to take part."""
+        if self.process_group is None:
+            raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
+        device_type, of_world = self.transport.device.type, torch.tensor(_ranks_of(self.process_group))
+        if len(of_world) == _world():
+            return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        members = (self.grid.group(self.rank, (name,)) for name in names)
+        groups = [_group_of(tuple(of_world[list(each)].tolist())) for each in members]
+        return DeviceMesh.from_group(groups, device_type, of_world[ranks].contiguous(), mesh_dim_names=names)
 
     @property
     def intra_node(self) -> tuple[int, ...]:
@@ -153,14 +258,14 @@ class Mesh:
 
 
 def open_transport(
-    device_type: DeviceType = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
+    device_type: str = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
 ) -> AbstractTransport:
-    """Open a transport between all processes; all of them call this together.
+    """Open a transport between all processes, or between those of a group; all of them call this together.
 
     Args:
         device_type: "cpu", or "cuda" for the current devices.
-        group: a process group of the whole world; None is the default group. NCCL makes its own groups; sockets tell each
-            other the ranks' addresses through this one.
+        group: the ranks, a part of the world or all of it; None is the default group. NCCL makes its own groups; sockets tell
+            each other the ranks' addresses through this one.
         name: which transport; "auto" takes "gloo" for "cpu" and "nccl" for "cuda".
 
     Returns:
@@ -181,61 +286,75 @@ def open_transport(
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     if not dist.is_initialized():
         return NoTransport(device)
-    world_group = group or dist.group.WORLD
-    assert world_group is not None
-    if world_group.size() != dist.get_world_size():
-        raise InputError(
-            f"the process group of a mesh has {world_group.size()} of the {dist.get_world_size()} ranks: "
-            "pass a group of all of them"
-        )
+    of_ranks = group or dist.group.WORLD
+    if not isinstance(of_ranks, dist.ProcessGroup):  # what torch gives to ranks that are not in a group
+        raise InputError("this process is not in the process group of the mesh: call on its ranks alone")
     if device_type == "cuda":
-        return Nccl.create(device)
-    backends = str(dist.get_backend_config(world_group))
+        return Nccl.create(device, None if of_ranks.size() == _world() else _ranks_of(of_ranks))
+    backends = str(dist.get_backend_config(of_ranks))
     if "cpu:gloo" not in backends:
         raise InputError(
             f"the process group has backend {backends}: for device_type='cpu' initialise it with 'gloo' or "
             "'cpu:gloo,cuda:nccl'"
         )
-    gloo = Gloo(world_group)
+    gloo = Gloo(of_ranks)
     check_same(gloo, {"transport": name})
     if name == "sockets":
         from moesaic.comm.sockets import Sockets
 
-        return Sockets.create(world_group)
+        return Sockets.create(of_ranks)
     return gloo
 
 
-def open_group(group: dist.ProcessGroup, device_type: str) -> AbstractTransport:
-    """Open a transport between the ranks of a process group, which may be a part of the world; all of them call it together.
-
-    Args:
-        group: with backend gloo for "cpu"; for "cuda" only its ranks are read, since a lane wants a group of its own.
-        device_type: "cpu", or "cuda" for the current devices.
+def _checked(device_mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a device mesh's dimensions, if they say where experts are.
 
     Raises:
-        InputError: for another device type, or a group that cannot serve it.
+        InputError: if not.
     """
-    if device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-        return Nccl.create(device, dist.get_process_group_ranks(group))
-    if device_type != "cpu" or "gloo" not in str(dist.get_backend(group)):
+    names = device_mesh.mesh_dim_names or (("ep",) if device_mesh.ndim == 1 else ())
+    split, where = [name for name in names if name in SPLIT], f"the DeviceMesh has the dimensions {names}"
+    if not split:
         raise InputError(
-            f"no transport moves rows between {device_type} devices over {dist.get_backend(group)}: use cuda, or cpu with gloo"
+            f'{where}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
+            "hidden width is)"
         )
-    return Gloo(group)
+    if names[-len(split) :] != tuple(split) or ("tp" in split and split[-1] != "tp"):
+        raise InputError(f"{where}: put ep and etp last, and tp last of all")
+    if "etp" in split and "tp" in split:
+        raise InputError(f"{where}: experts' width is split over tp where it is there: leave etp out")
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise InputError(f"{where} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
+    if device_mesh.get_coordinate() is None:
+        raise InputError("this process is not in the DeviceMesh: call on its ranks alone")
+    return names
 
 
-def group_grid(group: dist.ProcessGroup, tp: int) -> Grid:
-    """Return the grid of a process group of consecutive ranks that spread the experts among them, one copy of each.
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
-    Args:
-        group: the ranks.
-        tp: so many neighbours hold the same tokens.
-    """
-    ranks, said = dist.get_process_group_ranks(group), _ranks_of_launcher()
-    per_node = int(said) if said is not None and said.isdecimal() else len(ranks)
-    spans_nodes = 0 < per_node < len(ranks) and len(ranks) % per_node == 0 and ranks[0] % per_node == 0
-    return Grid(world=len(ranks), tp=tp, ep=len(ranks), ranks_per_node=per_node if spans_nodes else None)
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of a process group, counted in the world; of the default group for None."""
+    return tuple(range(_world())) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new process group of some ranks, ascending; they alone take part in making it."""
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
+    """Return how many consecutive of these ranks share a node by what the launcher says; None for one node, or no rule."""
+    said = _ranks_of_launcher()
+    if said is None or not said.isdecimal() or int(said) < 1:
+        return None
+    nodes = [rank // int(said) for rank in ranks]
+    runs = [len(list(run)) for _, run in groupby(nodes)]
+    return runs[0] if len(runs) > 1 and len(set(runs)) == 1 else None
 
 
 def _ranks_of_launcher() -> str | None:
@@ -254,23 +373,3 @@ def _fitting(per_node: int | str | None, world: int, from_launcher: bool) -> int
             f"mesh.ranks_per_node to a divisor of {world}"
         )
     return int(text)
-
-
-def _dense(grid: Grid, device_type: str) -> DeviceMesh:
-    ranks = torch.arange(grid.world).view(grid.dp, grid.tp)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("dp", "tp"))
-
-
-def _sparse(grid: Grid, device_type: str) -> DeviceMesh:
-    ranks = torch.arange(grid.world)
-    if grid.innermost == "etp":
-        ranks = ranks.view(grid.edp, grid.ep, grid.etp)
-    else:
-        ranks = ranks.view(grid.edp, grid.etp, grid.ep).transpose(1, 2)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
-
-
-def _existing(mesh: DeviceMesh | None) -> DeviceMesh:
-    if mesh is None:
-        raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
-    return mesh

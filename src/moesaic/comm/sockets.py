@@ -119,7 +119,7 @@ class Sockets(AbstractTransport):
         """Connect all processes of a group; all of them call this together.
 
         Args:
-            group: the process group of the whole world, through which ranks tell each other their addresses.
+            group: the process group of the ranks, through which they tell each other their addresses.
 
         Raises:
             InputError: on all of them, if two could not be connected.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import numpy as np
 
 from moesaic.cost.workload import Workload, uniform_counts
@@ -93,14 +95,40 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
 
     With the places of ep in place of nodes, how many have one there. A token with k of E experts has one among E / n of
-    them with probability 1 - C(E - E / n, k) / C(E, k).
+    them with probability 1 - C(E - E / n, k) / C(E, k). Where it uses some groups of experts only, E are theirs, and any of
+    the groups are as likely as others.
     """
-    experts = workload.num_experts
-    elsewhere, nowhere = experts - experts // nodes, 1.0
-    for taken in range(workload.top_k):
-        nowhere *= max(elsewhere - taken, 0) / (experts - taken)
+    experts = workload.reachable
+    size, here = workload.num_experts // workload.groups, workload.num_experts // nodes
+    nowhere = 0.0
+    for share, met in _groups_met(workload, size, here):
+        missed = share
+        for taken in range(workload.top_k):
+            missed *= max(experts - met - taken, 0) / (experts - taken)
+        nowhere += missed
     each = min(workload.tokens * (1 - nowhere ** (1 / chunks)), workload.copies / chunks / nodes)
     return each * chunks
+
+
+def _groups_met(workload: Workload, size: int, here: int) -> list[tuple[float, int]]:
+    """Return how likely it is that so many of the experts that a token may choose are on a node, (probability, experts).
+
+    Args:
+        workload: of the layer.
+        size: experts of a group.
+        here: experts of a node, whole groups or a part of one.
+    """
+    if workload.groups == 1:
+        return [(1.0, here)]
+    if here < size:
+        of = workload.top_groups / workload.groups
+        return [(of, here), (1 - of, 0)]
+    held, others = here // size, workload.groups - here // size
+    ways = comb(workload.groups, workload.top_groups)
+    return [
+        (comb(held, met) * comb(others, workload.top_groups - met) / ways, met * size)
+        for met in range(min(held, workload.top_groups) + 1)
+    ]
 
 
 def _node_tokens(copies: np.ndarray, workload: Workload, share: int, nodes: int, chunks: int) -> np.ndarray:

@@ -8,7 +8,7 @@ ends and comes down again. `topology.py` makes the graph of it, `cluster_file.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -39,6 +39,15 @@ class Link:
     shared: bool = False
     """One medium for all messages between devices of the run, both directions together, in place of links out of it:
     a bus, the loopback interface of a host."""
+    sizes: tuple[float, ...] = ()
+    """Bytes that a movement puts on one of the links, ascending, at which `size_share` is given; () where the rate is reached
+    whatever the size."""
+    size_share: tuple[float, ...] = ()
+    """Share of `gbps` that a movement of so many bytes reaches; interpolated over the logarithm."""
+    users: tuple[float, ...] = ()
+    """Devices that use a shared medium at once, ascending, at which `users_share` is given; () where they only divide it."""
+    users_share: tuple[float, ...] = ()
+    """Share of `gbps` that so many devices reach together."""
     units: tuple[int, ...] = ()
     """Which of these links each node hangs on, where nodes do not fill them in equal runs; () where they do."""
 
@@ -52,6 +61,8 @@ class Link:
             check_above_zero(f"{where}: gbps", rate)
         for name in ("latency_us", "message_us"):
             check_not_negative(f"{where}: {name}", getattr(self, name))
+        for name in ("size", "users"):
+            check_curve(f"{where}: ", name + "s" * (name == "size"), f"{name}_share", self)
 
     def rate(self, unit: int) -> float:
         """Return bytes per second of one of the links, each direction."""
@@ -129,23 +140,26 @@ class Device:
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
     """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
     plus 170; `moesaic profile` measures it."""
+    activation_traffic: float = 0.0
+    """Part of the reading and writing of experts' activations, between one product and the next, that takes time of its own:
+    0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
+    contention: float = 0.0
+    """Part of the time in which messages and computing run at once that is lost, since they share processors and memory."""
+    peak_tflops: float = 0.0
+    """The data sheet's rate of dense bfloat16 products, which utilization is a share of; 0: that of `tflops`."""
     codec_gigabytes_per_second: float | None = None
     """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
 
     def __post_init__(self) -> None:
+        for name in ("peak_tflops", "activation_traffic", "contention"):
+            check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
             check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
-        if not self.gemm_rows or len(self.gemm_rows) != len(self.gemm_share):
-            raise InputError(
-                f"cluster.device.gemm_rows has {len(self.gemm_rows)} values and gemm_share {len(self.gemm_share)}: "
-                "give one share per number of rows"
-            )
-        if any(a >= b for a, b in pairwise(self.gemm_rows)) or self.gemm_rows[0] <= 0:
-            raise InputError(f"cluster.device.gemm_rows={list(self.gemm_rows)}: must be above 0 and ascending")
-        for share in self.gemm_share:
-            check_above_zero("cluster.device.gemm_share", share)
+        if not self.gemm_rows:
+            raise InputError("cluster.device.gemm_rows is empty: give the rows at which gemm_share is known")
+        check_curve("cluster.device.", "gemm_rows", "gemm_share", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +204,9 @@ class ClusterSpec:
     """What it stands for."""
     source: str = ""
     """Where the numbers come from."""
+    measured: tuple[str, ...] = ()
+    """Which of the numbers were measured rather than read off a data sheet or assumed: each with where, and how far the model
+    is off what it was fitted to."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -217,6 +234,31 @@ class ClusterSpec:
     def world(self) -> int:
         """Devices in all."""
         return self.nodes * self.devices_per_node
+
+    def of_devices(self, count: int) -> ClusterSpec:
+        """Return a cluster of so many devices: whole nodes, or a part of one.
+
+        Raises:
+            InputError: if the count is neither.
+        """
+        per_node = self.devices_per_node
+        if count < 1 or (count > per_node and count % per_node):
+            near = max(count // per_node, 1) * per_node
+            raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
+        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node))
+
+    def with_links(self, carries: Literal["inside", "outside"], times: float) -> ClusterSpec:
+        """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count."""
+
+        def faster(link: Link) -> Link:
+            return (
+                replace(link, gbps=tuple(times * rate for rate in link.gbps))
+                if link.carries in (carries, "all")
+                else link
+            )
+
+        peers = tuple(replace(peer, gbps=times * peer.gbps) if carries == "inside" else peer for peer in self.peers)
+        return replace(self, links=tuple(map(faster, self.links)), peers=peers)
 
     def _check_link(self, link: Link) -> None:
         where, per_node = f"cluster link {link.name!r}", self.devices_per_node
@@ -251,6 +293,17 @@ def check_above_zero(where: str, value: float) -> None:
     """Raise InputError unless a number is finite and above 0."""
     if not (value > 0 and math.isfinite(value)):
         raise InputError(f"{where}={value}: must be a finite number above 0")
+
+
+def check_curve(where: str, at: str, share: str, holder: object) -> None:
+    """Raise InputError unless two fields are a curve: as many shares above 0 as ascending places above 0."""
+    places, shares = getattr(holder, at), getattr(holder, share)
+    if len(places) != len(shares):
+        raise InputError(f"{where}{at} has {len(places)} values and {share} {len(shares)}: give one share for each")
+    if any(a >= b for a, b in pairwise(places)) or (places and places[0] <= 0):
+        raise InputError(f"{where}{at}={list(places)}: must be above 0 and ascending")
+    for each in shares:
+        check_above_zero(f"{where}{share}", each)
 
 
 def check_not_negative(where: str, value: float) -> None:

@@ -31,6 +31,8 @@ class Rates:
     """Bytes per second of copies."""
     codec: float | None
     """Bytes of rows per second; None: as copies."""
+    activation_traffic: float = 0.0
+    """As of `Device`."""
 
     def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
         """Return the seconds of products, one expert each.
@@ -50,6 +52,27 @@ class Rates:
         found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
         return found
 
+    def traffic_seconds(
+        self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
+    ) -> np.ndarray:
+        """Return the seconds in which experts' activations are read and written between products, (n,).
+
+        A row is read, each product's result written, read by the next step and written again, and the last result written.
+
+        Args:
+            rows: (n,) of each expert.
+            dim: of a row.
+            units: of the hidden width.
+            matrices: of an expert.
+            element_bytes: of an activation.
+        """
+        per_row = (2 * dim + 2 * matrices * units) * element_bytes
+        return rows * (self.activation_traffic * per_row / self.memory)
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of reading and writing so many bytes together."""
+        return num_bytes / self.memory
+
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     """Return the rates of a cluster's devices.
@@ -65,6 +88,7 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
         share=device.gemm_share,
         memory=device.memory_gigabytes_per_second * 1e9,
         codec=None if codec is None else codec * 1e9,
+        activation_traffic=device.activation_traffic,
     )
 
 
@@ -99,7 +123,11 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     per_row = 2.0 * shape.dim * units * shape.matrices
     weight_bytes = shape.dim * units * shape.matrices * shape.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
-    each = (rates.product_seconds(held, per_row, weight_bytes) for held in volumes.rows_per_expert(rows.layout))
+    held = volumes.rows_per_expert(rows.layout)
+    each = [rates.product_seconds(some, per_row, weight_bytes) for some in held]
+    if rates.activation_traffic:
+        moved = (rates.traffic_seconds(some, shape.dim, units, shape.matrices, shape.element_bytes) for some in held)
+        each = [products + around for products, around in zip(each, moved)]
     return np.array([float(seconds.sum()) * passes for seconds in each])
 
 

@@ -172,6 +172,29 @@ class Events:
                     changed |= self._arrive(now, a)
             self._rate(now, changed)
 
+    def shared_part(self, some: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Return for how much of its time each actor runs tasks of both of two kinds at once, (actors,), 0 to 1.
+
+        Args:
+            some: (tasks,) whether a task is of the first kind.
+            others: (tasks,) whether it is of the second.
+        """
+        found = np.zeros(self._actors)
+        for actor in range(self._actors):
+            edges = np.unique(np.concatenate([self.starts[:, actor], self.ends[:, actor]]))
+            if len(edges) < 2 or edges[-1] <= 0:
+                continue
+            middles = (edges[1:] + edges[:-1]) / 2
+            runs = (self.starts[:, actor] < middles[:, None]) & (middles[:, None] < self.ends[:, actor])
+            both = runs[:, some].any(axis=1) & runs[:, others].any(axis=1)
+            found[actor] = np.diff(edges)[both].sum() / edges[-1]
+        return found
+
+    def stretch(self, times: np.ndarray) -> None:
+        """Make each actor's tasks so many times as long, (actors,), all of them alike."""
+        self.starts *= times
+        self.ends *= times
+
     def _start(self, now: float, actor: int, node: int) -> None:
         task = node - self._tasks
         if task < 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -51,9 +52,36 @@ class StepModel:
     """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
     parameter_bytes: int = 4
     """Of a parameter, of its gradient, and of each of Adam's two moments."""
+    sparse_layers: int = 0
+    """Blocks with an MoE layer; 0 for those that `moe_every` says."""
+    attention_parameters: float = 0.0
+    """Of a block's attention, the mean over blocks; 0 for four matrices dim x dim."""
+    score_operations: float = 0.0
+    """Of a token and block where queries meet keys and values, the mean over blocks; 0 for heads as wide as a token that see
+    all tokens before it."""
+    embeddings: int = 2
+    """Matrices vocab x dim: embedding and output; 1 where they are one."""
+    sharded: Literal["parameters", "optimizer"] = "parameters"
+    """What lies in parts on data-parallel ranks: all that belongs to a parameter (FSDP2, ZeRO-3); or its float32 master and
+    moments only (ZeRO-1), with parameters as wide as activations and gradients whole on every rank, gathered and reduced
+    once per step."""
+    stages: int = 1
+    """Pipeline stages; `num_layers` are those of one, and `vocab` its part."""
+    virtual_stages: int = 1
+    """Runs of layers that a rank has of the pipeline (interleaved 1F1B)."""
+    overlapped: bool = False
+    """All-to-alls run beside another micro-batch's computing."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "seq_len", "moe_every", "micro_batches", "parameter_bytes"):
+        for name in (
+            "num_layers",
+            "seq_len",
+            "moe_every",
+            "micro_batches",
+            "parameter_bytes",
+            "stages",
+            "virtual_stages",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
         for name in ("dense_hidden", "vocab", "shared_hidden"):
@@ -68,7 +96,17 @@ class StepModel:
     @property
     def moe_layers(self) -> int:
         """MoE layers; the last block has one."""
-        return -(-self.num_layers // self.moe_every)
+        return self.sparse_layers or -(-self.num_layers // self.moe_every)
+
+    @property
+    def attention(self) -> float:
+        """Parameters of a block's attention."""
+        return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
+
+    @property
+    def scores(self) -> float:
+        """Operations per token and block where queries meet keys and values."""
+        return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
 
     @property
     def inner(self) -> int:
@@ -76,12 +114,12 @@ class StepModel:
         return self.dense_hidden or self.layer.top_k * self.layer.hidden
 
     @property
-    def dense_parameters(self) -> int:
+    def dense_parameters(self) -> float:
         """Parameters outside the experts; the router's among them."""
         dim = self.layer.dim
-        blocks = self.num_layers * 4 * dim * dim + self.moe_layers * dim * self.layer.num_experts
+        blocks = self.num_layers * self.attention + self.moe_layers * dim * self.layer.num_experts
         dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
-        return blocks + dense + 2 * self.vocab * dim
+        return blocks + dense + self.embeddings * self.vocab * dim
 
     @property
     def expert_parameters(self) -> int:
@@ -158,7 +196,7 @@ class StepCostModel:
             back: its backward program.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
-        forward, backward = self.again * there.seconds, back.seconds
+        forward, backward = self.again * self._of_layer(there, 1), self._of_layer(back, 2)
         parts = {
             "attention": count * self.attention,
             "dense": count * self.dense,
@@ -167,14 +205,16 @@ class StepCostModel:
             "routing": count * layers * self.routing,
             "moe forward": count * layers * forward,
             "moe backward": count * layers * backward,
-            "parameters": count * self._exposed(there, back),
+            "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
             "optimizer": self.optimizer_seconds,
         }
+        busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
+        parts["pipeline"] = busy / count * (self.model.stages - 1) / self.model.virtual_stages
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
             count * (self.attention + self.dense + self.unembed + self.shared + experts) + self.optimizer_seconds
         )
-        limits = {"compute": computing, "gathering parameters": count * sum(self.sharding.values())}
+        limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
         for name in sorted({*there.link_seconds, *back.link_seconds}):
             seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
             limits[name] = count * layers * seconds
@@ -205,6 +245,16 @@ class StepCostModel:
         if model.checkpoint_activations:
             blocks = model.num_layers * tokens * width / grid.tp + per_block + max(kept, inner)
         size, held = model.parameter_bytes, self._held_parameters
+        if not self._in_parts:
+            whole, waiting = self._whole_parameters, min(model.stages, model.micro_batches)
+            at_once = waiting + (model.stages - 1) / model.virtual_stages * (model.virtual_stages > 1)
+            return Memory(
+                weights=whole * layer.element_bytes,
+                gradients=whole * size,
+                optimizer=held * 3 * size,
+                activations=blocks * at_once,
+                buffers=buffers + (tokens * model.vocab * 4 / grid.tp),
+            )
         dense, experts = self._block_parameters
         cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
         kept_casts = 1 if model.checkpoint_activations else model.moe_layers
@@ -222,7 +272,11 @@ class StepCostModel:
     def least_bytes(self) -> float:
         """What a rank needs whatever the plan: parameters, gradients, moments, and the residual stream."""
         stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
-        return self._held_parameters * 4 * self.model.parameter_bytes + self.model.num_layers * stream
+        size = self.model.parameter_bytes
+        if not self._in_parts:
+            whole = self._whole_parameters * (size + self.model.layer.element_bytes)
+            return whole + self._held_parameters * 3 * size + self.model.num_layers * stream
+        return self._held_parameters * 4 * size + self.model.num_layers * stream
 
     @cached_property
     def compute_bound(self) -> float:
@@ -234,6 +288,10 @@ class StepCostModel:
         """Seconds of the fullest link of a step if every token crossed it once for all experts behind it, or the weights
         did where they are fewer bytes; parameters and gradients included."""
         count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
+        if not self._in_parts:
+            return max(
+                [0.0, *(count * passes * self._crossing(link) + self._sharding(link) / 2 for link in self._links)]
+            )
         return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
 
     def floor(self, *, compression: float = 1.0) -> float:
@@ -246,10 +304,10 @@ class StepCostModel:
             compression: bytes of a row over those that a codec sends.
         """
         compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
-        if self.simulator.timing.starts_early:
+        if self.simulator.timing.starts_early or self.model.overlapped:
             crossing = 0.0
         attention = self.attention / self._passes / self.model.num_layers
-        gathering = [moves * (sum(self._unit_seconds) - attention) for moves in (1, 2)]
+        gathering = [moves * (sum(self._unit_seconds) - attention) * self._in_parts for moves in (1, 2)]
         passes = (self.again - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
         return self._outside + self.model.micro_batches * self.model.moe_layers * passes
@@ -284,11 +342,10 @@ class StepCostModel:
         def product(flops_per_row: float, weights: float) -> float:
             return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])
 
-        scores = 2 * 2 * model.seq_len * dim / 2
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         inner = layer.matrices * dim * model.inner
         return (
-            product(8 * dim * dim + scores, 4 * dim * dim) + copies + over_tp,
+            product(2 * model.attention + model.scores, model.attention) + copies + over_tp,
             product(2 * inner, inner) + copies / 2 + over_tp,
             product(2 * dim * model.vocab, dim * model.vocab) if model.vocab else 0.0,
         )
@@ -320,6 +377,49 @@ class StepCostModel:
                 total += layers * max(moves * gathered - hidden, 0.0)
         return total
 
+    def _of_layer(self, run: Simulated, passes: int) -> float:
+        """Return the seconds of a pass of an MoE layer, its movements beside the other computing where they are."""
+        if not self.model.overlapped:
+            return run.seconds
+        beside = run.compute_seconds + passes * self.attention / self._passes / self.model.num_layers
+        moving = max(run.seconds - run.compute_seconds, 0.0)
+        lost = self.cluster.device.contention * min(moving, beside)
+        return run.compute_seconds + max(moving - beside, 0.0) + lost
+
+    def _exposed_once(self, there: Simulated, back: Simulated) -> float:
+        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
+
+        Gradients are reduced behind the last micro-batch's backward pass, parameters gathered behind the first forward pass.
+        """
+        dense, experts = self._unit_seconds
+        units = self.model.num_layers * dense + self.model.moe_layers * experts + self.sharding["ends"] / 3
+        total, attention = 0.0, self.attention / self._passes
+        # Gradients have parameter_bytes each, parameters element_bytes.
+        for run, passes, share in (
+            (there, 1, self.model.layer.element_bytes / self.model.parameter_bytes),
+            (back, 2, 1.0),
+        ):
+            idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
+            total += max(share * units - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
+        return total
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether parameters are gathered for every block of every micro-batch."""
+        return self.model.sharded == "parameters"
+
+    @property
+    def _gatherings(self) -> float:
+        """How often per step all parameters are gathered twice and gradients scattered once, float32 all."""
+        return self.model.micro_batches if self._in_parts else 0.5
+
+    @property
+    def _whole_parameters(self) -> float:
+        """Parameters of a rank before they are cut over data-parallel ranks."""
+        shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
+        experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
+        return self.model.dense_parameters / self.grid.tp + shared + experts
+
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
         """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
@@ -332,14 +432,16 @@ class StepCostModel:
     def _block_parameters(self) -> tuple[float, float]:
         """Parameters of a block on a rank before they are cut over data-parallel ranks: dense ones, experts'."""
         model, layer = self.model, self.model.layer
-        dense = (model.dense_parameters - 2 * model.vocab * layer.dim) / model.num_layers / self.grid.tp
+        dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
         dense += self.model.shared_hidden * layer.matrices * layer.dim * model.moe_layers / model.num_layers
         return dense, model.expert_parameters / model.moe_layers / (self.grid.ep * self.grid.etp)
 
     @property
     def _root_bytes(self) -> float:
         """Bytes of the embedding and the output."""
-        return 2 * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
+        return (
+            self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
+        )
 
     @property
     def _held_parameters(self) -> float:

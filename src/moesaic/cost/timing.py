@@ -116,7 +116,10 @@ class SpecTiming(AbstractTiming):
                 issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
         events.run()
-        computing = [task.lane is Lane.COMPUTE for task in program.tasks]
+        computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+        if self._cluster.device.contention:
+            moving = np.array([bool(parts) for parts in movements], dtype=bool)
+            events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
         return account(program, volumes, movements, events, compute[computing].sum(axis=0))
 
 

@@ -147,7 +147,14 @@ class Topology:
             times = self._times(link)
             for side, devices in enumerate((a[used],) if link.shared else (a[used], b[used])):
                 at = first + self._unit(link, devices) * (1 if link.shared else 2) + side
-                spent = num_bytes[used] * self.seconds_per_byte[at] + messages[used] * link.message_us * 1e-6
+                each = self.seconds_per_byte[at]
+                if link.sizes:
+                    on_each = np.bincount(at, weights=num_bytes[used] * times)
+                    each = each / np.interp(np.log(on_each[at]), np.log(link.sizes), link.size_share)
+                if link.users:
+                    crowd = [len({*a[used][at == one], *b[used][at == one]}) for one in at]
+                    each = each / np.interp(crowd, link.users, link.users_share)
+                spent = num_bytes[used] * each + messages[used] * link.message_us * 1e-6
                 np.add.at(total[0], at, spent * times)
                 np.add.at(total[1], at, messages[used] * times)
                 slowest[used] = np.maximum(slowest[used], spent)

@@ -37,13 +37,22 @@ class Workload:
     """Of activations, weights and products."""
     capacity_factor: float = 1.0
     """Rows per expert over the mean load, sent and computed whether filled or not, as padding layers do."""
+    groups: int = 1
+    """Groups of consecutive experts; a token's experts are of `top_groups` of them."""
+    top_groups: int = 1
+    """As of `groups`."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices"):
+        for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"workload.{name}={getattr(self, name)}: must be at least 1")
         if self.top_k > self.num_experts:
             raise InputError(f"workload.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
+        if self.num_experts % self.groups or self.top_groups > self.groups or self.top_k > self.reachable:
+            raise InputError(
+                f"workload.groups={self.groups}, top_groups={self.top_groups}: groups must divide num_experts="
+                f"{self.num_experts}, and top_groups of them hold top_k={self.top_k} experts"
+            )
         if self.dtype not in ELEMENT_BYTES:
             raise InputError(f"workload.dtype={self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
         check_above_zero("workload.capacity_factor", self.capacity_factor)
@@ -57,6 +66,11 @@ class Workload:
     def shape(self) -> LayerShape:
         """What decides how large rows, weights and products are."""
         return LayerShape(dim=self.dim, hidden=self.hidden, element_bytes=self.element_bytes, matrices=self.matrices)
+
+    @property
+    def reachable(self) -> int:
+        """Experts of the groups that a token uses."""
+        return self.num_experts // self.groups * self.top_groups
 
     @property
     def copies(self) -> float:

@@ -92,6 +92,9 @@ class Settings:
     """Layouts on which choices are changed."""
     exhaustive: bool = False
     """Try every combination on those layouts."""
+    give_up: float = math.inf
+    """Times the best step so far from which on no further plan is tried on a layout after its first one, and times a layout's
+    best start from which on another schedule is no start. A smaller number is faster, and may miss a plan."""
     reserve_gib: float = 1.0
     """Memory that the framework and fragmentation take."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
+from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.model import Job
+from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
 
@@ -93,3 +95,9 @@ def replica_of(grid: Grid) -> Grid:
     return Grid(
         world=unit, tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
     )
+
+
+def compile_on(plan: Plan, grid: Grid, cluster: ClusterSpec) -> Compiled:
+    """Return a plan's programs, compiled on one replica of the experts, with the grid of all ranks."""
+    compiled = compile_plan(plan, replica_of(grid), host_runs_compute=cluster.host.runs_compute)
+    return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))

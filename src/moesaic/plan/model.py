@@ -16,6 +16,7 @@ from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.plan.hub import is_hub_config, read_shape
 from moesaic.plan.model_shape import ModelShape, MoEShape
 
 
@@ -98,6 +99,7 @@ class Job:
             matrices=3 if moe.experts == "swiglu" else 2,
             dtype=self.dtype(cluster),
             capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
+            **model.routing,
         )
         return StepModel(
             num_layers=model.num_layers,
@@ -110,6 +112,8 @@ class Job:
             micro_batches=self.accumulation,
             shared_hidden=moe.shared_hidden,
             parameter_bytes=self.parameter_bytes,
+            sparse_layers=model.num_layers - self.dense_layers,
+            **model.around,  # type: ignore[arg-type]
         )
 
 
@@ -135,12 +139,19 @@ PRESETS: dict[str, Job] = {
 """The sparse ones of `moesaic train --preset`, by the same names."""
 
 
-def read_job(name: str) -> Job:
+TOKENS = 1 << 22
+"""Tokens of an optimizer step of a model of the hub, about, unless the batch says otherwise."""
+
+
+def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     """Return a job.
 
     Args:
         name: a preset, or the path of a training configuration: TOML, or JSON as a run folder has it. Fields that change
-            neither time nor memory are passed over.
+            neither time nor memory are passed over. A model's `config.json` of the hub is trained in bfloat16 with one
+            sequence per rank and micro-batch, and as many micro-batches as make about `TOKENS`.
+        seq_len: tokens of a sequence, of a model of the hub only.
+        world: ranks, of a model of the hub only.
 
     Raises:
         InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
@@ -153,17 +164,17 @@ def read_job(name: str) -> Job:
             )
         return PRESETS[name]
     table = read_table(Path(name))
+    if is_hub_config(table):
+        shape = read_shape(table, f"model {name}", seq_len=seq_len)
+        batches = max(1, round(TOKENS / (world * seq_len)))
+        return Job(batch_size=world, accumulation=batches, model=shape, data=DataShape(vocab_size=shape.vocab))
     known = [each.name for each in fields(Job)]
     job = job_of(table, f"model {name}")
     if not any(field in known for field in table):
-        what = (
-            "is a Hugging Face configuration"
-            if "model_type" in table or "architectures" in table
-            else "has none of them"
-        )
         raise InputError(
-            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file {what}: "
-            "write the sizes as [model] and [model.moe] of a training configuration, as a run folder's config.json has them"
+            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file has none of them: "
+            "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
+            "Hugging Face hub"
         )
     return job
 

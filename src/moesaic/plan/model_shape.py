@@ -73,16 +73,30 @@ class ModelShape:
             check_at_least("model", self, name, 1)
         if self.dense_hidden is not None:
             check_at_least("model", self, "dense_hidden", 1)
-        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
-            raise InputError(
-                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
-                f"choose dim as a multiple of {2 * self.num_heads}"
-            )
+        self.check_heads()
         if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
                 f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
                 f"choose 1 <= top_k <= {self.moe.num_experts}"
             )
+
+    def check_heads(self) -> None:
+        """Raise InputError unless the width splits into the heads."""
+        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
+            raise InputError(
+                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
+                f"choose dim as a multiple of {2 * self.num_heads}"
+            )
+
+    @property
+    def around(self) -> dict[str, float]:
+        """What a step has around MoE layers where it is not the default of `StepModel`, by its names."""
+        return {}
+
+    @property
+    def routing(self) -> dict[str, int]:
+        """How tokens choose experts where it is not the default of `Workload`, by its names."""
+        return {}
 
     @property
     def active_hidden(self) -> int:

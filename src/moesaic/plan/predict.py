@@ -1,16 +1,22 @@
-"""What a plan table starts with: candidate plans for a mesh that is given, and their simulated steps at a load."""
+"""What a plan table starts with: candidate plans for a mesh that is given, and their simulated steps at a load.
+
+Of a cluster that is described, or was measured, candidates are the plans that are simulated best. Where nothing is known they
+are those that would be best on slow links, on usual ones and on fast ones, so that the best is likely to be among them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.emulated import CPU
 from moesaic.cost.profile import read_profile
 from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
@@ -22,12 +28,21 @@ from moesaic.plan.findings import LOSSLESS, Settings
 from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import search
 from moesaic.program.grid import Grid
 
 APART = 64
 """Ranks up to which uneven loads are simulated; above, every load is predicted as an even one."""
+GBPS = {True: (0.2, 2.0, 20.0), False: (25.0, 100.0, 400.0)}
+"""Rates of a node's link that are assumed where none is known, for nodes that compute on CPUs and for others."""
+INSIDE = 4.0
+"""How much faster links inside nodes are taken to be."""
+GPU = Device(tflops=Tflops(fp64=10.0, fp32=40.0, bf16=200.0), memory_gib=80.0, memory_gigabytes_per_second=1500.0)
+"""Assumed."""
+ENDLESS_GIB = 1e6
+"""Memory of an assumed device: what runs already fits."""
 
 
 class Predictor:
@@ -90,12 +105,35 @@ class Predictor:
                 "cluster of such nodes, or set mesh.ranks_per_node"
             )
         job = job_of(config, "planner")
-        pins = Pins(tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost)
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
         space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
-        found = search(job, spec, Settings(space=space, pins=pins, keep=plans + 1), simulator=simulator)
+        found = search(job, spec, Settings(space=space, pins=_pins(grid), keep=plans + 1), simulator=simulator)
         wanted = [each.plan for each in found.ranking if each.plan != first]
         return cls(job, spec, grid, [first, *wanted[:plans]], simulator=simulator)
+
+    @classmethod
+    def assumed(cls, job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool) -> Predictor:
+        """Search the candidates for a mesh whose links nobody has measured or described: the best for each of several rates.
+
+        They are lossless and move no more weights than a rank's own shards, whatever memory there is.
+
+        Args:
+            job: what is trained.
+            grid: its mesh.
+            first: the first of the candidates.
+            plans: how many others.
+            on_cpu: the ranks compute on CPUs.
+
+        Raises:
+            InputError: if the search finds nothing.
+        """
+        shards = tuple(r for r in range(1, grid.etp) if grid.etp % r == 0)
+        space = replace(LOSSLESS, gather_weights=shards, orders=("optsche",))
+        settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
+        clusters = [assumed_cluster(grid, gbps, on_cpu=on_cpu) for gbps in GBPS[on_cpu]]
+        rankings = [[each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters]
+        in_turn = [plan for place in zip_longest(*rankings) for plan in place if plan is not None and plan != first]
+        return cls(job, clusters[len(clusters) // 2], grid, [first, *dict.fromkeys(in_turn)][: plans + 1])
 
     def __call__(self, load: float) -> list[float]:
         """Return the seconds of a step under each plan.
@@ -113,6 +151,51 @@ class Predictor:
                 there, back = simulate_even(self._simulator, compiled, layer)
             found.append(around.estimate(there, back).seconds)
         return found
+
+
+def _pins(grid: Grid) -> Pins:
+    return Pins(tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost)
+
+
+def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
+    """Return a cluster for a mesh of which only the nodes are known; on one node the links are those inside it.
+
+    Args:
+        grid: the mesh.
+        gbps: gigabits per second of a node's link.
+        on_cpu: the ranks compute on CPUs.
+    """
+    per_node = grid.ranks_per_node or grid.world
+    nodes = grid.world // per_node
+    links = [Link(name="inside", devices=1, carries="inside", gbps=(gbps if nodes == 1 else INSIDE * gbps,))]
+    if nodes > 1:
+        links.append(Link(name="outside", devices=per_node, carries="outside", gbps=(gbps,)))
+    return ClusterSpec(
+        nodes=nodes,
+        devices_per_node=per_node,
+        device=replace(CPU if on_cpu else GPU, memory_gib=ENDLESS_GIB),
+        links=tuple(links),
+        host=Host(runs_compute=True, task_us=30.0, message_us=60.0) if on_cpu else Host(task_us=10.0, message_us=5.0),
+        name=f"assumed, {gbps:g} gbit/s",
+    )
+
+
+def layer_job(
+    grid: Grid, *, tokens: int, top_k: int, dim: int, hidden: int, num_experts: int, element_bytes: int
+) -> Job:
+    """Return the job of one MoE layer by itself; what stands around it takes the same time under every plan.
+
+    Args:
+        grid: its mesh.
+        tokens: per data-parallel group.
+        top_k, dim, hidden, num_experts: of the layer.
+        element_bytes: of an activation.
+    """
+    unit = 2 * grid.tp
+    shape = MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden)
+    model = ModelShape(dim=-(-dim // unit) * unit, num_layers=1, num_heads=grid.tp, seq_len=max(tokens, 1), moe=shape)
+    precision = {2: "bfloat16", 4: "float32", 8: "float64"}[element_bytes]
+    return Job(batch_size=grid.dp, precision=precision, model=model)  # type: ignore[arg-type]
 
 
 def hot_counts(load: float, groups: int, layer: Workload) -> np.ndarray:

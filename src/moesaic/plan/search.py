@@ -23,9 +23,9 @@ from moesaic.cost.step import StepCostModel, mean_of
 from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace
-from moesaic.plan.compile import Compiled, compile_plan
+from moesaic.plan.compile import Compiled
 from moesaic.plan.findings import Found, OfEp, Result, Settings
-from moesaic.plan.layouts import layouts, name_of, replica_of
+from moesaic.plan.layouts import compile_on, layouts, name_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
@@ -127,11 +127,20 @@ class _Search:
             # Whole experts on every rank are always judged: people ask when they pay.
             if each.floor(compression=compression) > best and each.grid.ep * each.grid.etp > 1:
                 continue
-            found = [found for plan in self._starts(each.grid) if (found := self._try(each, plan)) is not None]
+            found = list(self._judge(each, best))
             if found:
                 judged.append((min(map(self._cost, found)), len(judged), each))
                 best = min([best, *(one.seconds for one in found if one.memory.total <= self._memory)])
         return [each for _, _, each in sorted(judged, key=lambda item: item[:2])]
+
+    def _judge(self, around: StepCostModel, best: float) -> Iterator[Found]:
+        """Simulate the starts on a layout; where the first one is hopeless beside the best step so far, no other one."""
+        for plan in self._starts(around.grid):
+            found = self._try(around, plan)
+            if found is not None:
+                yield found
+                if found.seconds > self.settings.give_up * best:
+                    return
 
     def _starts(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
@@ -164,10 +173,12 @@ class _Search:
             self.progress("changing choices", number, len(layouts))
             starts: dict[str, Found] = {}
             for found in sorted(self._on(each.grid), key=self._cost):
-                starts.setdefault(found.plan.schedule, found)
+                if not starts or found.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+                    starts.setdefault(found.plan.schedule, found)
             best.append((min((self._climb(each, start) for start in starts.values()), key=self._cost), each))
         best.sort(key=lambda item: self._cost(item[0]))
-        for number, (found, each) in enumerate(best[:PAIRED]):
+        near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
+        for number, (found, each) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(each, found, choices=2)
 
@@ -193,7 +204,7 @@ class _Search:
         key = (around.grid, plan)
         if key not in self.tried:
             try:
-                compiled = self._compile(plan, around.grid)
+                compiled = compile_on(plan, around.grid, self.cluster)
                 there, back = self._run(around, compiled)
             except InputError as error:
                 self.refusal = str(error)
@@ -221,10 +232,6 @@ class _Search:
             self.times[key] = (forward, backward)
         return self.times[key]
 
-    def _compile(self, plan: Plan, grid: Grid) -> Compiled:
-        compiled = compile_plan(plan, replica_of(grid), host_runs_compute=self.cluster.host.runs_compute)
-        return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))
-
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
         """Return all plans that fit the memory, best first; under counts those that were best without them."""
         fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
@@ -241,7 +248,7 @@ class _Search:
         for number, found in enumerate(some):
             self.progress("simulating under counts", number, len(some))
             around = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
-            compiled, layer = self._compile(found.plan, found.grid), around.model.layer
+            compiled, layer = compile_on(found.plan, found.grid, self.cluster), around.model.layer
             tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
             again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))

@@ -3,6 +3,9 @@
 The paper's dictionary tries every choice at every load that it meets. Here each load starts with simulated times; measured
 ones replace and correct them, so that only plans near the best are ever tried, each a few times, in a bounded share of steps.
 
+Where nothing was measured before, predictions say too little for that. Under `race` all plans are timed first, a few steps
+each, and the faster half again, until one is left; and anew when steps take longer or shorter than they did.
+
 Pure and deterministic: given the same loads and the same measured seconds, every rank comes to the same plan. Who uses it has
 the ranks agree on both first. A plan whose codec loses precision is run only where the caller has named that codec as tested.
 """
@@ -10,9 +13,10 @@ the ranks agree on both first. A plan whose codec loses precision is run only wh
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Any
 
 from moesaic.configfile import override
@@ -40,11 +44,15 @@ class TableSettings:
     optimism: float = 0.25
     """How much faster than predicted a plan may turn out: those that would then be best are worth a trial. Less once the
     plans that were measured turn out to be off alike."""
+    race: bool = False
+    """Time all plans before one is held, whatever is predicted and whatever the load, and again when times drift."""
+    drift: float = 0.15
+    """Under `race`, the share by which steps must take longer or shorter than they did; more where they vary by themselves."""
 
     def __post_init__(self) -> None:
         if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
             raise InputError(f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
-        for name in ("explore", "hysteresis", "optimism"):
+        for name in ("explore", "hysteresis", "optimism", "drift"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
         if self.trial_steps < 1:
@@ -88,7 +96,63 @@ class Decision:
     plan: int
     """Which plan runs from now on."""
     why: str
-    """start, trial, trial over, load, faster."""
+    """start, trial, trial over, load, faster; under a race: trial, fastest."""
+
+
+ROUNDS = (2, 3, 5)
+"""Steps that each round of a race measures of every plan that is left, after one that it does not; the last again."""
+RECENT = 7
+"""Steps whose median is held against those before."""
+LEVEL = 8
+"""Steps after a race that say what a step takes, and how much steps vary by themselves."""
+
+
+class Race:
+    """Which of some plans is fastest, by a few steps of each. After a round the faster half goes on.
+
+    Eight plans take 24 + 16 + 12 steps.
+
+    Args:
+        plans: their numbers, the most promising first.
+        drift: see `TableSettings`.
+    """
+
+    def __init__(self, plans: Sequence[int], drift: float) -> None:
+        self.left = list(plans)
+        self.seconds: dict[int, list[list[float]]] = {plan: [[]] for plan in plans}
+        self._drift, self._round, self._waiting = drift, 0, list(plans)
+        self.is_void = False
+        """Whether times drifted while it went on, so that its plans were not timed alike."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that are measured of each plan in this round."""
+        return ROUNDS[min(self._round, len(ROUNDS) - 1)]
+
+    def next(self) -> int | None:
+        """Return the plan to time next; None once one is left."""
+        if not self._waiting and len(self.left) > 1:
+            self._end_round()
+        return self._waiting.pop(0) if self._waiting and len(self.left) > 1 else None
+
+    def record(self, plan: int, seconds: float) -> None:
+        """Take down a step of a plan that is timed."""
+        self.seconds[plan][-1].append(seconds)
+
+    def median(self, plan: int) -> float:
+        """Return what a step of a plan took, over all rounds; of two steps the faster, since what disturbs makes slower."""
+        return median_low([each for of_round in self.seconds[plan] for each in of_round])
+
+    def _end_round(self) -> None:
+        if self._round:
+            ratios = [median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2]) for plan in self.left]
+            self.is_void = abs(math.log(median(ratios))) > math.log1p(self._drift)
+        ranked = sorted(self.left, key=lambda plan: (self.median(plan), self.left.index(plan)))
+        self.left = ranked[: max(len(ranked) // 2, 1)]
+        self._round += 1
+        self._waiting = list(self.left)
+        for plan in self.left:
+            self.seconds[plan].append([])
 
 
 class PlanTable:
@@ -132,10 +196,21 @@ class PlanTable:
         self._told = 0.0
         self._ratios: list[float] = []
         self._trial_left = self._unsettled = 0
+        self.race = Race(self.allowed, self.settings.drift) if self.settings.race else None
+        self.races = int(self.settings.race)
+        self.timed: dict[int, float] = {}
+        """Seconds of a step under each plan, of the last race that ended."""
+        self._level: list[float] = []
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def is_racing(self) -> bool:
+        """Whether plans are being timed, before one of them is held."""
+        return self.race is not None
 
     def bucket_of(self, load: float) -> int:
         """Return the bucket of a load."""
-        return int(load // self.settings.rows_per_bucket)
+        return 0 if self.settings.race else int(load // self.settings.rows_per_bucket)
 
     def choose(self, load: float) -> int:
         """Return the number of the plan for the next step.
@@ -146,6 +221,8 @@ class PlanTable:
         Args:
             load: copies that the busiest expert is expected to get; the same on all ranks.
         """
+        if self.settings.race:
+            return self._choose_by_race()
         self._told = load
         ratios = _quantiles(self._ratios)
         bucket = self.bucket_of(load * ratios[len(ratios) // 2])
@@ -185,6 +262,9 @@ class PlanTable:
         if self._unsettled:
             self._unsettled -= 1
             return
+        if self.settings.race:
+            self._record_in_race(seconds)
+            return
         bucket = self._bucket if load is None else self.bucket_of(load)
         entry = self._filled(bucket)[self.running]
         if load is not None:
@@ -195,6 +275,50 @@ class PlanTable:
         if self._trial_left and seconds > (1 + self.settings.hysteresis) * min(others, default=math.inf):
             self._trial_left = 1  # slower, and seen to be: the rest of the trial would tell no more
         self._last_run[self.running] = self.steps
+
+    def _choose_by_race(self) -> int:
+        """Return the plan for the next step under `race`; see `choose`."""
+        self.steps += 1
+        if self.race is None and self._has_drifted():
+            self.race, self._trial_left = Race(self.allowed, self.settings.drift), 0
+            self.races += 1
+        if self.race is not None and not self._trial_left:
+            plan = self.race.next()
+            if self.race.is_void:
+                self.race = Race(self.allowed, self.settings.drift)
+                plan = self.race.next()
+            if plan is None:
+                self._run(self.race.left[0], "fastest")
+                self.timed = {each: self.race.median(each) for each in self.race.seconds if self.race.seconds[each][0]}
+                self.race, self._level = None, []
+                self._recent.clear()
+            else:
+                self._trial_left = self.race.steps + (plan != self.running)
+                self._run(plan, "trial")
+        if self.race is not None:
+            self._trial_left -= 1
+            self.explored += 1
+        assert self.running is not None
+        return self.running
+
+    def _record_in_race(self, seconds: float) -> None:
+        assert self.running is not None
+        entry = self._filled(0)[self.running]
+        entry.measured, entry.count = [*entry.measured, seconds][-KEPT:], entry.count + 1
+        if self.race is not None:
+            self.race.record(self.running, seconds)
+        elif len(self._level) < LEVEL:
+            self._level.append(seconds)
+        else:
+            self._recent.append(seconds)
+
+    def _has_drifted(self) -> bool:
+        """Whether steps take longer or shorter than they did after the race, by more than they vary by themselves."""
+        if len(self._recent) < RECENT:
+            return False
+        level = median(self._level)
+        spread = median(abs(math.log(each / level)) for each in self._level)
+        return abs(math.log(median(self._recent) / level)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self, bucket: int) -> list[float]:
         """Return what each plan is thought to take at a load: predicted and corrected, then measured as steps come in.

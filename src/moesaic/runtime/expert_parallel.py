@@ -100,6 +100,20 @@ class AbstractCallPolicy(ABC):
         """
 
 
+class AbstractPlanChooser(ABC):
+    """Chooses the plan of layers between steps."""
+
+    @abstractmethod
+    def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+        """Hear of a call that begins; the first one after an optimizer step may go over to another plan.
+
+        Args:
+            tokens: of this rank's tensor group.
+            top_k: experts per token.
+            dtype: of the rows that travel.
+        """
+
+
 class PlainCalls(AbstractCallPolicy):
     """Every call runs the plan's programs, whatever its counts."""
 
@@ -179,6 +193,8 @@ class ExpertParallel:
         self.num_experts, self._calls_under = experts.num_experts, calls_under
         self.codecs: Codecs = known_codec
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
+        self.auto: AbstractPlanChooser | None = None
+        """Hears of every call and chooses the plan; None where the plan is given."""
         self._order: ExpertOrder | None = None
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
@@ -196,13 +212,14 @@ class ExpertParallel:
         other = object.__new__(ExpertParallel)
         memo[id(self)] = other
         other.__dict__.update(self.__dict__)
+        other.auto = None  # it goes on under the plan that it has
         other._order = copy.deepcopy(self._order, memo)
         other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
         other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
         return other
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
-        """LayerRun under another plan from the next call on; see `MoE.use_plan`.
+        """Run under another plan from the next call on; see `MoE.use_plan`.
 
         Args:
             plan: the choices; what was made for them is kept, so that coming back costs a look-up.
@@ -275,6 +292,8 @@ class ExpertParallel:
     ) -> Routed:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
+        if self.auto is not None and replay is None:
+            self.auto.begin(len(x_TD), top_k, dtype)
         settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
         if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
             settings["sequences"] = batch.num_sequences
@@ -323,9 +342,10 @@ class ExpertParallel:
             expert_TK: (tokens, K) int64; alike on all ranks of the group, as x_TD and weight_TK are.
             weight_TK: (tokens, K) routing weights; every rank of the group gets their whole gradient.
         """
-        if self.peers.call_with(
-            {"call.dtype": compute_dtype(x_TD.dtype, x_TD.device), "call.top_k": expert_TK.shape[1]}
-        ):
+        dtype = compute_dtype(x_TD.dtype, x_TD.device)
+        if self.auto is not None:
+            self.auto.begin(len(x_TD), expert_TK.shape[1], dtype)
+        if self.peers.call_with({"call.dtype": dtype, "call.top_k": expert_TK.shape[1]}):
             self._agreed = False
         if self._slices:
             expert_TK = expert_TK[share_of(len(x_TD), self._place, self.grid.tp)]

@@ -184,6 +184,7 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
     first = grid.coordinate(rank, "ep") * each
     if isinstance(experts, ModuleExperts):
         experts.keep_only(range(first, first + each), grid.edp)
+        _mark(experts, grid)
         return
     at = grid.coordinate(rank, "etp")
     for name in (name for names in experts.names for name in names):
@@ -199,6 +200,17 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
             placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
             value = DTensor.from_local(local, device_mesh, placements, run_check=False)
         setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
+    _mark(experts, grid)
+
+
+def _mark(experts: AbstractExperts, grid: Grid) -> None:
+    """Tell other trainers that a parameter is not the same on all data-parallel ranks.
+
+    DeepSpeed and Megatron-Core both read `allreduce`; DeepSpeed also reads in `group_name` over how many ranks it is spread.
+    """
+    for parameter in experts.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = f"ep_size_{grid.ep * grid.etp}"  # type: ignore[attr-defined]
 
 
 def _check_shards(experts: AbstractExperts, grid: Grid) -> None:

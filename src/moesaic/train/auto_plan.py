@@ -1,7 +1,9 @@
 """Plans that change while a run trains: the plan table on the ranks of a run. Off, it costs nothing.
 
-Before each step all ranks choose by the last step's load; after it they agree on its time, the slowest one's. A switch moves
-no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is chosen.
+Where a cluster is described or a profile was measured, all ranks choose before each step by the last step's load; after it they
+agree on its time, the slowest one's. Where nothing is known the layers find their plan themselves (`runtime/auto_plan.py`). A
+switch moves no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is
+chosen.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from moesaic.plan.files import MESH, read_planned
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.train.balance import DecisionMeter
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
@@ -64,7 +67,8 @@ class Candidates:
 
 
 def find_candidates(config: TrainConfig) -> Candidates | None:
-    """Return the plans that a run may switch between; None where plans do not change. All ranks call it together.
+    """Return the plans that a run may switch between by what is known of its cluster; None where plans do not change, or
+    nothing is known. All ranks call it together.
 
     It comes before the run's folder is made, so that what is refused leaves nothing behind.
 
@@ -80,7 +84,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     tables: list[dict[str, Any]] = []
     with ranks.together():
         _check(config, ranks)
-        if ranks.is_first:
+        if ranks.is_first and settings.predicts:
             assert ranks.mesh is not None
             predictor = Predictor.of(
                 asdict(config), ranks.mesh.grid, config.layer_plan,
@@ -88,6 +92,8 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
+    if not settings.predicts:
+        return None
     return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
 
 
@@ -96,7 +102,7 @@ class AutoPlanner:
 
     Args:
         run: a run.
-        candidates: its plans; None to leave the plan as it is.
+        candidates: its plans; None to leave the plan as it is, or to the layers.
 
     Raises:
         InputError: on every rank, if a saved table is of another kind.
@@ -109,6 +115,13 @@ class AutoPlanner:
         self._told = 0
         self._load = _even_load(run.config)
         self.table = None if candidates is None else self._make_table(candidates)
+        self._auto: AutoPlan | None = None
+        if run.config.planner.is_auto and candidates is None:
+            assert run.ranks.mesh is not None
+            self._auto = AutoPlan.of(run.ranks.mesh)
+            for layer in self._layers:
+                assert layer.on_mesh is not None
+                self._auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
 
     def before_step(self) -> None:
@@ -145,9 +158,10 @@ class AutoPlanner:
         return self._plan_values() | self.decisions.values()
 
     def _plan_values(self) -> dict[str, Any]:
-        if self.table is None or self.table.running is None:
+        table = self.table if self._auto is None else self._auto.table
+        if table is None or table.running is None:
             return {}
-        table, running, new = self.table, self.table.running, self.table.decisions[self._told :]
+        running, new = table.running, table.decisions[self._told :]
         self._told = len(table.decisions)
         estimates = table.estimates(table.bucket_of(self._load))
         return {
@@ -165,6 +179,8 @@ class AutoPlanner:
 
     def describe(self) -> list[str]:
         """Return a line about the candidates, for people."""
+        if self._auto is not None:
+            return ["planner: plans are found and timed during the first 60 steps or so"]
         if self.table is None:
             return []
         first = self.table.estimates(self.table.bucket_of(self._load))

@@ -124,23 +124,28 @@ class PlannerConfig:
     plan: str = ""
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
     moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
-    --plan says the same."""
+    Without cluster and profile the first steps time them. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
-        if self.is_auto and bool(self.cluster) == bool(self.profile):
+        if self.is_auto and self.cluster and self.profile:
             raise InputError(
-                "planner.plan=auto needs either planner.cluster (a preset or a .toml file) or planner.profile (what moesaic "
-                "profile wrote), to predict from"
+                "planner.plan=auto predicts from planner.cluster or from planner.profile, not from both: leave one out, "
+                "or both to have the first steps timed"
             )
 
     @property
     def is_auto(self) -> bool:
         """Whether plans change while training."""
         return self.plan == "auto"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether anything is known from which times can be predicted."""
+        return bool(self.cluster or self.profile)
 
     @property
     def file(self) -> str:

@@ -29,8 +29,8 @@ from moesaic.layer import MoE
 from moesaic.models.attention import ShortConv
 from moesaic.models.gpt import GPT, Dense, TransformerBlock
 from moesaic.models.split import Norm
-from moesaic.parallel import shard_over_data
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.parallel import parallelize_layers, shard_over_data
+from moesaic.plan import Compiled, Plan
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
@@ -57,16 +57,7 @@ def parallelize(
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
-    compiled: dict[bool, Compiled] = {}
-    policies: dict[bool, AbstractReplicationPolicy | None] = {}
-    for module in model.modules():
-        if isinstance(module, MoE):
-            bias = bool(module.experts.names[1])
-            if bias not in compiled:
-                on_cpu = mesh.transport.device.type == "cpu"
-                compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
-                policies[bias] = policy_of(compiled[bias])
-            module.parallelize(mesh, compiled[bias], policies[bias])
+    parallelize_layers(model, mesh, plan, policy_of)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     shard_over_data(model, mesh, model.blocks)

@@ -53,18 +53,19 @@ class ShardReader(FileSystemReader):
         return metadata
 
 
-def read_list(data: bytes, source: str) -> Metadata:
+def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> Metadata:
     """Return the list of a sharded checkpoint.
 
     Args:
         data: the bytes of `.metadata`.
         source: where they come from, for messages.
+        others: takes the names of what is no tensor, as other programs write it besides; it is in no list. None refuses it.
 
     Raises:
         InputError: if they name anything but the parts of a list of tensors in files of the same folder.
     """
     try:
-        return _metadata(_ListUnpickler(io.BytesIO(data)).load())
+        return _metadata(_ListUnpickler(io.BytesIO(data)).load(), others)
     except Exception as error:  # a damaged pickle raises whatever it likes
         reason = " ".join(str(error).split())
         raise InputError(
@@ -87,6 +88,7 @@ class _Record:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _RECORDS = {
     place: type(place[1], (_Record,), {})
     for place in (
@@ -97,6 +99,9 @@ _RECORDS = {
         (_METADATA, "ChunkStorageMetadata"),
         (_METADATA, "MetadataIndex"),
         (_METADATA, "StorageMeta"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_SHARDED, "TensorProperties"),
+        (_SHARDED, "MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
@@ -106,8 +111,8 @@ _RECORDS = {
         ("pathlib._local", "WindowsPath"),
     )
 }
-"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. Not among them:
-BytesStorageMetadata, for which torch would unpickle a part of a tensor file without any restriction."""
+"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. The entry of a
+BytesStorageMetadata never leaves here: for it, torch would unpickle a part of a tensor file without any restriction."""
 
 
 class _ListUnpickler(pickle.Unpickler):
@@ -120,12 +125,15 @@ class _ListUnpickler(pickle.Unpickler):
         return _RECORDS[module, name]
 
 
-def _metadata(record: Any) -> Metadata:
+def _metadata(record: Any, others: list[str] | None) -> Metadata:
     fields = _fields(record, "Metadata")
-    tensors: dict[str, STORAGE_TYPES] = {
-        _is(name, str): _tensor(entry) for name, entry in _is(fields["state_dict_metadata"], dict).items()
-    }
+    entries = {_is(name, str): entry for name, entry in _is(fields["state_dict_metadata"], dict).items()}
+    if others is not None:
+        others += [name for name, entry in entries.items() if type(entry).__name__ == "BytesStorageMetadata"]
+        entries = {name: entry for name, entry in entries.items() if name not in set(others)}
+    tensors: dict[str, STORAGE_TYPES] = {name: _tensor(entry) for name, entry in entries.items()}
     places = {_index(key): _place(place) for key, place in _is(fields["storage_data"], dict).items()}
+    places = {index: place for index, place in places.items() if others is None or index.fqn in tensors}
     return Metadata(tensors, storage_data=places, version=_is(fields.get("version", ""), str))
 
 

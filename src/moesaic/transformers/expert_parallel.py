@@ -8,22 +8,21 @@ transformers' own exchange gives: of an expert the sum over all tokens that reac
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation, EPImplementationInterface
 
-from moesaic.comm.mesh import group_grid, open_group
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
+from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.transformers.backend import say
-from moesaic.transformers.experts import FamilyExperts, gate_of, refusal
+from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal
 
 
 class MoesaicEP(EPImplementation):
@@ -36,7 +35,7 @@ class MoesaicEP(EPImplementation):
         experts: the module, whose parameters are this rank's part of them.
         ep_mesh: the ranks over which experts are spread.
         tp_mesh: the ranks that hold the same tokens, neighbours within `ep_mesh`.
-        plan: which of the equivalent ways it runs in; None for `Plan()`.
+        plan: which of the equivalent ways it runs in; None to find it while training, as `MoE.parallelize(..., "auto")` does.
 
     Raises:
         InputError: on every rank, for a plan that does not fit the mesh, or ranks that differ in plan or model.
@@ -54,14 +53,17 @@ class MoesaicEP(EPImplementation):
             say(f"{type(experts).__name__} {reason}: its tokens go by transformers' all_to_all")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
-        group, device_type = ep_mesh.get_group(), ep_mesh.device_type
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
-        grid, transport = group_grid(group, tp), _transport(group, device_type)
+        mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self.experts = FamilyExperts(experts, self.num_local_experts * ep_mesh.size())
         settings = {name: getattr(self.experts, name) for name in ("num_experts", "dim", "activation", "clamp", "bias")}
-        named = {f"experts.{name}": value for name, value in settings.items()}
+        named = {f"experts.{name}": value for name, value in settings.items()} | {"whether plan is auto": plan is None}
         calls = partial(calls_under, policy=None, num_experts=self.experts.num_experts, dim=self.experts.dim)
-        self.on_mesh = ExpertParallel(grid, transport, plan or Plan(), self.experts, False, calls, settings=named)
+        self.on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, plan or Plan(), self.experts, False, calls, settings=named
+        )
+        if plan is None:
+            AutoPlan.of(mesh).join(self.on_mesh, self.experts, Matrices.of(experts).down.shape[2], experts.parameters)
         experts._moesaic = self  # where `use_plan` finds it
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -80,12 +82,6 @@ class MoesaicEP(EPImplementation):
             return rows
         routed = self.on_mesh.route_chosen(hidden_states, top_k_index.long(), top_k_weights)
         return self.on_mesh.run_experts(self.experts, hidden_states, routed, None)
-
-
-@lru_cache(maxsize=16)
-def _transport(group: dist.ProcessGroup, device_type: str) -> AbstractTransport:
-    """Return the one transport of a process group: layers that share it never have the same tags in flight."""
-    return open_group(group, device_type)
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
@@ -124,3 +120,4 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         )
     for implementation in found:
         implementation.on_mesh.use(plan, implementation.experts)
+        implementation.on_mesh.auto = None

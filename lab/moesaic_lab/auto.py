@@ -1,0 +1,204 @@
+"""`moesaic bench auto`: what `plan="auto"` ends on, beside fixed plans, on the emulated beds of `bench layer`.
+
+A layer with plan="auto" takes 60 steps, by which a choice must have been made; then its plan and fixed ones are timed in
+turn. The fixed ones are its own candidates, the schedules by themselves, and the plans that the benchmark's predictor of the
+bed finds best. Under "changed" every link gets another rate after the first choice, and 60 more steps are taken. Virtual
+compute, real bytes.
+
+    moesaic bench auto --json benchmarks/results/auto.json
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesaic.comm.mesh import Mesh, open_transport
+from moesaic.cost.simulate import Simulator
+from moesaic.plan import Compiled, compile_plan
+from moesaic.plan.candidates import SearchSpace, candidates
+from moesaic.plan.plan import plan_in_words
+from moesaic.profiling.together import latest, start_together
+from moesaic.program.grid import Grid
+from moesaic.runtime.auto_plan import AutoPlan
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster, same
+from moesaic_lab.claims import Claim, NotMeasuredError, claimed
+from moesaic_lab.layer.cells import SINGLES, all_ep, fitting
+from moesaic_lab.layer.config import LayerPlace, read_config
+from moesaic_lab.layer.job import LayerJob
+from moesaic_lab.layer.ranks import LayerRunner
+from moesaic_lab.layer.same import distinct
+from moesaic_lab.measure import Span, in_turn, over_ranks, paired
+from moesaic_testbed.bed import Change
+from moesaic_testbed.cluster import Launcher
+
+STEPS = 60
+"""After which the choice counts."""
+CHANGED = "50mbit"
+"""Rate of every node's link after the change."""
+AT_SECONDS = 90.0
+"""When links change: after the first choice, on a machine that several ranks share a core of."""
+PREDICTED = 3
+"""Plans that the simulator adds to the fixed ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(BenchmarkOptions):
+    """What to measure."""
+
+    repeats: int = 30
+    """How often each plan is timed."""
+    only: str | None = None
+    """Only beds whose name has this in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoCase:
+    """A layer on a mesh of a bed."""
+
+    name: str
+    job: LayerJob
+    """Its methods are the fixed plans."""
+    changes: bool
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoFound:
+    """What one rank found."""
+
+    chosen: str
+    said: list[str]
+    races: int
+    spans: dict[str, list[Span]]
+
+
+def cases(options: AutoOptions) -> list[AutoCase]:
+    """Return the beds of the layer benchmark, as they are and with links that change."""
+    require_cluster()
+    found = [
+        AutoCase(name=f"{name}, links {how}", job=job, changes=how == "changed", repeats=options.repeats)
+        for name, job in _jobs()
+        for how in ("steady", "changed")
+    ]
+    return [case for case in found if options.only is None or options.only in case.name]
+
+
+def _jobs() -> Iterator[tuple[str, LayerJob]]:
+    config = read_config()
+    assert config.schedules is not None
+    assert config.pipelining is not None
+    place = config.schedules
+    for tp, etp in ((1, 1), (4, 4)):
+        grid = Grid(
+            world=place.bed.world, tp=tp, ep=place.bed.world // etp, etp=etp, ranks_per_node=place.ranks_per_node
+        )
+        yield f"16 ranks, tp {tp}, etp {etp}", _job(place, grid)
+    yield "4 ranks, large messages", _job(config.pipelining, all_ep(config.pipelining))
+
+
+def _job(place: LayerPlace, grid: Grid) -> LayerJob:
+    singles = {plan_in_words(plan): fit for plan in SINGLES.values() if (fit := fitting(plan, grid)) is not None}
+    space = SearchSpace(
+        schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
+        gather_weights=(1,) if grid.etp > 1 else (),
+    )  # fmt: skip
+    simulator, workload = Simulator(place.cluster), place.workload(grid.tp)
+
+    def step_seconds(plan: Compiled) -> float:
+        return simulator.layer_seconds(plan.forward, plan.backward, workload, grid)
+
+    best = sorted(candidates(grid, space), key=step_seconds)[:PREDICTED]
+    methods, alike = distinct({**singles, **{plan_in_words(each.plan): each for each in best}})
+    return LayerJob(section="auto", label="", place=place, grid=grid, methods=methods, same=alike)
+
+
+def measure(options: AutoOptions, found: list[AutoCase], told: Told) -> list[dict[str, Any]]:
+    """Run every case on its bed."""
+    rows = []
+    with Launcher() as launcher:
+        for case in found:
+            told(case.name)
+            bed = case.job.place.bed
+            if case.changes:
+                changes = tuple(Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes))
+                bed = replace(bed, changes=changes)
+            with launcher.open(bed) as ranks:
+                rows.append(row_of(case, ranks.run(on_rank, case)))
+    return rows
+
+
+def on_rank(case: AutoCase) -> AutoFound:
+    """Let the layer find its plan, then time it and the fixed ones; all ranks call it together."""
+    started = time.monotonic()
+    transport = open_transport(name="sockets")
+    runner = LayerRunner(case.job, transport)
+    mesh, layer = Mesh(case.job.grid, transport), runner.layer
+    assert layer.on_mesh is not None
+    auto = AutoPlan.of(mesh)
+    auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            layer(runner.x).backward(torch.ones_like(runner.x))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(STEPS)
+    if case.changes:
+        train(20)
+        time.sleep(max(started + AT_SECONDS + 1 - time.monotonic(), 0.0))
+        train(STEPS)
+    assert auto.table is not None
+    chosen = layer.on_mesh.compiled
+    own = [compile_plan(plan, case.job.grid, host_runs_compute=True) for plan in auto.table.plans]
+    methods, alike = distinct(_named([chosen, *own]) | dict(case.job.methods))
+    gc.collect()
+    layer.on_mesh.auto = None
+    run = {name: partial(runner.step, compiled) for name, compiled in methods.items()}
+    spans = in_turn(run, case.repeats, barrier=start_together(latest), warmup=1)
+    name = plan_in_words(chosen.plan)
+    return AutoFound(chosen=alike.get(name, name), said=auto.said, races=auto.table.races, spans=spans)
+
+
+def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:
+    return {plan_in_words(each.plan): each for each in plans}
+
+
+def row_of(case: AutoCase, found: Sequence[AutoFound]) -> dict[str, Any]:
+    """Return what the ranks found of a case."""
+    seconds: Mapping[str, tuple[float, ...]] = over_ranks([each.spans for each in found])
+    chosen = found[0].chosen
+    assert all(each.chosen == chosen for each in found), "ranks agree"
+    best = min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
+    ratio = paired(seconds[chosen], seconds[best])
+    return {
+        "bed": case.name, "chosen": chosen, "best": best, "over_best": 1.0 if chosen == best else ratio.median,
+        "low": ratio.low, "high": ratio.high, "races": found[0].races, "plans": len(seconds),
+        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2], "said": found[0].said[-1:],
+    }  # fmt: skip
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the chosen plan's time over the best fixed one's, worst case."""
+
+    def worst() -> float:
+        if not rows:
+            raise NotMeasuredError("no bed was measured")
+        return max(row["over_best"] for row in rows)
+
+    return [claimed("auto.over_best", worst, 1.03)]
+
+
+BENCHMARK = Benchmark(
+    name="auto", description="Let plan=auto find a plan on emulated clusters, and time it beside fixed ones.",
+    options=AutoOptions, cases=cases, measure=measure, rows=same, claims=claims, notes=notes_of(__doc__),
+    columns=(Shown(title="plan auto after 60 steps"),),
+)  # fmt: skip

@@ -1,0 +1,398 @@
+"""Everybody's expert parallelism held against dense experts, in situations that some exchanges do not survive.
+
+Each system gets tokens, experts and routing weights and returns weighted sums, on Gloo processes of this machine, in float32
+(its own casts included). Gradients of tokens and routing weights must be whole where the token is, an expert's gradient the
+sum over all tokens that reached it. What a system's trainer does to gradients afterwards is not a part of this.
+Versions are those that were installed; a system that is not there, or cannot run without a GPU, is listed with its reason.
+
+moesaic bench certificates --json benchmarks/results/certificates.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.errors import InputError
+from moesaic.testing.processes import leave
+from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, SwiGLUWeights, certify
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column, table
+
+DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dense experts, situation by situation."
+WORLDS = (2, 4)
+TIMEOUT = datetime.timedelta(seconds=60)
+SYSTEMS_ASKED = 4
+"""Of others, as a target."""
+
+
+class _OnMesh(AbstractRoutedExperts, ABC):
+    """An end that lies over a device mesh of one axis of experts."""
+
+    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
+        self.mesh = init_device_mesh("cpu", (1, group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
+        self.place(weights, weights.owned(group), self.mesh["ep"])
+
+    @abstractmethod
+    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+        """Make the layer, with this rank's weights."""
+
+
+class TransformersExperts(_OnMesh):
+    """Mixtral's experts of transformers under one of its implementations of expert parallelism."""
+
+    implementation = "transformers.distributed.expert_parallel:AllToAllEP"
+
+    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+        """Make the experts with this rank's share, and what brings tokens to them."""
+        transformers: Any = import_module("transformers")
+        modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
+        _, hidden, dim = own.w1.shape
+        config = transformers.MixtralConfig(
+            hidden_size=dim, intermediate_size=hidden, num_local_experts=own.num_experts, experts_implementation="eager"
+        )
+        self.experts: Any = modeling.MixtralExperts(config)
+        self.experts.gate_up_proj = nn.Parameter(torch.cat([own.w1, own.w3], 1))
+        self.experts.down_proj = nn.Parameter(own.w2.clone())
+        self.experts._is_expert_parallel = True
+        module, _, name = self.implementation.partition(":")
+        self.ep = getattr(import_module(module), name)(self.experts, mesh, self.mesh["tp"])
+
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Run the implementation."""
+        y: Tensor = self.ep(x, experts, gates)
+        return y
+
+    def gradients(self) -> SwiGLUWeights:
+        """Cut the gradient of gate and up."""
+        d_up, d_down = _gradient(self.experts.gate_up_proj), _gradient(self.experts.down_proj)
+        w1, w3 = d_up.chunk(2, 1)
+        return SwiGLUWeights(w1, w3, d_down)
+
+
+class MoesaicExperts(TransformersExperts):
+    """The same experts by Moesaic's programs."""
+
+    implementation = "moesaic.transformers.expert_parallel:MoesaicEP"
+
+
+class TorchtitanExperts(_OnMesh):
+    """torchtitan's all-to-all dispatcher around plain products: its own experts multiply in bfloat16."""
+
+    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+        """Wire the dispatcher."""
+        module: Any = import_module("torchtitan.models.common.token_dispatcher")
+        import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+        self._made = module.AllToAllTokenDispatcher
+        self._num_experts, self._mesh = whole.num_experts, mesh
+        self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
+
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Dispatch, multiply expert by expert, combine."""
+        dispatcher = self._made(self._made.Config(num_experts=self._num_experts, top_k=experts.shape[1]))
+        dispatcher.wire_meshes(ep_mesh=self._mesh)
+        counts = torch.bincount(experts.flatten(), minlength=self._num_experts)
+        rows, arrived, metadata = dispatcher.dispatch(x, gates, experts, counts)
+        made = [
+            (F.silu(part @ self.w1[number].T) * (part @ self.w3[number].T)) @ self.w2[number].T
+            for number, part in enumerate(rows.split(arrived.tolist()))
+        ]
+        y: Tensor = dispatcher.combine(torch.cat(made), metadata, x)
+        return y
+
+    def gradients(self) -> SwiGLUWeights:
+        """Return those of the plain products."""
+        return SwiGLUWeights(*map(_gradient, (self.w1, self.w3, self.w2)))
+
+
+class AutomodelExperts(_OnMesh):
+    """NeMo Automodel's grouped experts, which gather all tokens and sum partial outputs."""
+
+    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+        """Make them with sharded parameters."""
+        config: Any = import_module("nemo_automodel.components.moe.config")
+        module: Any = import_module("nemo_automodel.components.moe.experts")
+        _, hidden, dim = whole.w1.shape
+        self.experts = module.GroupedExperts(
+            config.MoEConfig(
+                n_routed_experts=whole.num_experts, n_shared_experts=0, n_activated_experts=2, n_expert_groups=1,
+                n_limited_groups=1, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, score_func="softmax",
+                route_scale=1.0, dim=dim, inter_dim=hidden, moe_inter_dim=hidden, norm_topk_prob=False, dtype=torch.float32,
+            )
+        )  # fmt: skip
+        up, down = torch.cat([whole.w1, whole.w3], 1).transpose(1, 2), whole.w2.transpose(1, 2)
+        self.experts.gate_and_up_projs = nn.Parameter(distribute_tensor(up.contiguous(), mesh, [Shard(0)]))
+        self.experts.down_projs = nn.Parameter(distribute_tensor(down.contiguous(), mesh, [Shard(0)]))
+
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Run them on tokens that are all valid."""
+        y: Tensor = self.experts(x, torch.ones(len(x), dtype=torch.bool), gates, experts)
+        return y
+
+    def gradients(self) -> SwiGLUWeights:
+        """Lay them out as ours."""
+        up, down = (_gradient(each) for each in (self.experts.gate_and_up_projs, self.experts.down_projs))
+        w1, w3 = up.transpose(1, 2).chunk(2, 1)
+        return SwiGLUWeights(w1, w3, down.transpose(1, 2))
+
+
+class DeepSpeedExperts(AbstractRoutedExperts):
+    """DeepSpeed's MoE layer behind a gate that says what it is told, with room for every token."""
+
+    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            deepspeed: Any = import_module("deepspeed")
+            if not deepspeed.comm.is_initialized():
+                deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+            sharded: Any = import_module("deepspeed.moe.sharded_moe")
+            own = weights.owned(group)
+            experts = import_module("deepspeed.moe.experts").Experts(_OneExpert(own), own.num_experts)
+        for number, expert in enumerate(experts.deepspeed_experts):
+            for name in ("w1", "w3", "w2"):
+                getattr(expert, name).data.copy_(getattr(own, name)[number])
+        self.gate = _Told(weights.num_experts, group)
+        self.layer = sharded.MOELayer(self.gate, experts, "ep", group.size(), own.num_experts)
+        self.layer.ep_group = group
+
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Tell the gate and run the layer."""
+        self.gate.experts, self.gate.gates = experts, gates
+        y: Tensor = self.layer(x, None)
+        return y
+
+    def gradients(self) -> SwiGLUWeights:
+        """Stack those of the single experts."""
+        each = self.layer.experts.deepspeed_experts
+        return SwiGLUWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
+
+
+class _OneExpert(nn.Module):
+    def __init__(self, weights: SwiGLUWeights) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
+
+
+class _Told(nn.Module):
+    """A gate in DeepSpeed's form whose routing is given; its capacity is what the fullest expert of any rank needs."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.num_experts, self.group = num_experts, group
+        self.experts, self.gates = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor, *rest: object) -> tuple[Any, ...]:
+        chosen_KT = self.experts.T.contiguous()
+        taken = F.one_hot(chosen_KT.flatten(), self.num_experts)
+        place = (taken.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
+        capacity = taken.sum(0).max() if len(taken) else torch.zeros((), dtype=torch.int64)
+        dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
+        return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, taken.sum(0)
+
+
+def _gradient(parameter: Any) -> Tensor:
+    gradient = parameter.grad
+    local: Tensor = parameter if gradient is None else gradient
+    local = getattr(local, "_local_tensor", local)
+    return torch.zeros_like(local) if gradient is None else local
+
+
+@dataclass(frozen=True)
+class System:
+    """Somebody's expert parallelism."""
+
+    package: str
+    """Whose version counts."""
+    what: str
+    """Which part of it is tested."""
+    make: Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
+
+
+SYSTEMS = {
+    "moesaic": System("moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts),
+    "transformers": System("transformers", "AllToAllEP under Mixtral's experts", TransformersExperts),
+    "torchtitan": System("torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts),
+    "automodel": System("nemo_automodel", "GroupedExperts, by gathering tokens", AutomodelExperts),
+    "deepspeed": System("deepspeed", "MOELayer and Experts behind a gate that is told the routing", DeepSpeedExperts),
+}
+"""By name. A system is added by a class that makes one rank's end, and a line here."""
+NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made"}
+"""Packages that were looked at and cannot run here, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateOptions(BenchmarkOptions):
+    """What to test."""
+
+    only: str | None = None
+    """Names of systems between commas; None for all."""
+    page: str | None = None
+    """Also write the table of who passes what to this file."""
+
+
+def rows(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Return a row per system, world, situation and quantity; one per system that is not there."""
+    wanted = options.only.split(",") if options.only else list(SYSTEMS)
+    unknown = [name for name in wanted if name not in SYSTEMS]
+    if unknown:
+        raise InputError(f"only={unknown[0]}: choose among {', '.join(SYSTEMS)}")
+    found: list[dict[str, Any]] = []
+    for name in wanted:
+        system = SYSTEMS[name]
+        head = {"system": name, "what": system.what, "version": None}
+        with contextlib.suppress(PackageNotFoundError):
+            head["version"] = version(system.package)
+        if head["version"] is None:
+            found.append({**head, "failed": f"{system.package} is not installed"})
+            continue
+        for world in WORLDS:
+            told(f"{name} {head['version']} on {world} ranks")
+            found += [{**head, "world": world, **each} for each in _certified(name, world)]
+    return found + [
+        {"system": name, "version": None, "failed": f"needs a GPU: {why}"} for name, why in NEEDS_A_GPU.items()
+    ]
+
+
+def _certified(name: str, world: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_rank, args=(world, name, folder), nprocs=world)
+        except Exception as error:
+            return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
+        table: list[dict[str, Any]] = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+        return table
+
+
+def _rank(rank: int, world: int, name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = (
+        True  # some systems compile single functions, which says nothing about their exchange
+    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
+    found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    leave()
+
+
+def claims(found: list[dict[str, Any]]) -> list[Claim]:
+    """Return how many systems of others ran, and the worst error of ours."""
+    ran = {row["system"] for row in found if "quantity" in row}
+    own = [row["error"] for row in found if row["system"] == "moesaic" and "quantity" in row]
+    others = len(ran - {"moesaic"})
+    return [
+        Claim(name="certificates.systems", value=others, unit="1", target=SYSTEMS_ASKED, op=">="),
+        Claim(name="certificates.moesaic_worst", value=max(own, default=None), unit="1", target=1e-5, op="<="),
+    ]
+
+
+def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Test, and write the page where one is wanted."""
+    found = rows(options, cases, told)
+    if options.page:
+        Path(options.page).write_text(page(found), encoding="utf-8")
+    return found
+
+
+def page(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return docs/certificates.md from the rows of a result."""
+    lines = [_HEAD, f"| {' | '.join(title for title, _ in _COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+    lines += [f"| {' | '.join(str(row[key] or '') for _, key in _COLUMNS)} |" for row in _summary(found)]
+    lines += ["", "What each situation is:", ""]
+    lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
+    lines += ["", "What of each system is tested:", ""]
+    lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
+    wrong = [row for row in found if "quantity" in row and not row["holds"]]
+    lines += ["", "## What is wrong where", ""] if wrong else ["", "No difference was found in these versions."]
+    said = (f"- {row['system']} on {row['world']} ranks, {row['situation']}: {_wrong(row)}" for row in wrong)
+    return "\n".join([*lines, *dict.fromkeys(said), _TAIL])
+
+
+def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return who passes what."""
+    columns = [Column(key=key, title=title, is_text=True) for title, key in _COLUMNS]
+    return [table("experts beside dense ones", _summary(found), columns)]
+
+
+_COLUMNS = [("system", "system"), ("version", "version"), *((each.name, each.name) for each in SITUATIONS)]
+
+
+def _summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per system with what it passes in each situation."""
+    made = []
+    for name in dict.fromkeys(row["system"] for row in found):
+        own = [row for row in found if row["system"] == name]
+        cells = {each.name: _cell([row for row in own if row.get("situation") == each.name]) for each in SITUATIONS}
+        if not any("quantity" in row for row in own):
+            cells = {each.name: own[0]["failed"] if each is SITUATIONS[0] else "" for each in SITUATIONS}
+        made.append({"system": name, "version": own[0]["version"], **cells})
+    return made
+
+
+def _cell(own: Sequence[Mapping[str, Any]]) -> str:
+    wrong = dict.fromkeys(row["quantity"] if not row["failed"] else "fails" for row in own if not row["holds"])
+    return (", ".join(wrong) or "passes") if own else ""
+
+
+def _wrong(row: Mapping[str, Any]) -> str:
+    by = f", {row['factor']:.4g} times what it should be" if row["factor"] is not None else ""
+    return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
+
+
+_HEAD = """# Certificates: whose experts compute what dense experts compute
+
+Every system brings tokens to experts and results back in its own way. `moesaic.testing.routed_experts.certify` treats that
+way as a black box: it gives each rank tokens, the numbers of their experts and their routing weights, and compares outputs and
+all gradients with dense experts in float64. A system passes a situation when the output, the gradients of tokens and routing
+weights, and the gradients of the experts are right to 1e-4 on 2 and on 4 Gloo processes. What a trainer does to gradients
+afterwards is not tested here.
+
+This page is written by `moesaic bench certificates --page docs/certificates.md` from what is installed.
+"""
+_TAIL = """
+## Your own system
+
+```python
+from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
+```
+
+Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank. Each
+finding prints what is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has five
+such classes of about 20 lines each.
+"""
+
+
+BENCHMARK = Benchmark(
+    name="certificates",
+    description=DESCRIPTION,
+    options=CertificateOptions,
+    notes=notes_of(__doc__),
+    cases=once,
+    measure=measure,
+    rows=same,
+    claims=claims,
+    columns=tables,
+    packages=("torch", *(system.package for system in SYSTEMS.values())),
+)

@@ -1,0 +1,173 @@
+"""Parts of a step as others measured them alone: collectives of one node, products, expert stages, and layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from moesaic.cost.call_sizes import node_tokens_per_node
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.compute import rates_of
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.topology import Topology
+from moesaic.cost.workload import Workload
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic_lab.ledger.records import Entry, read_figures, read_published
+
+FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
+"""By machine, the numbers of GPUs whose collectives its links were fitted to."""
+FITTED_OPERATIONS = ("alltoall", "all_gather")
+"""What they were fitted to: no other collective was."""
+FITTED_EXPERTS = ("8", "128")
+"""Numbers of experts of the stages that devices were fitted to."""
+UNFITTED_DIM = "2048"
+"""Stages of this width were left out of the fit."""
+
+cluster_of = functools.lru_cache(read_cluster)
+"""A preset, read once."""
+
+
+def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the messages of a ring that passes n - 1 parts of a buffer on: sources, targets, bytes, messages."""
+    here = np.arange(ranks)
+    sent = np.full(ranks, (ranks - 1) / ranks * num_bytes)
+    return here, (here + 1) % ranks, sent, np.full(ranks, float(ranks - 1))
+
+
+def everybody(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the messages of an all-to-all of a buffer of so many bytes per rank."""
+    source, target = (each.ravel() for each in np.indices((ranks, ranks)))
+    other = source != target
+    count = int(other.sum())
+    return source[other], target[other], np.full(count, num_bytes / ranks), np.ones(count)
+
+
+def alone(cluster: ClusterSpec, ranks: int, *messages: np.ndarray) -> float:
+    """Return the seconds of messages of one node's ranks that nothing else disturbs, their launch included."""
+    return cluster.host.task_us * 1e-6 + Topology(cluster, ranks, ranks).loads(*messages).alone
+
+
+def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: float) -> float:
+    """Return the seconds of one of NCCL's operations inside a node; rings but for the all-to-all."""
+    if operation == "alltoall":
+        return alone(cluster, ranks, *everybody(ranks, num_bytes))
+    source, target, sent, messages = ring(ranks, num_bytes)
+    rounds = 2 if operation == "all_reduce" else 1
+    return alone(cluster, ranks, source, target, rounds * sent, rounds * messages)
+
+
+def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
+    """Yield NCCL's collectives of one node."""
+    for row in read_figures("nccl"):
+        ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
+        found = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
+        yield Entry(
+            kind="collectives",
+            what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=found * 1e6,
+            unit="us",
+            source="aiconfigurator",
+            fitted=row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
+        )
+
+
+def deepep() -> Iterator[Entry]:
+    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16.
+
+    A token goes once to each rank that has an expert of it.
+    """
+    for row in read_figures("deepep"):
+        cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
+        layer = Workload(tokens=tokens, num_experts=int(row["experts"]), top_k=int(row["top_k"]), dim=dim, hidden=1)
+        sent = node_tokens_per_node(layer, 8, 1) * 8 * dim
+        for what, size in (("dispatch", 1 + 4 / 128), ("combine", 2)):
+            yield Entry(
+                kind="collectives",
+                what=f"DeepEP {what}, {tokens:,} tokens of {dim}, {row['top_k']} of {row['experts']}",
+                machine=row["machine"],
+                measured=float(row[f"{what}_us"]),
+                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6,
+                unit="us",
+                source="aiconfigurator",
+            )
+
+
+def products() -> Iterator[Entry]:
+    """Yield products of two matrices; no number rests on them."""
+    for row in read_figures("products"):
+        rates = rates_of(cluster_of(row["machine"]), "bf16")
+        m, n, k = (int(row[name]) for name in "mnk")
+        found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
+        yield Entry(
+            kind="products",
+            what=f"{m:,} x {k:,} x {n:,}",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=found * 1e6,
+            unit="us",
+            source="aiconfigurator",
+        )
+
+
+def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
+    """Return the seconds of the experts of one device, forward, each with as many rows."""
+    tokens, dim, hidden, top_k, experts = (int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts"))
+    rates, rows = rates_of(cluster, "bf16"), np.full(experts, tokens * top_k / experts)
+    seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden)
+    return float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum()) + cluster.host.task_us * 1e-6
+
+
+def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
+    """Yield stages of experts of three matrices, all on one device."""
+    for row in read_figures("expert_stages"):
+        yield Entry(
+            kind="expert stages",
+            what=f"{row['tokens']} tokens, {row['top_k']} of {row['experts']} experts {row['dim']} x {row['hidden']}",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=expert_stage(machine(row["machine"]), row) * 1e6,
+            unit="us",
+            source="aiconfigurator",
+            fitted=row["machine"] == "dgx-h200" and row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM,
+        )
+
+
+def layers() -> Iterator[Entry]:
+    """Yield whole layers, forward and backward."""
+    for row in read_published()["layer"]:
+        cluster = cluster_of(row["machine"], nodes=row.get("nodes", 1))
+        per_node = cluster.devices_per_node
+        grid = Grid(world=cluster.world, ep=row["ep"], ranks_per_node=per_node)
+        sizes = {name: row[name] for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices")}
+        layer = Workload(**sizes, **row.get("routing", {}))
+        compiled = compile_plan(Plan(order="fifo", all_to_all=row.get("all_to_all", "linear")), grid)
+        simulator = Simulator(cluster)
+        for way, program in (("forward", compiled.forward), ("backward", compiled.backward)):
+            found = simulator.run(program, layer, compiled.grid).seconds
+            yield Entry(
+                kind="layers", what=f"{row['what']}, {way}", machine=row["machine"], measured=row[f"{way}_ms"],
+                predicted=found * 1e3, unit="ms", source=row["source"],
+            )  # fmt: skip
+
+
+def laer() -> Iterator[Entry]:
+    """Yield the time that LAER's ranks compute experts in a step, two micro-batches forward and backward.
+
+    The mean over ranks, which is that of the mean load. Of its all-to-alls the artifact does not say over which ranks they go.
+    """
+    for row in read_figures("laer"):
+        hidden = 14336 // (2 if "e16" in row["model"] else 1)
+        rates = rates_of(cluster_of("dgx-a100"), "bf16")
+        rows = np.array([float(row["copies"])])
+        once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden)
+        once += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
+        yield Entry(
+            kind="layers", what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step", machine="dgx-a100",
+            measured=float(row["expert_s"]), predicted=float(once[0]) * 3 * 2 * int(row["layers"]), unit="s", source="laer",
+        )  # fmt: skip

@@ -1,0 +1,122 @@
+"""`moesaic convert SOURCE OUT --to FORMAT`: a checkpoint into another format, and `moesaic convert verify OUT`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What to convert."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """The checkpoint's folder."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder to write; must not exist or be empty."""
+    to: str
+    """hf (safetensors with hub names), moesaic, torchtitan or megatron."""
+    source_format: str | None = None
+    """The source's format; None finds out."""
+    config: str | None = None
+    """The model's config.json of transformers, where the source has none beside it."""
+    experts: int | None = None
+    """Make so many experts of each feed-forward layer of a dense model; None converts the model as it is."""
+    top_k: int = 2
+    """With --experts: experts that a token reaches."""
+    granularity: int = 1
+    """With --experts: shards that a layer is cut into, each an expert; 1 copies the layer whole."""
+    router_std: float = 0.02
+    """With --experts: standard deviation of the routers' entries."""
+    seed: int = 0
+    """With --experts: of the routers."""
+    logits: Literal["auto", "yes", "no"] = "auto"
+    """Whether to run the model before and after; auto does for models of at most 2 GiB."""
+    json: bool = False
+    """Print the receipt as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What to verify."""
+
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder that a conversion wrote."""
+    json: bool = False
+    """Print what was compared as JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Convert or verify; returns the exit code."""
+    if arguments and arguments[0] == "verify":
+        return _verify(arguments[1:])
+    options = parse(
+        ConvertOptions,
+        arguments,
+        prog="moesaic convert",
+        description="Convert a checkpoint into another format, read both back, and write a receipt. "
+        "moesaic convert verify OUT compares an output with its receipt.",
+    )
+    from moesaic.weights.convert import RECEIPT, convert
+    from moesaic.weights.upcycle import Upcycling
+
+    upcycle = None
+    if options.experts is not None:
+        shared = {name: getattr(options, name) for name in ("top_k", "granularity", "router_std", "seed")}
+        upcycle = Upcycling(num_experts=options.experts, **shared)
+    elif any(
+        getattr(options, name) != getattr(ConvertOptions, name)
+        for name in ("top_k", "granularity", "router_std", "seed")
+    ):
+        raise InputError("top-k, granularity, router-std and seed are of --experts: give how many")
+    receipt = convert(
+        options.source,
+        options.out,
+        to=options.to,
+        source_format=options.source_format,
+        config=options.config,
+        upcycle=upcycle,
+        logits={"auto": None, "yes": True, "no": False}[options.logits],
+    )
+    print(json.dumps(receipt) if options.json else "\n".join(_told(receipt, f"{options.out}/{RECEIPT}")))
+    return 0
+
+
+def _told(receipt: dict[str, Any], path: str) -> list[str]:
+    """Return a receipt in a few lines."""
+    experts = sum(len(each) for each in receipt["sha256"]["weights"].values() if isinstance(each, list))
+    lines = [
+        f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
+        f"{receipt['bytes']:,} bytes, {experts} experts"
+    ]
+    lines += [
+        f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()
+    ]
+    if receipt["left_behind"]:
+        lines.append(f"left behind: {len(receipt['left_behind'])}, {receipt['left_behind'][0]} for one")
+    if receipt["logits"] is not None:
+        lines.append(f"largest difference of logits: {receipt['logits']['largest_difference']:.3g}")
+    return [*lines, f"read back and compared; receipt: {path}"]
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    options = parse(
+        VerifyOptions,
+        arguments,
+        prog="moesaic convert verify",
+        description="Read the output of a conversion and compare it with its receipt.",
+    )
+    from moesaic.weights.convert import verify
+
+    found = verify(options.out)
+    states = f", and {', '.join(found['states'][1:])} of an optimizer" if len(found["states"]) > 1 else ""
+    told = f"{options.out}: {found['tensors']} entries and {found['experts']} experts are what the receipt says{states}"
+    print(json.dumps(found) if options.json else told)
+    return 0

@@ -1,0 +1,140 @@
+"""What a person asks of a planner: tokens per second with an interval, utilization, what to change first, what skew and tokens
+cost. Each is the search's best plan predicted again with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
+from moesaic.plan.findings import Found, Result
+from moesaic.plan.layouts import compile_on, name_of
+from moesaic.plan.loads import simulate_counts
+from moesaic.plan.model import Job
+from moesaic.plan.predict import APART
+
+SPREAD = (0.47, 1.08)
+"""Measured over predicted speed between which the middle half of published steps lies; docs/ledger.md has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a step is."""
+
+    tokens_per_second: float
+    """Of one device."""
+    interval: tuple[float, float]
+    """What the same may turn out to be, as far off as the ledger's steps were."""
+    utilization: float
+    """Model FLOPs (6 per active parameter and token, and scores) over the data sheet's rate; recomputing counts nothing."""
+
+    def price(self, per_hour: float) -> float:
+        """Return what a trillion tokens cost.
+
+        Args:
+            per_hour: of one device.
+        """
+        return per_hour / 3600 / self.tokens_per_second * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The best plan with one thing changed."""
+
+    what: str
+    speedup: float
+    """Seconds before over seconds after."""
+
+
+def speed_of(job: Job, found: Found, cluster: ClusterSpec, *, devices: int, sequences: int) -> Speed:
+    """Return how fast a step is.
+
+    Args:
+        job: sizes of the model.
+        found: the step.
+        cluster: on what.
+        devices: that run it, pipeline stages included.
+        sequences: of an optimizer step.
+    """
+    tokens = sequences * job.model.seq_len
+    each = tokens / found.seconds / devices
+    peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
+    return Speed(
+        tokens_per_second=each,
+        interval=(each * SPREAD[0], each * SPREAD[1]),
+        utilization=each * operations_per_token(job, cluster) / peak,
+    )
+
+
+def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
+    """Return the operations of a training step per token, forward and backward."""
+    step = job.step_model(cluster, job.batch_size)
+    layer, matrices = step.layer, step.layer.matrices
+    experts = step.moe_layers * matrices * layer.dim * (layer.top_k * layer.hidden + step.shared_hidden)
+    around = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
+    return 6 * (experts + around) + 3 * step.num_layers * step.scores
+
+
+def changes(job: Job, cluster: ClusterSpec, result: Result) -> list[Change]:
+    """Return what the best plan would gain by one change of the machine, or of ep, the most first; what changes nothing is
+    left out."""
+    best = result.best
+    found = [Change(what=what, speedup=best.seconds / _again(job, other, best)) for what, other in _machines(cluster)]
+    for ep, of in result.by_ep.items():
+        if of.best is not None and ep != best.grid.ep:
+            found.append(Change(what=f"ep {ep} ({name_of(of.best.grid)})", speedup=best.seconds / of.best.seconds))
+    return sorted((each for each in found if abs(each.speedup - 1) > 0.005), key=lambda each: -each.speedup)
+
+
+def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
+    """Return how many times as long a step takes where one rank's experts get twice their share (a MaxVio of ranks of 1) in
+    every layer; None where ranks are too many to simulate apart.
+
+    One replica of the experts stands for all; all of them are as uneven.
+    """
+    small = compile_on(found.plan, found.grid, cluster)
+    grid = found.grid
+    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
+    if unit > APART or grid.ep == 1:
+        return None
+    one = replace(grid, world=min(unit, grid.world))
+    simulator = Simulator(cluster)
+    layer = job.step_model(cluster, grid.dp).layer
+    share = np.ones(layer.num_experts)
+    hot = layer.num_experts // grid.ep
+    share[:hot] = min(2.0, grid.ep)
+    share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
+    counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (one.dp, 1))
+    around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    compiled = replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
+    skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
+    return skewed / found.seconds
+
+
+def _again(job: Job, cluster: ClusterSpec, found: Found) -> float:
+    """Return the seconds of a plan on its layout on another cluster of as many ranks."""
+    simulator, compiled = Simulator(cluster), compile_on(found.plan, found.grid, cluster)
+    around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
+    runs = (simulator.run(each, around.model.layer, compiled.grid) for each in (compiled.forward, compiled.backward))
+    return around.estimate(*runs).seconds
+
+
+def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
+    """Yield clusters with one thing twice as good, and what that is."""
+    kinds: tuple[tuple[Literal["inside", "outside"], str], ...] = (
+        ("outside", "links between nodes"), ("inside", "links inside nodes"),
+    )  # fmt: skip
+    for kind, words in kinds:
+        names = [link.name for link in cluster.links if link.carries in (kind, "all")]
+        if names and (kind == "inside" or cluster.nodes > 1):
+            yield f"{words} twice as fast ({', '.join(names)})", cluster.with_links(kind, 2.0)
+    device = cluster.device
+    rates = {name: 2 * rate for name, rate in vars(device.tflops).items()}
+    yield "products twice as fast", replace(cluster, device=replace(device, tflops=replace(device.tflops, **rates)))
+    faster = replace(device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second)
+    yield "memory twice as fast", replace(cluster, device=faster)

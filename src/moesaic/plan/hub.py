@@ -1,0 +1,210 @@
+"""Models of the Hugging Face hub as planning sees them: a `config.json` read by a table of field names, not family by family.
+
+A family whose configuration uses the usual names needs no code here. What changes neither time nor memory is passed over;
+norms, biases and layers for multi-token prediction are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.plan.model_shape import ModelShape, MoEShape
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "dim": ("hidden_size", "d_model", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_heads"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": (
+        "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    ),
+    "hidden": ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size"),
+    "dense_hidden": ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "attention_head_dim"),
+    "shared_hidden": ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "first_dense": ("first_k_dense_replace", "moe_layer_start_index", "moe_first_k_dense_replace"),
+    "every": ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", "moe_layer_interval"),
+    "groups": ("n_group", "num_expert_group"),
+    "top_groups": ("topk_group", "topk_groups", "num_limited_groups"),
+}  # fmt: skip
+"""What planning reads, and the names that configurations have for it; the first one that is there counts."""
+NEEDED = ("dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden", "vocab")
+IMPLIED: dict[str, dict[str, Any]] = {"llama4_text": {"n_shared_experts": 1}, "qwen3_next": {"attn_output_gate": True}}
+"""What families have without a field for it."""
+RECURRENT = ("mamba_d_state", "ssm_state_size", "mamba_d_ssm", "hybrid_override_pattern", "linear_attn_config")
+"""Fields of layers whose time planning does not know."""
+PLAIN = {"relu2": "relu", "gelu": "gelu"}
+"""Activations of experts of two matrices, and ours of the same work, where a configuration says that nothing gates them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubShape(ModelShape):
+    """A model of the hub; `num_heads` only says over how many tensor-parallel ranks attention splits."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Blocks without an MoE layer."""
+    attention: float = 0.0
+    """Parameters of a block's attention, the mean over blocks."""
+    score_width: float = 0.0
+    """Columns of queries and of values that meet the keys of a context, over all heads, times the context's length over half
+    the sequence; the mean over blocks."""
+    tied: bool = False
+    """One matrix is the embedding and the output."""
+    groups: int = 1
+    """Groups of experts, of which a token uses `top_groups`."""
+    top_groups: int = 1
+    """As of `groups`."""
+    vocab: int = 1
+    """Tokens that the model tells apart."""
+
+    def check_heads(self) -> None:
+        """Let heads be of any width."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a block has an MoE layer."""
+        return layer not in self.dense_layers
+
+    @property
+    def around(self) -> dict[str, float]:
+        """What a step has around MoE layers, by the names of `StepModel`."""
+        scores = 2 * self.score_width * self.seq_len / 2
+        return {"attention_parameters": self.attention, "score_operations": scores, "embeddings": 1 if self.tied else 2}
+
+    @property
+    def routing(self) -> dict[str, int]:
+        """How tokens choose experts, by the names of `Workload`."""
+        return {"groups": self.groups, "top_groups": self.top_groups}
+
+    def parameters(self, experts: int | None = None) -> float:
+        """Return the parameters of the model.
+
+        Args:
+            experts: count so many of a layer's experts: `moe.top_k` gives the active ones; None counts them all.
+        """
+        moe, sparse = self.moe, self.num_layers - len(self.dense_layers)
+        matrices = 3 if moe.experts == "swiglu" else 2
+        each = (moe.num_experts if experts is None else experts) * moe.hidden + moe.shared_hidden
+        layer = matrices * self.dim * each + self.dim * moe.num_experts
+        dense = len(self.dense_layers) * matrices * self.dim * self.active_hidden
+        return (
+            self.num_layers * self.attention + sparse * layer + dense + (1 if self.tied else 2) * self.vocab * self.dim
+        )
+
+
+def is_hub_config(table: Mapping[str, Any]) -> bool:
+    """Whether a table is a model's `config.json` of the hub."""
+    return "model_type" in table or "architectures" in table
+
+
+def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubShape:
+    """Return the model of a `config.json`.
+
+    Args:
+        table: as the file has it; of a model with images or sound, the text model in it counts.
+        source: where it comes from, for messages.
+        seq_len: tokens of a training sequence.
+
+    Raises:
+        InputError: if the model has no experts, lacks a size, or has layers that planning does not know.
+    """
+    table = next((table[name] for name in ("text_config", "llm_config") if isinstance(table.get(name), dict)), table)
+    table = {**IMPLIED.get(str(table.get("model_type")), {}), **table}
+    found = _sizes(table, source)
+    for name in RECURRENT:
+        if table.get(name):
+            raise InputError(
+                f"{source}: {name} means layers that planning does not know: write the sizes as [model] yourself"
+            )
+    hidden, activation = found["hidden"], str(table.get("mlp_hidden_act", ""))
+    shared = found.get("shared_hidden", found.get("shared_experts", 0) * hidden)
+    attention, width = _attention(table, found, seq_len)
+    try:
+        return HubShape(
+            dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
+            dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found), attention=attention,
+            score_width=width, tied=bool(table.get("tie_word_embeddings", False)), vocab=found["vocab"],
+            groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
+            moe=MoEShape(
+                num_experts=found["num_experts"], top_k=found["top_k"], hidden=hidden, shared_hidden=shared,
+                experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
+            ),
+        )  # fmt: skip
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
+    """Return the whole numbers of a configuration by our names; lists and null are left to others."""
+    found: dict[str, int] = {}
+    for ours, theirs in NAMES.items():
+        value = next((table[name] for name in theirs if isinstance(table.get(name), int)), None)
+        if value is not None and not isinstance(value, bool):
+            found[ours] = value
+    for ours in NEEDED:
+        if ours not in found:
+            what = (
+                "the model has no experts to plan for" if ours == "num_experts" else "it is of an unknown architecture"
+            )
+            raise InputError(
+                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, or write the sizes as [model] and "
+                "[model.moe] of a training configuration"
+            )
+        if found[ours] < 1:
+            raise InputError(f"{source}: {ours}={found[ours]}: must be at least 1")
+    return found
+
+
+def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the blocks without an MoE layer, by lists where the configuration has them, else by the usual numbers."""
+    blocks = range(found["num_layers"])
+    if isinstance(table.get("moe_layers"), list):
+        return tuple(sorted({*blocks} - {*table["moe_layers"]}))
+    if isinstance(table.get("moe_layer_freq"), list):
+        return tuple(block for block, sparse in zip(blocks, table["moe_layer_freq"]) if not sparse)
+    if isinstance(table.get("mlp_layer_types"), list):
+        return tuple(block for block, kind in zip(blocks, table["mlp_layer_types"]) if kind == "dense")
+    listed, first, every = (
+        table.get("mlp_only_layers") or (),
+        found.get("first_dense", 0),
+        max(found.get("every", 1), 1),
+    )
+    return tuple(block for block in blocks if block in listed or block < first or (block + 1) % every)
+
+
+def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> tuple[float, float]:
+    """Return the parameters and the score width of a block's attention, the mean over blocks."""
+    dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
+    if isinstance(table.get("kv_lora_rank"), int):
+        nope, rope, value = (int(table[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        rank, query = int(table["kv_lora_rank"]), table.get("q_lora_rank")
+        queries = heads * (nope + rope) * (query or dim) + (dim * query if query else 0)
+        full = queries + dim * (rank + rope) + rank * heads * (nope + value) + heads * value * dim
+        width = float(heads * (nope + rope + value))
+    else:
+        each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
+        gates = 2 if table.get("attn_output_gate") else 1
+        full, width = (1 + gates) * dim * heads * each + 2 * dim * kv * each, 2.0 * heads * each
+    kinds = table.get("layer_types") or ()
+    interval = table.get("full_attention_interval")
+    linear = (
+        sum(kind == "linear_attention" for kind in kinds) if kinds else layers - layers // interval if interval else 0
+    )
+    sliding = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    # A window of w keys is as far as a query sees once w tokens came before it.
+    window = min(int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len), seq_len)
+    seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
+    scores = (layers - linear - sliding * (1 - seen)) * width / layers
+    return ((layers - linear) * full + linear * _linear_attention(table, dim)) / layers, scores
+
+
+def _linear_attention(table: Mapping[str, Any], dim: int) -> int:
+    """Return the parameters of a gated delta net, whose scores take next to nothing beside them."""
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
+    keys, key_dim, values, value_dim = (int(table.get(name, 0)) for name in names)
+    return dim * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)

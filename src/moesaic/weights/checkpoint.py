@@ -1,0 +1,174 @@
+"""A checkpoint that is opened: its tensors compared with the model of its configuration, and what an optimizer kept."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.weights.format import AbstractFormat
+from moesaic.weights.hub import Hub, Moesaic
+from moesaic.weights.layout import Gathered, Layout, Readable, every, identity, naming, pieces
+from moesaic.weights.megatron import Megatron
+from moesaic.weights.model import Architecture
+from moesaic.weights.torchtitan import Torchtitan
+
+FORMATS: dict[str, AbstractFormat] = {
+    "hf": Hub(),
+    "moesaic": Moesaic(),
+    "torchtitan": Torchtitan(),
+    "megatron": Megatron(),
+}
+"""By the names that `moesaic convert` takes. A new format is one entry here and a file of rules."""
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
+"""What optimizers keep of a parameter, in its shape."""
+COUNTER = "step"
+"""What they keep of a parameter as one number."""
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors to which Megatron adds rows that no token has."""
+
+
+@dataclass
+class Checkpoint:
+    """Tensors of a model, by the names of a format."""
+
+    model: Architecture
+    layout: Layout
+    tensors: dict[str | None, dict[str, Readable]]
+    """By state, None for the weights themselves, then by the layout's stored names."""
+    left_behind: list[str] = field(default_factory=list)
+    """What is there and is no part of the model."""
+
+    def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
+        """Return the tensors of another layout, each gathered when it is read.
+
+        Raises:
+            InputError: if a state is there for some of what becomes one tensor, or counters of it differ.
+        """
+        have, found = self.tensors[state], dict[str, Readable]()
+        for name in layout.by_stored:
+            tensor = Gathered(name, layout, self.layout, have)
+            there = [each for each in tensor.feeding if each in have]
+            if not there:
+                continue
+            counts = {have[each].read(()).tobytes() for each in there} if state == COUNTER else ()
+            if len(there) < len(tensor.feeding) or len(counts) > 1:
+                raise InputError(
+                    f"{state} is not the same for all of {naming(tensor.feeding)}, which become one tensor"
+                )
+            found[name] = have[there[0]] if state == COUNTER else tensor
+        return found
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """Return SHA-256 of all elements in the model's own order, the same in every format.
+
+        Returns:
+            by state ("weights" for the weights), then by name: a hash of a tensor; of experts a list, one per expert.
+        """
+        layout = identity(self.model.shapes)
+        return {state or "weights": self._digests(self.into(layout, state)) for state in self.tensors}
+
+    def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in sorted(tensors):
+            tensor, experts = tensors[name], self.model.experts_of(name)
+            if experts is None or not tensor.shape:
+                found[name] = _updated(hashlib.sha256(), tensor, every(tensor.shape)).hexdigest()
+                continue
+            each = found.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
+            for expert, running in enumerate(each):
+                _updated(running, tensor, (range(expert, expert + 1), *every(tensor.shape[1:])))
+        return {
+            name: [each.hexdigest() for each in entry] if isinstance(entry, list) else entry
+            for name, entry in found.items()
+        }
+
+
+def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
+    """Add a tensor's dtype and elements in a region to a hash, a buffer at a time."""
+    running.update(str(tensor.dtype).encode())
+    for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
+        here = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
+        running.update(tensor.read(here).data)
+    return running
+
+
+def format_of(folder: Path) -> str:
+    """Return the name of the format that a folder is in.
+
+    Raises:
+        InputError: if it is none that is known.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no folder there: name the one that holds the checkpoint")
+    found = [name for name, each in FORMATS.items() if each.finds(folder)]
+    if not found:
+        raise InputError(f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files")
+    return found[0]
+
+
+def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
+    """Compare a folder's tensors with a model.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the format, a key of `FORMATS`.
+        model: that the checkpoint must be of.
+
+    Raises:
+        InputError: if tensors are missing, unknown or of another shape; names them.
+    """
+    format = FORMATS[name]
+    stored, others = format.read(folder)
+    layout = Layout(format.blocks(model, stored), model.shapes, format.title)
+    weights = {str(format.called(each, None)): each for each in layout.shapes}
+    missing = weights.keys() - stored.keys()
+    if missing:
+        raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {naming(missing)}")
+    found = Checkpoint(
+        model, layout, {None: {each: stored[place] for place, each in weights.items()}}, left_behind=others
+    )
+    for each in weights.values():
+        _check_shape(found, each, f"{folder}: {format.called(each, None)}")
+    rest = stored.keys() - weights.keys()
+    rest -= _states(found, format, stored)
+    unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
+    ignored = [re.compile(pattern) for pattern in (*unexpected, r"rotary_emb\.inv_freq$")]
+    known = {each for each in rest if each in model.tied or any(pattern.search(each) for pattern in ignored)}
+    if rest - known:
+        raise InputError(f"{folder}: {len(rest - known)} tensors are unknown to the model: {naming(rest - known)}")
+    found.left_behind += sorted(known)
+    found.tensors[None] = {each: format.kept(each, t, back=True) for each, t in found.tensors[None].items()}
+    return found
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
+    """Compare a stored tensor's shape; rows that pad the vocabulary are left behind."""
+    shape, expected = checkpoint.tensors[None][name].shape, checkpoint.layout.shapes[name]
+    if shape == expected:
+        return
+    if name not in PADDED or shape[1:] != expected[1:] or shape[0] < expected[0]:
+        raise InputError(
+            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: take the model's own"
+        )
+    checkpoint.left_behind.append(f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary")
+
+
+def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]) -> set[str]:
+    """Take what an optimizer kept into the checkpoint; returns the names of all of it."""
+    found = set()
+    for name, shape in checkpoint.layout.shapes.items():
+        for state in (*STATES, COUNTER):
+            place = format.called(name, state)
+            if place is None or place not in stored:
+                continue
+            found.add(place)
+            if stored[place].shape == (() if state == COUNTER else shape) or name in PADDED:
+                checkpoint.tensors.setdefault(state, {})[name] = stored[place]
+            else:
+                checkpoint.left_behind.append(f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}")
+    return found

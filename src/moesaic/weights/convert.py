@@ -1,0 +1,196 @@
+"""Conversion of a checkpoint into another format, the receipt that says what was done, and the check of one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from moesaic import __version__
+from moesaic.errors import InputError
+from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
+from moesaic.weights.format import AbstractFormat
+from moesaic.weights.layout import Layout, Readable, every, identity, naming
+from moesaic.weights.model import Architecture, read_config
+from moesaic.weights.upcycle import Upcycling, upcycled
+
+RECEIPT = "receipt.json"
+"""The file that a conversion writes beside its output."""
+LOGITS_BYTES = 2**31
+"""Models of at most as many bytes are run before and after, unless the caller says otherwise."""
+TOKENS = 16
+"""Positions of the fixed text that models are compared on: token i is 7 i + 1, modulo the vocabulary."""
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str,
+    source_format: str | None = None,
+    config: str | Path | None = None,
+    upcycle: Upcycling | None = None,
+    logits: bool | None = None,
+) -> dict[str, Any]:
+    """Convert a checkpoint into another format, bit by bit, and read both back to compare them.
+
+    Memory holds a few buffers of 16 MiB and, at most, the matrices of one expert, never a whole tensor of all experts.
+
+    Args:
+        source: the folder of the checkpoint, left as it is.
+        out: the folder to write; must not exist or be empty.
+        to: hf, moesaic, torchtitan or megatron.
+        source_format: one of the same; None finds out.
+        config: the model's config.json of transformers, or its folder, where the source has none beside it.
+        upcycle: makes experts of the feed-forward layers of a dense model; None converts the model as it is.
+        logits: whether to run the model before and after; None does for models of at most 2 GiB.
+
+    Returns:
+        the receipt, which is in `out / "receipt.json"` too: docs/convert.md describes it.
+
+    Raises:
+        InputError: for a checkpoint that is incomplete, mixed up, not of this model, or a format without a place for it.
+    """
+    folder, target = Path(source), Path(out)
+    for name in (to, source_format or to):
+        if name not in FORMATS:
+            raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
+    if target.exists() and any(target.iterdir()):
+        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
+    came_from = source_format or format_of(folder)
+    model = Architecture(read_config(folder, None if config is None else Path(config)))
+    before = open_checkpoint(folder, came_from, model)
+    if upcycle is not None:
+        before = upcycled(before, upcycle)
+    layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
+    tensors, unplaced = _named(before, layout, FORMATS[to])
+    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors.values())
+    target.mkdir(parents=True, exist_ok=True)
+    before.model.config.save_pretrained(target)
+    FORMATS[to].write(target, tensors)
+    if to == "hf" or came_from == "hf":
+        _copy_others(folder, target)
+    after = open_checkpoint(target, to, before.model)
+    receipt = _receipt(before, after) | {
+        "tensors": len(tensors), "bytes": size,
+        "source": {"folder": folder.name, "format": came_from}, "target": {"format": to},
+        "left_behind": sorted(before.left_behind + unplaced), "upcycled": None if upcycle is None else vars(upcycle),
+    }  # fmt: skip
+    run = size <= LOGITS_BYTES if logits is None else logits
+    receipt["logits"] = _compared(folder, before, after, target, upcycle is None, (came_from, to)) if run else None
+    (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    return receipt
+
+
+def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
+    """Return the tensors to write by their names in a format, and the names of states that have no place there."""
+    named: dict[str, Readable] = {}
+    unplaced = []
+    for state in before.tensors:
+        for name, tensor in before.into(layout, state).items():
+            place = format.called(name, state)
+            if place is None:
+                unplaced.append(f"{state} of {name}")
+            else:
+                named[place] = format.kept(name, tensor, back=False) if state is None else tensor
+    return named, unplaced
+
+
+def _copy_others(folder: Path, target: Path) -> None:
+    """Copy what stands beside the weights: tokenizer, chat template, generation settings."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
+            (".index.json", RECEIPT, "config.json")
+        ):
+            shutil.copyfile(path, target / path.name)
+
+
+def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
+    """Return what is known of a conversion once both sides are read back.
+
+    Raises:
+        InputError: if they differ, which would be a fault of this program or of the disk.
+    """
+    digests, again = before.digests(), after.digests()
+    places = {state: found for state, found in digests.items() if state in again}
+    for state, found in places.items():
+        odd = [name for name in found if found[name] != again[state].get(name)]
+        if odd:
+            raise InputError(f"{naming(odd)} of {state} differ from the source: do not use the output, convert again")
+    return {
+        "moesaic": __version__,
+        "model": after.model.config.model_type,
+        "moments": {
+            state: {"in the source": len(found), "placed": len(places.get(state, ()))}
+            for state, found in digests.items()
+            if state != "weights"
+        },
+        "sha256": places,
+    }
+
+
+def _compared(
+    folder: Path, before: Checkpoint, after: Checkpoint, target: Path, same: bool, names: tuple[str, str]
+) -> dict[str, Any]:
+    """Run both models on the fixed text; returns the largest difference between logits."""
+    old = _logits(folder if same and names[0] == "hf" else None, before)
+    new = _logits(target if names[1] == "hf" else None, after)
+    return {"tokens": TOKENS, "largest_difference": float((old.double() - new.double()).abs().max())}
+
+
+@torch.no_grad()
+def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
+    """Return the logits of a checkpoint: loaded by transformers itself from the hub's files, or filled in from ours."""
+    if hub is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype="auto")
+    else:
+        tensors = checkpoint.into(identity(checkpoint.model.shapes))
+        values = {name: torch.from_numpy(t.read(every(t.shape))).view(t.dtype) for name, t in tensors.items()}
+        model = transformers.AutoModelForCausalLM.from_config(checkpoint.model.config)
+        model.load_state_dict(values, strict=False, assign=True)
+        model.tie_weights()
+    if checkpoint.model.experts:
+        model.set_experts_implementation("eager")  # the default one has no float64
+    tokens = (7 * torch.arange(TOKENS) + 1) % checkpoint.model.config.vocab_size
+    found: Tensor = model.eval()(input_ids=tokens[None]).logits
+    return found
+
+
+def verify(out: str | Path) -> dict[str, Any]:
+    """Read the output of a conversion and compare it with its receipt.
+
+    Args:
+        out: the folder that `convert` wrote.
+
+    Returns:
+        how many tensors, experts and states were compared.
+
+    Raises:
+        InputError: where there is no receipt, or an element differs; names the tensor or the expert.
+    """
+    folder = Path(out)
+    if not (folder / RECEIPT).exists():
+        raise InputError(f"{folder / RECEIPT} is missing: no conversion ended here, convert again")
+    receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+    checkpoint = open_checkpoint(folder, receipt["target"]["format"], Architecture(read_config(folder, None)))
+    found = checkpoint.digests()
+    experts = 0
+    for state, expected in receipt["sha256"].items():
+        for name, digest in expected.items():
+            here = found.get(state, {}).get(name)
+            if here == digest:
+                experts += len(digest) if isinstance(digest, list) else 0
+                continue
+            which = ""
+            if isinstance(digest, list) and isinstance(here, list):
+                which = f"expert {next(i for i, pair in enumerate(zip(digest, here)) if pair[0] != pair[1])} of "
+            raise InputError(
+                f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again"
+            )
+    return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(receipt["sha256"])}

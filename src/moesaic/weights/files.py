@@ -1,0 +1,259 @@
+"""Tensors in files, by parts: safetensors, and what torch.distributed.checkpoint writes (DCP).
+
+Elements are opaque here: bits pass as they are. Nothing that a file names is run: of DCP's list of tensors and of the parts
+of its files only what describes a tensor is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from moesaic.errors import InputError
+from moesaic.train.shard_metadata import read_list
+from moesaic.weights.layout import Readable, Region, every, integer, naming, pieces, volume
+
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""What safetensors calls dtypes."""
+INDEX = "model.safetensors.index.json"
+DCP_FILE = "__0_0.distcp"
+SHARD_BYTES = 5 * 10**9
+"""A safetensors file is closed when it has as many."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a tensor in a file."""
+
+    path: Path
+    start: int
+    """The byte where it begins."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    archive: int | None = None
+    """Bytes of the archive of `torch.save` that holds it; None if its elements are there as they are, row after row."""
+
+    @cached_property
+    def in_archive(self) -> tuple[int, tuple[int, ...]]:
+        """The byte where the elements begin in the archive, and their strides; nothing in it is run.
+
+        Raises:
+            InputError: if no tensor of these sizes is there.
+        """
+        assert self.archive is not None
+        with self.path.open("rb") as file, FakeTensorMode():
+            found: Any = torch.load(_create_file_view(file, self.start, self.archive), weights_only=True)  # type: ignore[arg-type]
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
+            raise InputError(
+                f"{self.path}: byte {self.start} begins no tensor of {list(self.sizes)}: two checkpoints are mixed"
+            )
+        storage: Any = found.untyped_storage()
+        begin = self.start + storage._checkpoint_offset + int(found.storage_offset()) * found.dtype.itemsize
+        return begin, tuple(found.stride())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in files."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return the elements in a region; its part of the files is mapped for so long only."""
+        whole = [dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at]
+        out = np.empty([len(dim) for dim in whole], integer(self.dtype))
+        for part in self.parts:
+            starts = part.offsets
+            inside = [
+                slice(_before(dim, start), _before(dim, start + size))
+                for dim, start, size in zip(whole, starts, part.sizes)
+            ]
+            rows = [dim[here] for dim, here in zip(whole, inside)]
+            if all(rows):
+                here = tuple(slice(row[0] - start, row[-1] - start + 1, row.step) for row, start in zip(rows, starts))
+                out[tuple(inside)] = _mapped(part, self.dtype)[here]
+        return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
+
+
+def _before(dim: range, place: int) -> int:
+    """Return how many places of a row stand before one."""
+    return min(len(dim), max(0, -((dim.start - place) // dim.step)))
+
+
+def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
+    """Return the part's elements, mapped from its file for as long as the array lives."""
+    start, strides = (part.start, None) if part.archive is None else part.in_archive
+    kind = integer(dtype)
+    if not part.sizes:
+        return np.fromfile(part.path, kind, 1, offset=start).reshape(())
+    if strides is None:
+        return np.memmap(part.path, kind, "r", start, part.sizes)
+    span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
+    flat, steps = np.memmap(part.path, kind, "r", start, (span,)), [each * kind.itemsize for each in strides]
+    return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
+
+
+def read_safetensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        InputError: if a file is missing, cut off, or of another checkpoint than the index; says which.
+    """
+    listed: dict[str, str] | None = None
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / Path(name).name for name in sorted(set(listed.values()))]
+    elif len(paths) > 1:
+        raise InputError(f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it")
+    found: dict[str, Stored] = {}
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path} is missing: the index lists {len(paths)} files, fetch this one")
+        for name, stored in _header(path).items():
+            if listed is not None and listed.get(name) != path.name:
+                where = f"in {listed[name]}" if name in listed else "nowhere"
+                raise InputError(f"{path} holds {name}, which the index has {where}: two checkpoints are mixed")
+            found[name] = stored
+    gone = [] if listed is None else sorted(listed.keys() - found.keys())
+    if gone:
+        raise InputError(f"{folder / listed[gone[0]]} lacks {naming(gone)}: two checkpoints are mixed")  # type: ignore[index]
+    return found
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        try:
+            header = json.loads(file.read(min(length, size)))
+        except ValueError:
+            raise InputError(f"{path}: is no safetensors file, or its beginning is damaged: fetch it again") from None
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in CODES:
+            raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
+        shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if 8 + length + end > size:
+            raise InputError(f"{path}: has {size:,} bytes and needs {8 + length + end:,} for {name}: fetch it again")
+        part = Part(path, 8 + length + start, (0,) * len(shape), shape)
+        found[name] = Stored(CODES[entry["dtype"]], shape, (part,))
+    return found
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors into safetensors files of about `SHARD_BYTES`, and the index if there are several."""
+    files: list[dict[str, Readable]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if files[-1] and size > room:
+            files.append({})
+            room = SHARD_BYTES
+        files[-1][name] = tensor
+        room -= size
+    several, total = len(files) > 1, 0
+    placed: dict[str, str] = {}
+    for number, held in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
+        placed |= dict.fromkeys(held, name)
+        total += _write_file(folder / name, held)
+    if several:
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
+    codes = {dtype: code for code, dtype in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": codes[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for region in pieces(tensor.shape, tensor.dtype.itemsize):
+                file.write(tensor.read(region).data)
+    return end
+
+
+def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote, on any mesh, and the names of what is none.
+
+    Raises:
+        InputError: if a file is missing or cut off, or no file has a part of a tensor; says which.
+    """
+    others: list[str] = []
+    metadata = read_list((folder / ".metadata").read_bytes(), str(folder / ".metadata"), others=others)
+    parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        path = folder / place.relative_path
+        if place.relative_path not in sizes:
+            if not path.exists():
+                raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
+            sizes[place.relative_path] = path.stat().st_size
+        if place.offset + place.length > sizes[place.relative_path]:
+            raise InputError(f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, fetch it again")
+        entry = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = tuple(index.offset or (0,) * len(entry.size))
+        extents = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
+    found = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if sum(volume(every(part.sizes)) for part in parts[name]) < math.prod(entry.size):
+            raise InputError(f"{folder}: parts of {name} are in no file: the checkpoint is incomplete")
+        found[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
+    return found, others
+
+
+def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors as torch.distributed.checkpoint does, each in parts of about `BUFFER`, so that any mesh can load them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with (folder / DCP_FILE).open("wb") as file:
+        for name, tensor in tensors.items():
+            chunks: list[ChunkStorageMetadata] = []
+            for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
+                offsets, start = torch.Size(row.start for row in region), file.tell()
+                torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(len(row) for row in region)))
+                places[MetadataIndex(name, offsets, number)] = _StorageInfo(DCP_FILE, start, file.tell() - start)
+            properties = TensorProperties(dtype=tensor.dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -1,0 +1,93 @@
+"""The two ways in which transformers names a model: as the hub has it in files, and as the model has it in memory.
+
+On the hub each expert has matrices of its own; in memory all experts of a layer are one tensor. What becomes what is read from
+transformers' own tables, of which the inverse is applied to tensors without elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
+
+from moesaic.errors import InputError
+from moesaic.train.distributed_checkpoint import SHARDS
+from moesaic.weights.files import INDEX, Stored, read_dcp, read_safetensors, write_dcp, write_safetensors
+from moesaic.weights.format import AbstractFormat
+from moesaic.weights.layout import Block, Readable, every
+from moesaic.weights.model import Architecture
+
+
+class Hub(AbstractFormat):
+    """safetensors with the hub's names, as `from_pretrained` and inference engines take them; no optimizer."""
+
+    title = "Hugging Face safetensors"
+
+    def finds(self, folder: Path) -> bool:
+        return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+
+    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+        return read_safetensors(folder), []
+
+    def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
+        write_safetensors(folder, tensors)
+
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+        tables = [
+            t for t in get_model_conversion_mapping(model.model, add_legacy=False) if not isinstance(t, PrefixChange)
+        ]
+        model.model._weight_conversions = tables  # else each call below looks them up again
+        converters = [(table.reverse_transform(), table) for table in tables if isinstance(table, WeightConverter)]
+        for tensor, shape in model.shapes.items():
+            used = [table for reverse, table in converters if reverse.rename_source_key(tensor)[1] is not None]
+            kinds = {type(operation).__name__ for converter in used for operation in converter.operations}
+            made = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
+            if not kinds:
+                (name,) = made
+                yield Block(name, every(shape), tensor, every(shape))
+            elif kinds <= {"MergeModulelist", "Concatenate"} and len(made) % shape[0] == 0:
+                yield from _unstacked(tensor, shape, list(made))
+            else:
+                raise InputError(
+                    f"the hub's names for {tensor} come about by {', '.join(sorted(kinds))}: not supported"
+                )
+
+
+def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[Block]:
+    """Yield the blocks of matrices of single experts, of which those of one kind follow each other."""
+    experts = shape[0]
+    rows = shape[1] * experts // len(names)
+    for number, name in enumerate(names):
+        kind, expert = divmod(number, experts)
+        assert f".{expert}." in name, name
+        yield Block(
+            name, every((rows, *shape[2:])), tensor, (expert, range(kind * rows, (kind + 1) * rows), *every(shape[2:]))
+        )
+
+
+class Moesaic(AbstractFormat):
+    """Moesaic's own sharded checkpoint of a transformers model: its names in memory, and the states of an optimizer.
+
+    A model with `moesaic.transformers` on any mesh loads it, each rank its own part.
+    """
+
+    title = "Moesaic's sharded checkpoint"
+
+    def finds(self, folder: Path) -> bool:
+        return (folder / SHARDS / ".metadata").exists()
+
+    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+        return read_dcp(folder / SHARDS)
+
+    def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
+        write_dcp(folder / SHARDS, tensors)
+
+    def called(self, stored: str, state: str | None) -> str | None:
+        return f"model.{stored}" if state is None else f"optimizer.{stored}.{state}"
+
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+        for tensor, shape in model.shapes.items():
+            yield Block(tensor, every(shape), tensor, every(shape))

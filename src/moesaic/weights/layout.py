@@ -1,0 +1,278 @@
+"""Where a format keeps a model's elements: rectangles of its own tensors, each a rectangle of one of the model's tensors.
+
+The model's tensors are those that a transformers model of this configuration has in memory; every format says where each of
+their elements is, and nothing else. So any two formats convert into each other, no conversion computes with a value, and a
+format that forgets an element, or has one twice, is found before a byte is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from moesaic.errors import InputError
+
+Dim: TypeAlias = "int | range"
+"""Along one dimension of a tensor: one place, which the rectangle has no dimension for, or a row of places."""
+Region: TypeAlias = tuple[Dim, ...]
+BUFFER = 16 * 2**20
+"""Bytes that are moved at once."""
+
+
+class Readable(Protocol):
+    """A tensor whose elements can be had by regions."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return a copy of the elements there, as integers of their size, row after row."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is computed when it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[Region], torch.Tensor]
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return the elements there, the same each time."""
+        return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a stored tensor that is a rectangle of one of the model's tensors."""
+
+    stored: str
+    at: Region
+    tensor: str
+    index: Region
+    transposed: bool = False
+    """Whether the last two dimensions are exchanged between the two."""
+
+    def flipped(self) -> Block:
+        """Return the same with the two sides exchanged."""
+        return Block(self.tensor, self.index, self.stored, self.at, self.transposed)
+
+    def cut(self, region: Region) -> Block | None:
+        """Return the part whose stored side lies in a region; None if nothing does."""
+        at: list[Dim] = []
+        for pair in zip(self.at, region):
+            shared = _meet(*pair)
+            if shared is None:
+                return None
+            at.append(shared)
+        index = list(self.index)
+        mine = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
+        other = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
+        if self.transposed:
+            other[-2:] = reversed(other[-2:])
+        for i, j in zip(mine, other):
+            whole, there = self.at[i], self.index[j]
+            assert isinstance(whole, range)
+            assert isinstance(there, range)
+            index[j] = _along(whole, at[i], there)
+        return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
+
+
+def _meet(a: Dim, b: Dim) -> Dim | None:
+    """Return the places that two sets of them share."""
+    if isinstance(a, int):
+        return a if a == b or (isinstance(b, range) and a in b) else None
+    if isinstance(b, int):
+        return b if b in a else None
+    if a.step != b.step and 1 not in (a.step, b.step):
+        raise NotImplementedError("rows of two different steps")
+    wide, fine = (a, b) if a.step == 1 else (b, a)
+    if not wide or not fine or (wide.step > 1 and (wide.start - fine.start) % fine.step):
+        return None
+    first = max(0, -((fine.start - wide.start) // fine.step))
+    last = min(len(fine), (wide[-1] - fine.start) // fine.step + 1)
+    return fine[first:last] if first < last else None
+
+
+def _along(whole: range, part: Dim, there: range) -> Dim:
+    """Return the places of `there` that stand where those of `part` stand in `whole`."""
+    if isinstance(part, int):
+        return there[whole.index(part)]
+    first, step = whole.index(part[0]), max(1, part.step // whole.step)
+    return there[first : first + (len(part) - 1) * step + 1 : step]
+
+
+def every(shape: Iterable[int]) -> tuple[range, ...]:
+    """Return the region that is a whole tensor."""
+    return tuple(range(size) for size in shape)
+
+
+def volume(region: Region) -> int:
+    """Return how many elements a region has."""
+    return math.prod(len(dim) for dim in region if isinstance(dim, range))
+
+
+def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
+    """Yield regions of at most `BUFFER` bytes (or one row), which follow each other in memory and are the whole tensor."""
+    inner = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape))
+    if inner >= len(shape):
+        yield every(shape)
+        return
+    rows = max(1, BUFFER // max(1, math.prod(shape[inner + 1 :]) * itemsize))
+    for outer in np.ndindex(*shape[:inner]):
+        for start in range(0, shape[inner], rows):
+            here = range(start, min(start + rows, shape[inner]))
+            yield (*(range(i, i + 1) for i in outer), here, *every(shape[inner + 1 :]))
+
+
+class Found:
+    """Blocks by the name of their stored side, and by the expert or layer that they are of, where they are of a single one."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[int | None, list[Block]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, block: Block) -> None:
+        """Take a block."""
+        single = block.at[0] if block.at and isinstance(block.at[0], int) else None
+        self._held[block.stored][single].append(block)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def cuts(self, name: str, region: Region) -> Iterator[tuple[Block, Block]]:
+        """Yield the blocks of a tensor that have something in a region, and what of them is there."""
+        held = self._held[name]
+        outer = region[0] if region else ()
+        for single in (*([outer] if isinstance(outer, int) else outer), None) if len(held) > 1 else list(held):
+            for block in held.get(single, ()):
+                found = block.cut(region)
+                if found is not None:
+                    yield block, found
+
+
+class Layout:
+    """All blocks of a format for one model.
+
+    Args:
+        blocks: that it consists of.
+        shapes: of the model's tensors.
+        title: what the format is called, for messages.
+        copies: whether an element that is stored once may be several of the model's.
+
+    Raises:
+        InputError: where an element of the model has no place, or the format does not know a tensor; names the tensors.
+    """
+
+    def __init__(
+        self, blocks: Iterable[Block], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
+    ) -> None:
+        self.by_stored, self.by_tensor = Found(), Found()
+        sizes: dict[str, int] = defaultdict(int)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for block in blocks:
+            self.by_stored.add(block)
+            self.by_tensor.add(block.flipped())
+            sizes[block.tensor] += volume(block.index)
+            ends = tuple(dim[-1] + 1 if isinstance(dim, range) else dim + 1 for dim in block.at)
+            known = self.shapes.get(block.stored, ends)
+            self.shapes[block.stored] = tuple(map(max, known, ends))
+        lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
+        if lost:
+            raise InputError(f"{title} has no place for {naming(lost)}: convert this model to another format")
+        for name, shape in () if copies else self.shapes.items():
+            assert math.prod(shape) == sum(volume(found.at) for _, found in self.by_stored.cuts(name, every(shape))), (
+                name
+            )
+
+
+def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Return the layout that is the model's own."""
+    return Layout((Block(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor of one layout, gathered from tensors of another when it is read."""
+
+    name: str
+    layout: Layout
+    source: Layout
+    tensors: Mapping[str, Readable]
+    """By the source's stored names."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the layout has it."""
+        return self.layout.shapes[self.name]
+
+    @cached_property
+    def feeding(self) -> list[str]:
+        """The source's stored names that this one consists of."""
+        mine = [found for _, found in self.layout.by_stored.cuts(self.name, every(self.shape))]
+        theirs = (block for each in mine for block, _ in self.source.by_tensor.cuts(each.tensor, each.index))
+        return list(dict.fromkeys(block.tensor for block in theirs))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of all tensors that it consists of.
+
+        Raises:
+            InputError: if they differ.
+        """
+        found = {self.tensors[name].dtype: name for name in self.feeding}
+        if len(found) != 1:
+            (one, first), (other, second), *_ = found.items()
+            raise InputError(
+                f"{first} is {one}, {second} {other}, and both become {self.name}: give them one dtype first"
+            )
+        return next(iter(found))
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return the elements in a region: each block's part of it, read from each of the source's blocks there."""
+        out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
+        for _, wanted in self.layout.by_stored.cuts(self.name, at):
+            for _, found in self.source.by_tensor.cuts(wanted.tensor, wanted.index):
+                place = wanted.flipped().cut(found.at)
+                assert place is not None
+                values = self.tensors[found.tensor].read(found.index)
+                if found.transposed != wanted.transposed:
+                    values = values.swapaxes(-1, -2)
+                out[_within(place.index, at)] = values
+        return out
+
+
+def _within(places: Region, at: Region) -> tuple[Any, ...]:
+    """Return the index of places in an array that holds the region `at`."""
+    found: list[int | slice] = []
+    for place, dim in zip(places, at):
+        if not isinstance(dim, range):
+            continue
+        if isinstance(place, int):
+            found.append(dim.index(place))
+        else:
+            first, last = dim.index(place[0]), dim.index(place[-1])
+            found.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
+    return tuple(found)
+
+
+def integer(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the integers that stand for elements of a dtype."""
+    return np.dtype(f"i{dtype.itemsize}")
+
+
+def naming(names: Iterable[str]) -> str:
+    """Return names for a message: the first three and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,204 @@
+"""Megatron-Core's checkpoints in its format torch_dist: its names, in files of torch.distributed.checkpoint.
+
+Where all layers are alike, Megatron keeps each kind of tensor for all of them in one, the layer first; otherwise each layer's
+names have its number. Gate and up projection are one tensor, one above the other; queries, keys and values are one, by groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.errors import InputError
+from moesaic.weights.files import Stored, read_dcp, write_dcp
+from moesaic.weights.format import AbstractFormat, Place, Rules, by_rules, half
+from moesaic.weights.layout import Block, Made, Readable, Region
+from moesaic.weights.model import LAYER, Architecture, Part
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+
+
+def grouped(which: str) -> Place:
+    """Put q, k or v into a tensor that has, for each key's head, its queries, their gates if any, itself and its values."""
+
+    def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
+        groups, heads = config.num_key_value_heads, config.num_attention_heads
+        kinds = 2 if config.model_type == "qwen3_next" else 1  # a head's queries, and its gate below them
+        shared, mine = heads // groups, kinds if which == "q" else 1
+        held = heads if which == "q" else groups
+        width = part.shape[part.rows] // (held * mine)
+        first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[which]
+        for head in range(held):
+            group, place = divmod(head, shared) if which == "q" else (head, 0)
+            for kind in range(mine):
+                row = (head * mine + kind) * width
+                at = (group * (shared * kinds + 2) + first + kind * shared + place) * width
+                yield "", range(row, row + width), range(at, at + width)
+
+    return place
+
+
+def cut(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
+    """Cut what enters linear attention into tensors of queries, keys, values, gates, and its two rates."""
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    shared = config.linear_num_value_heads // heads
+    values = shared * config.linear_value_head_dim
+    sizes = {"query": width, "key": width, "value": values, "z": values}
+    if part.tensor.endswith("in_proj_ba.weight"):
+        sizes = {"beta": shared, "alpha": shared}
+    elif part.tensor.endswith("conv1d.weight"):
+        sizes, heads = {"query": heads * width, "key": heads * width, "value": heads * values}, 1
+    row = 0
+    for head in range(heads):
+        for name, size in sizes.items():
+            yield f".{name}", range(row, row + size), range(head * size, (head + 1) * size)
+            row += size
+
+
+ATTENTION: Rules = {
+    **{
+        f"self_attn.{name}_proj.{kind}": (f"self_attention.linear_qkv.{kind}", grouped(name))
+        for name in "qkv"
+        for kind in ("weight", "bias")
+    },
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+}
+LINEAR_ATTENTION: Rules = {
+    "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
+    "linear_attn.in_proj_qkvz.weight": ("self_attention.in_proj.weight", cut),
+    "linear_attn.in_proj_ba.weight": ("self_attention.in_proj.weight", cut),
+    "linear_attn.conv1d.weight": ("self_attention.conv1d.weight", cut),
+    "linear_attn.norm.weight": "self_attention.out_norm.weight",
+    "linear_attn.out_proj.weight": "self_attention.out_proj.weight",
+    "linear_attn.A_log": "self_attention.A_log",
+    "linear_attn.dt_bias": "self_attention.dt_bias",
+}
+LATENT_ATTENTION: Rules = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attn.q_proj.weight": "self_attention.linear_q_proj.weight",
+    "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
+    "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
+    "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+}
+DENSE: Rules = {
+    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.gate_proj.weight": ("mlp.linear_fc1.weight", half(0)),
+    "mlp.up_proj.weight": ("mlp.linear_fc1.weight", half(1)),
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+}
+SPARSE: Rules = {
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
+    "block_sparse_moe.router.weight": "mlp.router.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+    **{
+        f"mlp.{shared}.{name}_proj.weight": ("mlp.shared_experts.linear_fc1.weight", half(number))
+        for shared in ("shared_expert", "shared_experts")
+        for number, name in enumerate(("gate", "up"))
+    },
+    **{
+        f"mlp.{shared}.down_proj.weight": "mlp.shared_experts.linear_fc2.weight"
+        for shared in ("shared_expert", "shared_experts")
+    },
+    **{
+        f"{moe}.experts.{name}{ending}": (f"mlp.experts.experts.linear_fc1.{kind}", half(number))
+        for moe in ("mlp", "block_sparse_moe")
+        for ending, kind in (("", "weight"), ("_bias", "bias"))
+        for number, name in enumerate(("gate", "up"))
+    },
+    **{
+        f"{moe}.experts.down{ending}": f"mlp.experts.experts.linear_fc2.{kind}"
+        for moe in ("mlp", "block_sparse_moe")
+        for ending, kind in (("", "weight"), ("_bias", "bias"))
+    },
+}
+
+
+class Megatron(AbstractFormat):
+    """The newest iteration's folder below the checkpoint's, or that folder itself."""
+
+    title = "Megatron-Core"
+    folder = "release"
+    """Where a checkpoint is that no iteration wrote."""
+
+    def _inside(self, folder: Path) -> Path:
+        mark = folder / "latest_checkpointed_iteration.txt"
+        if not mark.exists():
+            return folder
+        which = mark.read_text(encoding="utf-8").strip()
+        return folder / (f"iter_{int(which):07}" if which.isdigit() else self.folder)
+
+    def finds(self, folder: Path) -> bool:
+        inside = self._inside(folder)
+        return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(inside)[0]
+
+    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+        tensors, others = read_dcp(self._inside(folder))
+        return {name.removeprefix("chained_0."): tensor for name, tensor in tensors.items()}, others
+
+    def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
+        inside = folder / self.folder
+        write_dcp(inside, tensors)
+        kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+        text = json.dumps(kind | {"common_backend_version": 1})
+        (inside / "metadata.json").write_text(text, encoding="utf-8")
+        torch.save({"checkpoint_version": 3.0, "iteration": 0}, inside / "common.pt")
+        (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
+
+    def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
+        if not stored.endswith("self_attention.out_norm.weight"):
+            return tensor
+
+        def make(at: Region) -> torch.Tensor:
+            values = torch.from_numpy(tensor.read(at)).view(tensor.dtype)
+            moved = values + 1 if back else values - 1
+            if not back and not torch.equal(moved + 1, values):
+                raise InputError(
+                    f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format"
+                )
+            return moved
+
+        return Made(tensor.dtype, tensor.shape, make)
+
+    def called(self, stored: str, state: str | None) -> str | None:
+        if state == "step":
+            return None  # it is one number for all, in another file
+        return stored if state is None else f"optimizer.state.{state}.{stored}"
+
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+        layers: dict[int, set[str]] = {}
+        for name in model.shapes:
+            if found := LAYER.fullmatch(name):
+                layers.setdefault(int(found[1]), set()).add(found[2])
+        alike = len({frozenset(held) for held in layers.values()}) == 1
+        if names:
+            alike = not any(name.startswith("decoder.layers.0.") for name in names)
+        latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
+        linear = {layer for layer, held in layers.items() if "linear_attn.A_log" in held}
+        sparse = {int(name.split(".")[2]) for name in model.experts}
+
+        def rules(layer: int) -> Rules:
+            attention = LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
+            return {**attention, **(SPARSE if layer in sparse else DENSE)}
+
+        return by_rules(model, OUTSIDE, rules, "decoder.layers." if alike else "decoder.layers.{}.", stacked=alike)

@@ -1,0 +1,135 @@
+"""Dense models made sparse: every feed-forward layer becomes experts that together compute what it did.
+
+Sparse upcycling (Komatsuzaki et al. 2023) copies the layer into each expert and draws the router. Fine-grained upcycling (He et
+al. 2024) cuts it into shards, makes copies of all shards, and gives the shards of one copy the same router row (a virtual
+group), so that a token reaches whole copies. Both keep the function where routing weights are normalised after the choice:
+they sum to 1 over copies of the same, and a shard's output is scaled by the number of shards to make up for its smaller weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from moesaic.errors import InputError
+from moesaic.weights.checkpoint import Checkpoint
+from moesaic.weights.layout import Block, Layout, Made, Readable, Region, every, identity
+from moesaic.weights.model import LAYER, Architecture, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """How a dense model becomes sparse."""
+
+    num_experts: int = 8
+    """Experts of a layer; a multiple of granularity."""
+    top_k: int = 2
+    """Experts that a token reaches; a multiple of granularity."""
+    granularity: int = 1
+    """Shards into which a layer is cut: 1 copies it whole. A power of two, so that scaling is exact."""
+    router_std: float = 0.02
+    """Standard deviation of the router's entries."""
+    seed: int = 0
+    """Of the router."""
+
+    def __post_init__(self) -> None:
+        shards = self.granularity
+        if shards < 1 or shards & (shards - 1):
+            raise InputError(f"granularity={shards}: give a power of two, so that a shard's output is scaled exactly")
+        for name in ("num_experts", "top_k"):
+            if getattr(self, name) < 1 or getattr(self, name) % shards:
+                raise InputError(f"{name}={getattr(self, name)}: give a multiple of granularity={shards}")
+        if self.top_k > self.num_experts:
+            raise InputError(f"top_k={self.top_k}: give at most num_experts={self.num_experts}")
+
+
+INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""Kinds of dense models, and the sparse ones that differ from them in the feed-forward layers alone and normalise."""
+
+
+def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: int) -> Made:
+    """Return router rows from a normal distribution, the same for all shards of a copy."""
+
+    def make(at: Region) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(how.seed * 100_003 + layer)
+        copies = torch.randn(shape[0] // how.granularity, shape[1], generator=generator) * how.router_std
+        index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
+        return copies.repeat_interleave(how.granularity, 0).to(dtype)[index]
+
+    return Made(dtype, shape, make)
+
+
+def _scaled(tensor: Readable, factor: int) -> Made:
+    """Return a tensor times a power of two, exact as long as none of it leaves the dtype's range."""
+    return Made(tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor)
+
+
+def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
+    """Return a dense checkpoint as the sparse one that computes the same; nothing is read yet.
+
+    Raises:
+        InputError: for a kind of model that has no sparse sibling, or sizes that do not divide.
+    """
+    model = Architecture(_sparse_config(dense.model.config, how))
+    weights = dense.into(identity(dense.model.shapes))
+    tensors: dict[str, Readable] = {}
+    blocks: list[Block] = []
+    for name, shape in model.shapes.items():
+        found = LAYER.fullmatch(name)
+        if model.experts_of(name) is not None:
+            for part in model.parts(name):
+                assert found is not None
+                assert not part.transposed
+                which = part.name.rpartition(".")[2]
+                stored = f"model.layers.{found[1]}.mlp.{which}_proj.weight"
+                whole = weights[stored]
+                tensors[stored] = _scaled(whole, how.granularity) if which == "down" else whole
+                blocks += _shards(part, stored, whole.shape, how, cut=1 if which == "down" else 0)
+            continue
+        if name in weights:
+            tensors[name] = weights[name]
+        else:
+            assert found is not None, name
+            norm = weights[f"model.layers.{found[1]}.input_layernorm.weight"]
+            tensors[name] = _router(shape, norm.dtype, how, int(found[1]))
+        blocks.append(Block(name, every(shape), name, every(shape)))
+    left = [f"{state}, an optimizer's, which experts have none of" for state in dense.tensors if state is not None]
+    layout = Layout(blocks, model.shapes, "the dense model", copies=True)
+    return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + left)
+
+
+def _shards(part: Part, stored: str, shape: tuple[int, ...], how: Upcycling, *, cut: int) -> Iterator[Block]:
+    """Yield, for each expert, which rows (columns, if `cut` is 1) of a dense matrix it has: its shard's."""
+    width = shape[cut] // how.granularity
+    for expert in range(how.num_experts):
+        shard = expert % how.granularity
+        at = list(every(shape))
+        at[cut] = range(shard * width, (shard + 1) * width)
+        yield Block(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
+
+
+def _sparse_config(config: Any, how: Upcycling) -> Any:
+    """Return the configuration of the sparse model."""
+    kind, table = INTO.get(config.model_type), config.to_dict()
+    if kind is None:
+        raise InputError(
+            f"{config.model_type} is not upcycled: take a dense model of {', '.join(INTO)}, whose sparse siblings normalise"
+        )
+    if table.get("attention_bias") or table.get("mlp_bias"):
+        raise InputError(f"{config.model_type} with biases in attention or mlp is not upcycled: {kind} has none")
+    if config.intermediate_size % how.granularity:
+        raise InputError(f"granularity={how.granularity}: must divide intermediate_size={config.intermediate_size}")
+    width = config.intermediate_size // how.granularity
+    for name in ("model_type", "architectures", "transformers_version"):
+        table.pop(name, None)
+    table |= {"num_experts_per_tok": how.top_k, "output_router_logits": False}
+    if kind == "mixtral":
+        table |= {"num_local_experts": how.num_experts, "intermediate_size": width}
+    else:
+        table |= {"num_experts": how.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        table |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return transformers.AutoConfig.for_model(kind, **table)

@@ -1,0 +1,39 @@
+"""`moesaic bench certificates`: systems that are installed are run, others are listed; the page is what the result gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic_lab.certificates import BENCHMARK, NEEDS_A_GPU, SYSTEMS, page
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_moesaic_and_transformers_pass(tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["bench", "certificates", "--only", "moesaic,transformers", "--json", str(out)]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if "quantity" in row]
+    assert {(row["system"], row["world"]) for row in rows} == {
+        (s, w) for s in ("moesaic", "transformers") for w in (2, 4)
+    }
+    assert [row for row in rows if not row["holds"]] == []
+
+
+def test_an_unknown_system_is_refused(capsys):
+    assert main(["bench", "certificates", "--only", "tutel"]) == 2
+    assert "only=tutel: choose among moesaic, " in capsys.readouterr().err
+
+
+def test_the_page_is_what_the_committed_result_gives():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "certificates.json").read_text(encoding="utf-8"))["rows"]
+    assert page(rows) == (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
+    assert {row["system"] for row in rows} == {*SYSTEMS, *NEEDS_A_GPU}
+    assert {claim.name: claim.holds for claim in BENCHMARK.claims(rows)} == {
+        "certificates.systems": True, "certificates.moesaic_worst": True,
+    }  # fmt: skip

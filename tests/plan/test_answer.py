@@ -1,0 +1,68 @@
+"""What people ask of a plan: speed and utilization by hand, what to change first, what skew costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cost.clusters import DEVICE, flat
+from moesaic.cost.cluster import Tflops
+from moesaic.plan.answer import SPREAD, changes, cost_of_skew, operations_per_token, speed_of
+from moesaic.plan.findings import Result, Settings
+from moesaic.plan.layouts import Pins
+from moesaic.plan.model import Job, ModelShape, MoEShape
+from moesaic.plan.search import search
+
+JOB = Job(
+    batch_size=16,
+    accumulation=2,
+    model=ModelShape(
+        dim=512, num_layers=2, num_heads=8, seq_len=256, moe=MoEShape(num_experts=8, top_k=2, hidden=1024)
+    ),
+)
+SLOW_PORTS = flat(2, 4, intra=800, inter=2, device=DEVICE)
+
+
+def found(pins: Pins, cluster=SLOW_PORTS) -> Result:
+    return search(JOB, cluster, Settings(pins=pins))
+
+
+def test_speed_is_tokens_over_seconds_and_utilization_what_a_model_needs_of_the_peak() -> None:
+    best = found(Pins(ep=8)).best
+    speed = speed_of(JOB, best, SLOW_PORTS, devices=8, sequences=32)
+    assert speed.tokens_per_second == pytest.approx(32 * 256 / best.seconds / 8)
+    assert speed.interval == pytest.approx([share * speed.tokens_per_second for share in SPREAD])
+    active = 2 * (4 * 512**2 + 512 * 8 + 2 * 3 * 512 * 1024) + 256 * 512
+    assert operations_per_token(JOB, SLOW_PORTS) == 6 * active + 3 * 2 * (2 * 2 * 256 * 512 / 2)
+    assert speed.utilization == pytest.approx(speed.tokens_per_second * operations_per_token(JOB, SLOW_PORTS) / 100e12)
+    assert speed.price(3.6) == pytest.approx(1e12 / speed.tokens_per_second * 1e-3)
+    doubled = replace(SLOW_PORTS, device=replace(DEVICE, peak_tflops=200.0))
+    halved = speed_of(JOB, best, doubled, devices=8, sequences=32)
+    assert halved.utilization == pytest.approx(speed.utilization / 2)
+
+
+def test_what_to_change_first_is_what_limits() -> None:
+    slow_net = changes(JOB, SLOW_PORTS, found(Pins(ep=8)))
+    assert slow_net[0].what == "links between nodes twice as fast (port)"
+    assert 1.5 < slow_net[0].speedup <= 2.0
+    assert [each.speedup for each in slow_net] == sorted((each.speedup for each in slow_net), reverse=True)
+    weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
+    first = changes(JOB, weak, found(Pins(ep=8), weak))[0]
+    assert first.what == "products twice as fast"
+    assert first.speedup > 1.8
+
+
+def test_another_ep_is_among_the_changes() -> None:
+    words = [each.what for each in changes(JOB, SLOW_PORTS, found(Pins(tp=1, etp=1)))]
+    assert any(word.startswith("ep ") for word in words)
+
+
+def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_them_all() -> None:
+    weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
+    spread = found(Pins(tp=1, ep=8, etp=1), weak).best
+    cost = cost_of_skew(JOB, weak, spread)
+    # Experts are most of a step, and one rank computes twice as much of them.
+    moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
+    assert cost == pytest.approx(1 + moe / spread.seconds, rel=0.1)
+    assert cost_of_skew(JOB, weak, found(Pins(tp=1, ep=1, etp=1), weak).best) is None

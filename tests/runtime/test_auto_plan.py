@@ -1,0 +1,234 @@
+"""`plan="auto"`: layers end on the plan whose steps are fastest, on all ranks alike, and compute what they always do.
+
+Times are made up: a clock that each test turns on by what the running plan is said to take.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import DIM, HIDDEN, make_layer, tokens_of
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from moesaic import Capacity, Mesh, MoE, Plan, average_gradients
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.transport import AbstractTransport, NoTransport
+from moesaic.errors import InputError
+from moesaic.parallel import parallelize_model
+from moesaic.program.grid import Grid
+from moesaic.runtime.auto_plan import AutoPlan
+from moesaic.runtime.routing_cache import checkpoint
+from worlds import on_ranks
+
+GRID = Grid(world=4, ep=4, ranks_per_node=2)
+LIMIT = 64
+"""Steps: two to warm up, 52 of a race, a few to notice a change."""
+Seconds = Callable[[int, int, int], float]
+"""Of a step: its number, the number of the plan, the rank."""
+
+
+class Run:
+    """Two layers on a mesh whose clock is turned on by hand."""
+
+    def __init__(self, mesh: Mesh, seconds: Seconds, *, recompute: bool = False) -> None:
+        self.mesh, self.seconds, self.recompute, self.time = mesh, seconds, recompute, 0.0
+        self.model = nn.Sequential(make_layer(seed=0), nn.Linear(DIM, DIM).double(), make_layer(seed=1))
+        torch.manual_seed(0)
+        self.alone = nn.Parameter(torch.zeros(1))
+        parallelize_model(self.model, mesh, "auto", broadcast=True)
+        self.auto = AutoPlan.of(mesh)
+        self.auto.clock = lambda: self.time
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.ran: list[int | None] = []
+        self.losses: list[Tensor] = []
+
+    def step(self, micro: int = 1) -> None:
+        """Take a step of several micro-batches; other optimizers step in between."""
+        for number in range(micro):
+            x = tokens_of(self.mesh.grid.coordinate(self.mesh.rank, "dp"), seed=10 * len(self.ran) + number)
+            y = checkpoint(self.model, x.requires_grad_()) if self.recompute else self.model(x)
+            loss = y.square().mean()
+            loss.backward()
+            self.losses.append(loss.detach())
+            self.alone.grad = torch.ones(1)
+            torch.optim.SGD([self.alone], lr=0.1).step()
+        average_gradients(self.model, self.mesh)
+        plans = {layer.on_mesh.compiled.plan for layer in (self.model[0], self.model[2])}
+        assert len(plans) == 1, "all layers run under one plan"
+        table = self.auto.table
+        running = None if table is None else table.running
+        if table is not None and running is not None:
+            assert table.plans[running] == plans.pop()
+        self.time += self.seconds(len(self.ran), running or 0, self.mesh.rank)
+        self.ran.append(running)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def race(mesh: Mesh, seconds: Seconds, steps: int, **options: Any) -> dict[str, Any]:
+    run = Run(mesh, seconds, **options)
+    for number in range(steps):
+        run.step(micro=1 + number % 16 // 15)
+    assert run.auto.table is not None
+    return {"ran": run.ran, "losses": torch.stack(run.losses), "said": run.auto.said, "plans": run.auto.table.plans}
+
+
+def slowest_last(_: int, plan: int, rank: int) -> float:
+    """The last candidate is the fastest, as the slowest rank sees it; other ranks would choose another."""
+    return 2.0 - 0.1 * plan if rank == 3 else 0.2 + 0.1 * plan
+
+
+@pytest.mark.parametrize("grid", [GRID, Grid(world=4, tp=2, ep=2, etp=2)], ids=["ep", "tp and etp"])
+def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank(grid):
+    found = run_ranks(4, lambda transport: race(Mesh(grid, transport), slowest_last, LIMIT + 10))
+    plans = found[0]["plans"]
+    assert 4 <= len(plans) <= 8
+    assert plans[0] == Plan()
+    for of_rank in found:
+        assert of_rank["ran"] == found[0]["ran"], "ranks switch at the same steps"
+        assert of_rank["plans"] == plans
+        assert set(of_rank["ran"][LIMIT:]) == {len(plans) - 1}
+        assert len(of_rank["said"]) == 1
+        assert f"the fastest of {len(plans)} plans, s1, linear takes 2000.0 ms" in of_rank["said"][0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_run_that_finds_its_plan_computes_what_one_with_a_plan_does(recompute):
+    def plain(transport: AbstractTransport) -> Tensor:
+        run = Run(Mesh(GRID, transport), slowest_last, recompute=recompute)
+        for layer in (run.model[0], run.model[2]):
+            layer.use_plan(Plan())
+        for number in range(LIMIT):
+            run.step(micro=1 + number % 16 // 15)
+        assert set(run.ran) == {None}, "a plan that the user chooses stays"
+        return torch.stack(run.losses)
+
+    def auto(transport: AbstractTransport) -> Tensor:
+        found: Tensor = race(Mesh(GRID, transport), slowest_last, LIMIT, recompute=recompute)["losses"]
+        return found
+
+    for one, other in zip(run_ranks(4, plain), run_ranks(4, auto), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def link_that_changes(step: int, plan: int, rank: int) -> float:
+    draw = random.Random(1000 * step + rank)
+    seconds = 1.0 + 0.1 * plan if step < 80 else 3.0 - 0.1 * plan
+    return seconds * draw.uniform(0.98, 1.02)
+
+
+def on_gloo() -> dict[str, Any]:
+    logging.getLogger("moesaic").setLevel(logging.ERROR)
+    found = race(Mesh.create(ep=4, ranks_per_node=2), link_that_changes, 80 + LIMIT + 6)
+    found["alone"] = dist.get_rank()
+    return found
+
+
+def test_real_processes_agree_and_find_another_plan_when_the_link_changes():
+    found = on_ranks(4, on_gloo)
+    last = len(found[0]["plans"]) - 1
+    for of_rank in found:
+        assert of_rank["ran"] == found[0]["ran"]
+        assert set(of_rank["ran"][60:80]) == {0}
+        assert set(of_rank["ran"][80 + LIMIT :]) == {last}
+        assert len(of_rank["said"]) == 2
+        assert "steps did not take what they took before; the fastest of" in of_rank["said"][1]
+
+
+def test_the_first_rank_says_one_line(caplog):
+    with caplog.at_level(logging.WARNING, "moesaic"):
+        run_ranks(4, lambda transport: race(Mesh(GRID, transport), slowest_last, LIMIT))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("plan auto: s1, ")
+    assert "\n" not in line
+
+
+def test_evaluation_alone_changes_nothing():
+    def rank(transport: AbstractTransport) -> bool:
+        run = Run(Mesh(GRID, transport), slowest_last)
+        with torch.no_grad():
+            for _ in range(LIMIT):
+                run.model(tokens_of(transport.rank))
+        return run.auto.table is None
+
+    assert run_ranks(4, rank) == [True] * 4
+
+
+def test_a_copy_keeps_its_plan_and_a_layer_that_joins_starts_anew():
+    def rank(transport: AbstractTransport) -> None:
+        mesh = Mesh(GRID, transport)
+        run = Run(mesh, slowest_last)
+        for _ in range(LIMIT):
+            run.step()
+        again = copy.deepcopy(run.model)
+        assert again[0].on_mesh.auto is None
+        x = tokens_of(transport.rank)
+        torch.testing.assert_close(again(x), run.model(x))
+        late = make_layer(seed=2)
+        late.parallelize(mesh, "auto", broadcast=True)
+        assert run.auto.table is None
+
+    run_ranks(4, rank)
+
+
+def test_what_nobody_uses_any_more_is_let_go():
+    gc.collect()
+    before = len(_global_optimizer_post_hooks)
+
+    def rank(transport: AbstractTransport) -> None:
+        Run(Mesh(GRID, transport), slowest_last).step()
+
+    run_ranks(4, rank)
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
+
+
+@pytest.mark.parametrize(
+    ("capacity", "grid"),
+    [
+        (Capacity.fixed(2.0, scope="rank", padded=True), GRID),
+        (Capacity.fixed(1.0, scope="rank"), Grid(world=4, tp=2, ep=4)),
+    ],
+)
+def test_capacities_under_which_plans_differ_are_refused(capacity, grid):
+    def rank(transport: AbstractTransport) -> str:
+        with pytest.raises(InputError) as caught:
+            make_layer(capacity=capacity).parallelize(Mesh(grid, transport), "auto")
+        return str(caught.value)
+
+    (line,) = set(run_ranks(4, rank))
+    assert line.startswith('plan="auto" clashes with capacity=Capacity(')
+    assert "\n" not in line
+
+
+def test_a_plan_by_another_name_is_refused():
+    with pytest.raises(InputError, match=r"plan='s1' is unknown: write Plan\(\.\.\.\), or \"auto\""):
+        MoE(DIM, HIDDEN, 4).parallelize(Mesh(Grid(world=1), NoTransport()), "s1")
+
+
+def test_ranks_that_differ_in_auto_all_say_so():
+    def rank(transport: AbstractTransport) -> str:
+        with pytest.raises(InputError) as caught:
+            make_layer().parallelize(Mesh(GRID, transport), "auto" if transport.rank else None)
+        return str(caught.value)
+
+    (line,) = set(run_ranks(4, rank))
+    assert line.startswith("whether plan is auto differs: False on rank 0, True on ranks 1-3")
+
+
+def test_one_process_has_nothing_to_choose():
+    layer = make_layer()
+    expected = layer(tokens_of(0))
+    layer.parallelize(Mesh(Grid(world=1), NoTransport()), "auto")
+    assert layer.on_mesh is not None
+    assert layer.on_mesh.auto is None
+    torch.testing.assert_close(layer(tokens_of(0)), expected)

@@ -1,0 +1,83 @@
+"""The recipes of examples/recipes, each run as its first line says: they train, and to the losses of one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesaic import balance_on_step, clip_grad_norm_
+
+FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
+sys.path.append(str(FOLDER))
+
+from tiny import Tiny, batches  # noqa: E402
+
+EQUAL = {
+    "loop": (), "ddp": (), "fsdp2": (), "with_accelerate": ("accelerate",), "with_fabric": ("lightning_fabric",),
+}  # fmt: skip
+"""Those that train the tiny model as one process does, and the packages that they need."""
+OTHERS = {"hf_trainer": (2, ("transformers", "accelerate")), "lora": (1, ("peft",)), "pipeline": (4, ())}
+"""Those that train something else: processes and packages. A pipeline's balance losses are of micro-batches."""
+
+
+def run(name: str, processes: int, packages: tuple[str, ...], tmp_path: Path) -> str:
+    for package in packages:
+        pytest.importorskip(package)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launch if processes > 1 else ()), str(FOLDER / f"{name}.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+        if "SIGABRT" not in done.stderr:  # threads of process groups abort interpreters on their way out now and then
+            break
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^loss ([\d.]+)$", text, re.M)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    model, found = Tiny(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    balance_on_step(optimizer, model)
+    for tokens in batches():
+        loss = model(tokens)
+        loss.backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_recipe_trains_as_one_process_does(name, alone, tmp_path):
+    assert losses(run(name, 2, EQUAL[name], tmp_path)) == pytest.approx(alone, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_recipe_trains(name, alone, tmp_path):
+    found = losses(run(name, *OTHERS[name], tmp_path))
+    assert len(found) == 8
+    assert found[-1] < 0.95 * found[0]
+    if name == "pipeline":
+        assert found == pytest.approx(alone, rel=0.02)
+
+
+def test_an_exported_layer_computes_what_the_layer_does(tmp_path):
+    difference = re.search(r"largest difference (\S+)", run("export", 1, (), tmp_path))
+    assert difference is not None
+    assert float(difference[1]) < 1e-6
+
+
+def test_every_recipe_is_run():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*EQUAL, *OTHERS, "export", "tiny"}

@@ -1,0 +1,62 @@
+"""Tiny checkpoints of the families that conversions are tested on, and tensors read by others' code than ours."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from families import shrunk
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+FAMILIES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe")
+WITHOUT = {("Qwen3Next", "torchtitan")}
+"""Families that a format has no place for."""
+
+
+def build(family: str, **changes: Any) -> Any:
+    """Return a tiny random model in bfloat16, every parameter drawn, so that none is equal to another."""
+    config = shrunk(getattr(transformers, f"{family}Config"))
+    for name, value in {"num_hidden_layers": 2, **changes}.items():
+        setattr(config, name, value)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(getattr(config, name, None), list):
+            setattr(config, name, getattr(config, name)[-config.num_hidden_layers :])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            # Megatron keeps this norm minus one, which is exact between 1/2 and 2.
+            tensor.copy_(torch.randn(tensor.shape) * 0.1 + (1 if name.endswith("linear_attn.norm.weight") else 0))
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors: safetensors by safetensors, sharded ones by torch's own reader."""
+    if files := sorted(folder.glob("*.safetensors")):
+        return {name: tensor for path in files for name, tensor in load_file(path).items()}
+    (listed,) = folder.rglob(".metadata")
+    reader = FileSystemReader(listed.parent)
+    entries = reader.read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_loader.load(found, storage_reader=FileSystemReader(listed.parent), no_dist=True)
+    return found
+
+
+def assert_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare names, shapes, dtypes and every bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name

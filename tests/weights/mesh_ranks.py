@@ -1,0 +1,41 @@
+"""What one rank does where a spread model loads a converted checkpoint; `test_load_on_meshes.py` starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from ep_ranks import Case, as_launched, load
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.tensor import DTensor
+
+from moesaic.train.distributed_checkpoint import SHARDS
+from moesaic.train.shard_metadata import ShardReader
+
+
+def differing(case: Case, converted: str) -> tuple[int, list[str]]:
+    """Fill a spread model with zeros, load a converted checkpoint into it, and compare with what transformers had loaded.
+
+    Returns:
+        how many parameters are spread, and the names of those of which this rank's part differs.
+    """
+    as_launched()
+    model = load(case)
+    expected = {name: local(tensor).clone() for name, tensor in model.state_dict().items()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    for tensor in tensors.values():
+        tensor.zero_()
+    state_dict_loader.load(tensors, storage_reader=ShardReader(Path(converted) / SHARDS))
+    odd = [name for name, tensor in model.state_dict().items() if not torch.equal(local(tensor), expected[name])]
+    return sum(isinstance(tensor, DTensor) for tensor in tensors.values()), odd
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def save_spread(case: Case, folder: str) -> None:
+    """Write a spread model as its ranks have it: each rank its own part, under global names."""
+    as_launched()
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in load(case).state_dict().items()}
+    state_dict_saver.save(tensors, checkpoint_id=Path(folder) / SHARDS)

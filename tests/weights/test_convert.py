@@ -1,0 +1,307 @@
+"""A conversion's receipt, its moments, what it refuses, and the check of its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+
+from checkpoints import assert_bitwise, build, tensors_of
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import state_dict_saver
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.train.distributed_checkpoint import SHARDS, restore
+from moesaic.weights.convert import RECEIPT, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A Mixtral in three safetensors files."""
+    build("Mixtral").save_pretrained(tmp_path / "hub", max_shard_size="40KB")
+    assert len(list((tmp_path / "hub").glob("*.safetensors"))) == 3
+    return tmp_path / "hub"
+
+
+def save(folder: Path, tensors: dict[str, Any]) -> None:
+    state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=True)
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        moesaic.convert(*arguments, **{"logits": False, **options})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_receipt_says_what_was_done(hub: Path, tmp_path: Path) -> None:
+    (hub / "tokenizer.json").write_text("{}")
+    receipt = moesaic.convert(hub, tmp_path / "out", to="hf")
+    tensors = tensors_of(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / RECEIPT).read_text()) == json.loads(json.dumps(receipt))
+    assert receipt["tensors"] == len(tensors) == len(tensors_of(hub))
+    assert receipt["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert receipt["moments"] == {}
+    assert receipt["left_behind"] == []
+    experts = receipt["sha256"]["weights"]["model.layers.0.mlp.experts"]
+    assert len(experts) == len(set(experts)) == 4
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_hashes_are_the_same_in_every_format(hub: Path, tmp_path: Path) -> None:
+    receipts = [
+        moesaic.convert(hub, tmp_path / to, to=to, logits=False) for to in ("moesaic", "torchtitan", "megatron")
+    ]
+    assert receipts[0]["sha256"] == receipts[1]["sha256"] == receipts[2]["sha256"]
+
+
+@pytest.mark.parametrize("to", ["hf", "moesaic"])
+def test_verify_finds_a_flipped_bit_and_names_the_expert(hub: Path, tmp_path: Path, to: str, capsys: Any) -> None:
+    out = tmp_path / "out"
+    moesaic.convert(hub, out, to=to, logits=False)
+    assert main(["convert", "verify", str(out)]) == 0
+    assert "8 experts are what the receipt says" in capsys.readouterr().out
+    needle = load_file(hub / "model-00001-of-00003.safetensors")["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+    needle = needle.view(torch.int16).numpy().tobytes()
+    (path,) = [path for path in out.rglob("*") if path.is_file() and needle in path.read_bytes()]
+    data = bytearray(path.read_bytes())
+    data[data.index(needle) + 11] ^= 1
+    path.write_bytes(data)
+    assert main(["convert", "verify", str(out)]) == 2
+    err = capsys.readouterr().err
+    line = "expert 2 of model.layers.0.mlp.experts (weights) is not what the receipt says: convert or fetch it again"
+    assert err == f"moesaic convert: {out}: {line}\n"
+
+
+def test_verify_wants_a_receipt(hub: Path) -> None:
+    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion ended here"):
+        verify(hub)
+
+
+def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) -> None:
+    second = hub / "model-00002-of-00003.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-10])
+    assert f"{second}: has {len(whole) - 10:,} bytes and needs {len(whole):,} for" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
+    second.write_bytes(b"x" * 100)
+    assert "is no safetensors file" in refusal(hub, tmp_path / "o", to="moesaic")
+    second.write_bytes((hub / "model-00003-of-00003.safetensors").read_bytes())
+    assert "two checkpoints are mixed" in refusal(hub, tmp_path / "o", to="moesaic")
+    second.unlink()
+    assert f"{second} is missing: the index lists 3 files, fetch this one" in refusal(hub, tmp_path / "o", to="moesaic")
+    second.write_bytes(whole)
+    (hub / "model.safetensors.index.json").unlink()
+    assert "index.json is missing, and there are 3 safetensors files" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert not (tmp_path / "o").exists()
+
+
+def changed(folder: Path, **changes: Tensor | None) -> Path:
+    """Save a Mixtral in one file, with tensors taken away, added or replaced."""
+    build("Mixtral").save_pretrained(folder)
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors") | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    source = changed(tmp_path / "a", **{name: None, "model.norm.weight": None})
+    assert f"2 tensors of the model are missing: {name}, model.norm.weight" in refusal(
+        source, tmp_path / "o", to="moesaic"
+    )
+    source = changed(tmp_path / "b", extra=torch.zeros(1))
+    assert "1 tensors are unknown to the model: extra" in refusal(source, tmp_path / "o", to="moesaic")
+    source = changed(tmp_path / "c", **{"model.norm.weight": torch.zeros(7)})
+    assert "model.norm.weight is [7], and the configuration makes it [32]" in refusal(
+        source, tmp_path / "o", to="moesaic"
+    )
+    source = changed(tmp_path / "d", **{name: torch.zeros(32, 48)})
+    assert "torch.float32" in refusal(source, tmp_path / "o", to="moesaic")
+
+
+def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
+    assert "choose of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
+    assert "is there and not empty" in refusal(hub, hub, to="moesaic")
+    assert "no folder there" in refusal(tmp_path / "none", tmp_path / "o", to="moesaic")
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")
+    config = (hub / "config.json").read_text()
+    (hub / "config.json").unlink()
+    assert "no configuration there: name the model's config.json" in refusal(hub, tmp_path / "o", to="moesaic")
+    (tmp_path / "config.json").write_text(config)
+    moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
+    table = json.loads(config) | {"quantization_config": {"quant_method": "fp8"}}
+    (hub / "config.json").write_text(json.dumps(table))
+    assert "the weights are quantized" in refusal(hub, tmp_path / "p", to="moesaic")
+
+
+def test_the_command_line(hub: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["convert", str(hub), str(tmp_path / "a"), "--to", "moesaic"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("mixtral: hf to moesaic, 21 tensors, ")
+    assert "largest difference of logits: 0\n" in out
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--logits", "no", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == {"format": "hf"}
+    assert main(["convert", "verify", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experts"] == 8
+    assert main(["convert", str(hub), str(tmp_path / "c")]) == 2
+    assert main(["convert", str(hub), str(tmp_path / "c"), "--to", "hf", "--top-k", "4"]) == 2
+    assert "are of --experts" in capsys.readouterr().err
+
+
+def trained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """Train a tiny model for two steps; returns it and its optimizer."""
+    model = build("Qwen3Moe").float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        ids = torch.arange(12)[None] + step
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    save(folder / SHARDS, tensors)
+    model.config.save_pretrained(folder)
+    return model, optimizer
+
+
+def test_an_optimizers_moments_go_along_and_come_back(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "a")
+    receipt = moesaic.convert(tmp_path / "a", tmp_path / "b", to="torchtitan", logits=False)
+    tensors = tensors_of(tmp_path / "b")
+    state = optimizer.state[model.model.layers[1].mlp.experts.gate_up_proj]
+    name = "optimizer.state.layers.1.moe.routed_experts.inner_experts.w3_EFD"
+    assert torch.equal(tensors[f"{name}.exp_avg_sq"], state["exp_avg_sq"][:, 24:])
+    assert float(tensors[f"{name}.step"]) == 2
+    assert receipt["moments"]["exp_avg"]["placed"] == receipt["moments"]["exp_avg"]["in the source"] > 20
+    moesaic.convert(tmp_path / "b", tmp_path / "c", to="moesaic", logits=False)
+    assert_bitwise(tensors_of(tmp_path / "c"), tensors_of(tmp_path / "a"))
+    assert verify(tmp_path / "c")["states"] == ["weights", "exp_avg", "exp_avg_sq", "step"]
+    again = build("Qwen3Moe").float()
+    fresh = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    restore(tmp_path / "c", again, fresh, sharded=True)
+    assert_bitwise(again.state_dict(), model.state_dict())
+    for parameter, other in zip(again.parameters(), model.parameters()):
+        assert_bitwise(fresh.state[parameter], optimizer.state[other])
+
+
+def test_moments_in_megatron_and_what_has_no_place_there(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "a")
+    receipt = moesaic.convert(tmp_path / "a", tmp_path / "b", to="megatron", logits=False)
+    assert sum(name.startswith("step of ") for name in receipt["left_behind"]) == 12
+    down = tensors_of(tmp_path / "b")["optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    assert torch.equal(down[1], optimizer.state[model.model.layers[1].mlp.experts.down_proj]["exp_avg"])
+    moesaic.convert(tmp_path / "b", tmp_path / "c", to="moesaic", logits=False)
+    kept = {name: tensor for name, tensor in tensors_of(tmp_path / "a").items() if not name.endswith(".step")}
+    assert_bitwise(tensors_of(tmp_path / "c"), kept)
+    receipt = moesaic.convert(tmp_path / "b", tmp_path / "d", to="hf", logits=False)
+    assert receipt["moments"]["exp_avg"]["placed"] == 0
+    assert any(name.startswith("exp_avg of model.layers.0.mlp.experts.0") for name in receipt["left_behind"])
+
+
+def test_counters_that_differ_cannot_become_one(tmp_path: Path) -> None:
+    trained(tmp_path / "a")
+    moesaic.convert(tmp_path / "a", tmp_path / "b", to="torchtitan", logits=False)
+    tensors = tensors_of(tmp_path / "b")
+    tensors["optimizer.state.layers.1.moe.routed_experts.inner_experts.w3_EFD.step"] += 1
+    save(tmp_path / "odd", tensors)
+    assert "step is not the same for all of" in refusal(
+        tmp_path / "odd", tmp_path / "o", to="moesaic", config=tmp_path / "a"
+    )
+
+
+def test_what_megatron_adds_is_left_behind(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="megatron", logits=False)
+    tensors: dict[str, Any] = tensors_of(tmp_path / "a")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tensors[name] = torch.cat([tensors[name], torch.ones(64, 32, dtype=torch.bfloat16)])
+    tensors["decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0_2"] = [1, 2]
+    save(tmp_path / "b" / "iter_0000007", tensors)
+    (tmp_path / "b" / "latest_checkpointed_iteration.txt").write_text("7")
+    receipt = moesaic.convert(tmp_path / "b", tmp_path / "c", to="hf", config=hub, logits=False)
+    assert receipt["left_behind"] == [
+        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0_2",
+        "embedding.word_embeddings.weight: rows 64 to 127, which pad the vocabulary",
+        "output_layer.weight: rows 64 to 127, which pad the vocabulary",
+    ]
+    assert_bitwise(tensors_of(tmp_path / "c"), tensors_of(hub))
+
+
+def test_what_transformers_ignores_is_left_behind(tmp_path: Path) -> None:
+    build("DeepseekV3").save_pretrained(tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    more = {
+        "model.layers.61.enorm.weight": torch.zeros(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+    }
+    save_file(tensors | more, tmp_path / "hub" / "model.safetensors")
+    receipt = moesaic.convert(tmp_path / "hub", tmp_path / "a", to="moesaic", logits=False)
+    assert receipt["left_behind"] == sorted(more)
+
+
+class Payload:
+    """Runs a command where a plain unpickler reads it."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch planted",)
+
+
+def test_nothing_that_a_sharded_checkpoint_names_is_run(hub: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    moesaic.convert(hub, tmp_path / "a", to="torchtitan", logits=False)
+    listed = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(listed.read_bytes())
+    metadata.planner_data = Payload()
+    listed.write_bytes(pickle.dumps(metadata))
+    assert "it names posix.system" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+    assert not Path("planted").exists()
+
+
+def test_files_of_a_sharded_checkpoint_that_are_missing_or_cut_off(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
+    (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000])
+    assert "it is cut off or of another checkpoint" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+    path.unlink()
+    assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    model = build("Qwen3Moe", tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "hub")
+    receipt = moesaic.convert(tmp_path / "hub", tmp_path / "a", to="megatron")
+    assert receipt["logits"]["largest_difference"] == 0
+    assert "output_layer.weight" not in tensors_of(tmp_path / "a")
+    moesaic.convert(tmp_path / "a", tmp_path / "b", to="hf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
+    assert_bitwise(
+        again.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict()
+    )
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
+    block, _ = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    assert capsys.readouterr().out == "0.0\n"
+    assert "layers.1.moe.routed_experts.inner_experts.w2_EDF" in tensors_of(tmp_path / "tiny-titan")
