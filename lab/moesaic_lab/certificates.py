@@ -220,7 +220,7 @@ def _gradient(parameter: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class System:
+class CertifiedSystem:
     """Somebody's expert parallelism."""
 
     package: str
@@ -231,11 +231,15 @@ class System:
 
 
 SYSTEMS = {
-    "moesaic": System("moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts),
-    "transformers": System("transformers", "AllToAllEP under Mixtral's experts", TransformersExperts),
-    "torchtitan": System("torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts),
-    "automodel": System("nemo_automodel", "GroupedExperts, by gathering tokens", AutomodelExperts),
-    "deepspeed": System("deepspeed", "MOELayer and Experts behind a gate that is told the routing", DeepSpeedExperts),
+    "moesaic": CertifiedSystem(
+        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts
+    ),
+    "transformers": CertifiedSystem("transformers", "AllToAllEP under Mixtral's experts", TransformersExperts),
+    "torchtitan": CertifiedSystem("torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts),
+    "automodel": CertifiedSystem("nemo_automodel", "GroupedExperts, by gathering tokens", AutomodelExperts),
+    "deepspeed": CertifiedSystem(
+        "deepspeed", "MOELayer and Experts behind a gate that is told the routing", DeepSpeedExperts
+    ),
 }
 """By name. A system is added by a class that makes one rank's end, and a line here."""
 NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made"}

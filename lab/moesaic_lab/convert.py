@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(BenchmarkOptions):
+class ConvertBenchOptions(BenchmarkOptions):
     """What to convert."""
 
     hidden: int = 1024
@@ -122,7 +122,7 @@ def _resident(which: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(options: ConvertOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+def measure(options: ConvertBenchOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Make all trips, and measure the memory."""
     rows = []
     with TemporaryDirectory() as made:
@@ -156,7 +156,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="convert", description="Convert checkpoints of nine families between all formats.", options=ConvertOptions,
+    name="convert", description="Convert checkpoints of nine families between all formats.", options=ConvertBenchOptions,
     notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, is_proof=True,
     columns=(
         Shown(

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"'
 from moesaic.errors import InputError
 from moesaic.weights import layout as layouts
 from moesaic.weights.files import read_dcp
-from moesaic.weights.layout import Block, Gathered, Layout, _meet, every, identity, pieces
+from moesaic.weights.layout import GatheredTensor, Layout, StoredBlock, _meet, every, identity, pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,7 +33,7 @@ class Held:
 
 
 @st.composite
-def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[Block]:
+def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[StoredBlock]:
     """Draw a way to keep a tensor of (experts, rows, columns): by expert or stacked, in halves or turns, transposed or not."""
     experts, rows, columns = shape
     turned, halves = draw(st.booleans()), draw(st.sampled_from(["whole", "halves", "turns"]))
@@ -51,7 +51,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[Block]:
             place = place[::-1] if turned else place
             lead = () if single else (expert,)
             stored = f"{name} of {expert}" if single else name
-            blocks.append(Block(stored, (*lead, *place), "tensor", (expert, part, range(columns)), turned))
+            blocks.append(StoredBlock(stored, (*lead, *place), "tensor", (expert, part, range(columns)), turned))
     return blocks
 
 
@@ -63,15 +63,16 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
     whole = {"tensor": Held(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))}
     one, other = (Layout(data.draw(partitions(shape)), shapes, "it") for _ in range(2))
     first = {
-        name: Held(Gathered(name, one, identity(shapes), whole).read(every(one.shapes[name]))) for name in one.shapes
+        name: Held(GatheredTensor(name, one, identity(shapes), whole).read(every(one.shapes[name])))
+        for name in one.shapes
     }
-    found = {name: Gathered(name, other, one, first) for name in other.shapes}
-    expected = {name: Gathered(name, other, identity(shapes), whole) for name in other.shapes}
+    found = {name: GatheredTensor(name, other, one, first) for name in other.shapes}
+    expected = {name: GatheredTensor(name, other, identity(shapes), whole) for name in other.shapes}
     for name, tensor in found.items():
         assert tensor.shape == expected[name].shape
         for region in pieces(tensor.shape, 4):
             np.testing.assert_array_equal(tensor.read(region), expected[name].read(region))
-    back = Gathered("tensor", identity(shapes), other, found).read(every(shape))
+    back = GatheredTensor("tensor", identity(shapes), other, found).read(every(shape))
     np.testing.assert_array_equal(back, whole["tensor"].array)
 
 
@@ -96,11 +97,11 @@ def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyP
 
 def test_a_format_without_a_place_or_with_two_is_refused() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
-    half = Block("x", every((1, 3)), "a", (range(1), range(3)))
+    half = StoredBlock("x", every((1, 3)), "a", (range(1), range(3)))
     with pytest.raises(InputError, match="it has no place for a, b: convert this model to another format"):
         Layout([half], shapes, "it")
     with pytest.raises(AssertionError):
-        Layout([half, Block("x", every((1, 3)), "a", (range(1, 2), range(3)))], {"a": (2, 3)}, "it")
+        Layout([half, StoredBlock("x", every((1, 3)), "a", (range(1, 2), range(3)))], {"a": (2, 3)}, "it")
 
 
 def test_parts_that_torch_saved_in_another_order_are_read(tmp_path: Path) -> None:

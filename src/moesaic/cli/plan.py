@@ -348,7 +348,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     lines += ["activations are recomputed: without that it fits no layout"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
-    gains = [f"{each.what} makes {each.speedup:.2f} of its speed" for each in changes(job, cluster, result)[:5]]
+    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changes(job, cluster, result)[:5]]
     lines.append(f"change first: {'; '.join(gains) or 'nothing that was tried helps by half a percent'}")
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:

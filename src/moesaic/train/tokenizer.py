@@ -126,5 +126,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InputError('data.tokenizer=bpe needs the package tokenizers: pip install "moesaic[bpe]"') from error
+        raise InputError(
+            'data.vocab_size above 256 needs the package tokenizers: pip install "moesaic[bpe]"'
+        ) from error
     return tokenizers

@@ -12,7 +12,7 @@ from typing import Any
 from moesaic.errors import InputError
 from moesaic.weights.format import AbstractFormat
 from moesaic.weights.hub import Hub, Moesaic
-from moesaic.weights.layout import Gathered, Layout, Readable, every, identity, naming, pieces
+from moesaic.weights.layout import GatheredTensor, Layout, Readable, every, identity, naming, pieces
 from moesaic.weights.megatron import Megatron
 from moesaic.weights.model import Architecture
 from moesaic.weights.torchtitan import Torchtitan
@@ -51,7 +51,7 @@ class Checkpoint:
         """
         have, found = self.tensors[state], dict[str, Readable]()
         for name in layout.by_stored:
-            tensor = Gathered(name, layout, self.layout, have)
+            tensor = GatheredTensor(name, layout, self.layout, have)
             there = [each for each in tensor.feeding if each in have]
             if not there:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from moesaic.weights.files import Stored
-from moesaic.weights.layout import Block, Readable, every
+from moesaic.weights.layout import Readable, StoredBlock, every
 from moesaic.weights.model import LAYER, Architecture, Part
 
 
@@ -31,7 +31,7 @@ class AbstractFormat(ABC):
         """Write tensors under their names."""
 
     @abstractmethod
-    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         """Yield where each element of a model is.
 
         Args:
@@ -71,7 +71,7 @@ def by_rules(
     layer_prefix: str,
     *,
     stacked: bool = False,
-) -> Iterator[Block]:
+) -> Iterator[StoredBlock]:
     """Yield the blocks that rules give; what no rule names has none.
 
     Args:

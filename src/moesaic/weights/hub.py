@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.weights.files import INDEX, Stored, read_dcp, read_safetensors, write_dcp, write_safetensors
 from moesaic.weights.format import AbstractFormat
-from moesaic.weights.layout import Block, Readable, every
+from moesaic.weights.layout import Readable, StoredBlock, every
 from moesaic.weights.model import Architecture
 
 
@@ -35,7 +35,7 @@ class Hub(AbstractFormat):
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         write_safetensors(folder, tensors)
 
-    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         tables = [
             t for t in get_model_conversion_mapping(model.model, add_legacy=False) if not isinstance(t, PrefixChange)
         ]
@@ -47,7 +47,7 @@ class Hub(AbstractFormat):
             made = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
             if not kinds:
                 (name,) = made
-                yield Block(name, every(shape), tensor, every(shape))
+                yield StoredBlock(name, every(shape), tensor, every(shape))
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(made) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(made))
             else:
@@ -56,14 +56,14 @@ class Hub(AbstractFormat):
                 )
 
 
-def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[Block]:
+def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:
     """Yield the blocks of matrices of single experts, of which those of one kind follow each other."""
     experts = shape[0]
     rows = shape[1] * experts // len(names)
     for number, name in enumerate(names):
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
-        yield Block(
+        yield StoredBlock(
             name, every((rows, *shape[2:])), tensor, (expert, range(kind * rows, (kind + 1) * rows), *every(shape[2:]))
         )
 
@@ -88,6 +88,6 @@ class Moesaic(AbstractFormat):
     def called(self, stored: str, state: str | None) -> str | None:
         return f"model.{stored}" if state is None else f"optimizer.{stored}.{state}"
 
-    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         for tensor, shape in model.shapes.items():
-            yield Block(tensor, every(shape), tensor, every(shape))
+            yield StoredBlock(tensor, every(shape), tensor, every(shape))

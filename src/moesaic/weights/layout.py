@@ -55,7 +55,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """A rectangle of a stored tensor that is a rectangle of one of the model's tensors."""
 
     stored: str
@@ -65,11 +65,11 @@ class Block:
     transposed: bool = False
     """Whether the last two dimensions are exchanged between the two."""
 
-    def flipped(self) -> Block:
+    def flipped(self) -> StoredBlock:
         """Return the same with the two sides exchanged."""
-        return Block(self.tensor, self.index, self.stored, self.at, self.transposed)
+        return StoredBlock(self.tensor, self.index, self.stored, self.at, self.transposed)
 
-    def cut(self, region: Region) -> Block | None:
+    def cut(self, region: Region) -> StoredBlock | None:
         """Return the part whose stored side lies in a region; None if nothing does."""
         at: list[Dim] = []
         for pair in zip(self.at, region):
@@ -87,7 +87,7 @@ class Block:
             assert isinstance(whole, range)
             assert isinstance(there, range)
             index[j] = _along(whole, at[i], there)
-        return Block(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
+        return StoredBlock(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
 
 
 def _meet(a: Dim, b: Dim) -> Dim | None:
@@ -137,13 +137,13 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
             yield (*(range(i, i + 1) for i in outer), here, *every(shape[inner + 1 :]))
 
 
-class Found:
+class BlockIndex:
     """Blocks by the name of their stored side, and by the expert or layer that they are of, where they are of a single one."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[int | None, list[Block]]] = defaultdict(lambda: defaultdict(list))
+        self._held: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, block: Block) -> None:
+    def add(self, block: StoredBlock) -> None:
         """Take a block."""
         single = block.at[0] if block.at and isinstance(block.at[0], int) else None
         self._held[block.stored][single].append(block)
@@ -151,7 +151,7 @@ class Found:
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
-    def cuts(self, name: str, region: Region) -> Iterator[tuple[Block, Block]]:
+    def cuts(self, name: str, region: Region) -> Iterator[tuple[StoredBlock, StoredBlock]]:
         """Yield the blocks of a tensor that have something in a region, and what of them is there."""
         held = self._held[name]
         outer = region[0] if region else ()
@@ -176,9 +176,9 @@ class Layout:
     """
 
     def __init__(
-        self, blocks: Iterable[Block], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
+        self, blocks: Iterable[StoredBlock], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
     ) -> None:
-        self.by_stored, self.by_tensor = Found(), Found()
+        self.by_stored, self.by_tensor = BlockIndex(), BlockIndex()
         sizes: dict[str, int] = defaultdict(int)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for block in blocks:
@@ -199,11 +199,11 @@ class Layout:
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout that is the model's own."""
-    return Layout((Block(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
+    return Layout((StoredBlock(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredTensor:
     """A tensor of one layout, gathered from tensors of another when it is read."""
 
     name: str

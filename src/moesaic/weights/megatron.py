@@ -16,7 +16,7 @@ import torch
 from moesaic.errors import InputError
 from moesaic.weights.files import Stored, read_dcp, write_dcp
 from moesaic.weights.format import AbstractFormat, Place, Rules, by_rules, half
-from moesaic.weights.layout import Block, Made, Readable, Region
+from moesaic.weights.layout import Made, Readable, Region, StoredBlock
 from moesaic.weights.model import LAYER, Architecture, Part
 
 OUTSIDE = {
@@ -185,7 +185,7 @@ class Megatron(AbstractFormat):
             return None  # it is one number for all, in another file
         return stored if state is None else f"optimizer.state.{state}.{stored}"
 
-    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         layers: dict[int, set[str]] = {}
         for name in model.shapes:
             if found := LAYER.fullmatch(name):

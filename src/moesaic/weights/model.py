@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
-from moesaic.weights.layout import Block, Region, every
+from moesaic.weights.layout import Region, StoredBlock, every
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -40,13 +40,13 @@ class Part:
         """The dimension of the outputs: the first one, the second one in a stack of experts."""
         return 1 if self.stacked else 0
 
-    def block(self, stored: str, at: Region, rows: range | None = None) -> Block:
+    def block(self, stored: str, at: Region, rows: range | None = None) -> StoredBlock:
         """Return the block that puts this part, or some of its rows, somewhere."""
         index = list(self.index)
         if rows is not None:
             dim = self.rows + 1 if self.transposed else self.rows
             index[dim] = index[dim][rows.start : rows.stop]
-        return Block(stored, at, self.tensor, tuple(index), self.transposed)
+        return StoredBlock(stored, at, self.tensor, tuple(index), self.transposed)
 
 
 class Architecture:

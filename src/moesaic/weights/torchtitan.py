@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moesaic.weights.files import Stored, read_dcp, write_dcp
 from moesaic.weights.format import AbstractFormat, Rules, by_rules
-from moesaic.weights.layout import Block, Readable
+from moesaic.weights.layout import Readable, StoredBlock
 from moesaic.weights.model import Architecture
 
 OUTSIDE = {
@@ -90,7 +90,7 @@ class Torchtitan(AbstractFormat):
     def called(self, stored: str, state: str | None) -> str | None:
         return stored if state is None else f"optimizer.state.{stored}.{state}"
 
-    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[Block]:
+    def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
         biased = any(module.has_bias for module in model.experts.values())
         rules: Rules = {**COMMON, **(LATENT_ATTENTION if latent else ATTENTION), **(WITH_BIAS if biased else SWIGLU)}

@@ -17,7 +17,7 @@ import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import Checkpoint
-from moesaic.weights.layout import Block, Layout, Made, Readable, Region, every, identity
+from moesaic.weights.layout import Layout, Made, Readable, Region, StoredBlock, every, identity
 from moesaic.weights.model import LAYER, Architecture, Part
 
 
@@ -77,7 +77,7 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
     model = Architecture(_sparse_config(dense.model.config, how))
     weights = dense.into(identity(dense.model.shapes))
     tensors: dict[str, Readable] = {}
-    blocks: list[Block] = []
+    blocks: list[StoredBlock] = []
     for name, shape in model.shapes.items():
         found = LAYER.fullmatch(name)
         if model.experts_of(name) is not None:
@@ -96,20 +96,20 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
             assert found is not None, name
             norm = weights[f"model.layers.{found[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, how, int(found[1]))
-        blocks.append(Block(name, every(shape), name, every(shape)))
+        blocks.append(StoredBlock(name, every(shape), name, every(shape)))
     left = [f"{state}, an optimizer's, which experts have none of" for state in dense.tensors if state is not None]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
     return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + left)
 
 
-def _shards(part: Part, stored: str, shape: tuple[int, ...], how: Upcycling, *, cut: int) -> Iterator[Block]:
+def _shards(part: Part, stored: str, shape: tuple[int, ...], how: Upcycling, *, cut: int) -> Iterator[StoredBlock]:
     """Yield, for each expert, which rows (columns, if `cut` is 1) of a dense matrix it has: its shard's."""
     width = shape[cut] // how.granularity
     for expert in range(how.num_experts):
         shard = expert % how.granularity
         at = list(every(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
-        yield Block(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
+        yield StoredBlock(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
 
 
 def _sparse_config(config: Any, how: Upcycling) -> Any:

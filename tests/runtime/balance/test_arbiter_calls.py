@@ -182,7 +182,7 @@ def test_another_policy_under_the_arbiter_is_refused() -> None:
 
     with pytest.raises(
         InputError,
-        match=r"plan\.replication=arbiter was given the policy Shadow: give an Arbiter, or choose",
+        match=r"replication=arbiter was given the policy Shadow: give an Arbiter, or choose",
     ):
         run_ranks(4, rank)
 

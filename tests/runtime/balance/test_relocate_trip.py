@@ -205,7 +205,7 @@ def run_trip(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plan": Plan(replication="shadow")}, r"clashes with plan\.replication"),
+        ({"plan": Plan(replication="shadow")}, r"clashes with replication"),
         ({"plan": Plan(all_to_all="multicast")}, r"clashes with plan\.all_to_all=multicast"),
         ({"plan": Plan(schedule="s3")}, r"needs plan\.schedule=s1"),
         ({"capacity": Capacity.fixed(2.0)}, r"clashes with a capacity.*choose dropless"),
