@@ -55,6 +55,7 @@ class Family:
 
     @property
     def module(self) -> Any:
+        """The modeling file, imported."""
         return importlib.import_module(f"transformers.models.{self.name}.modeling_{self.name}")
 
 

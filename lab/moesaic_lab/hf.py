@@ -217,7 +217,7 @@ def ep_errors(world: int, cases: Sequence[Case], results: Sequence[Sequence[Step
         for rank in range(world):
             logits, got = results[rank][number]
             assert got.keys() == wanted.keys(), f"{case}: parameters with a gradient differ on rank {rank}"
-            expected = out.logits[rank // case.tp]
+            expected = out.logits.detach()[rank // case.tp]
             worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
             for name, gradient in got.items():
                 scale = max(float(wanted[name].abs().max()), 0.02 * largest)
