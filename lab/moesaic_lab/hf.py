@@ -40,7 +40,7 @@ TOKENS = 6
 
 
 @dataclass(frozen=True)
-class Case:
+class RankCase:
     """One model on one mesh."""
 
     folder: str
@@ -76,7 +76,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def load(case: Case, **options: Any) -> Any:
+def load(case: RankCase, **options: Any) -> Any:
     """Return the case's model on this rank."""
     name, world = "moesaic", dist.get_world_size()
     if case.plan is not None:
@@ -96,7 +96,7 @@ def as_launched() -> None:
         os.environ[name] = str(dist.get_world_size())
 
 
-def steps(cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def steps(cases: list[RankCase]) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Return each case's logits of this rank's sequence and all gradients."""
     as_launched()
     found = []
@@ -169,25 +169,25 @@ def write_models(path: Path) -> tuple[str, str, str]:
     return str(path / "mixtral"), str(path / "gpt_oss"), str(path / "skewed")
 
 
-def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[Case]:
+def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCase]:
     """Return what is run on so many ranks."""
     if world > 2:
         return [
-            Case(mixtral, ep=world),
-            Case(gpt_oss, ep=world // 2),  # two copies of every expert
-            Case(skewed, ep=world, plan={"chunks": 2}),
-            Case(mixtral, ep=world, tp=2),
+            RankCase(mixtral, ep=world),
+            RankCase(gpt_oss, ep=world // 2),  # two copies of every expert
+            RankCase(skewed, ep=world, plan={"chunks": 2}),
+            RankCase(mixtral, ep=world, tp=2),
         ]
     return [
-        Case(mixtral, ep=2),
-        Case(gpt_oss, ep=2),
-        Case(skewed, ep=2),  # the second rank gets no token
-        Case(mixtral, ep=2, plan={"chunks": 2, "all_to_all": "multicast"}),
-        Case(mixtral, ep=2, plan={"chunks": 2}, then={"all_to_all": "hier2d"}),
-        Case(skewed, ep=2, plan={"replication": "least_loaded"}),
-        Case(mixtral, ep=2, tp=2),
-        Case(mixtral, ep=2, tp=2, plan={"schedule": "s2"}),
-        Case(mixtral, ep=2, recompute=True),
+        RankCase(mixtral, ep=2),
+        RankCase(gpt_oss, ep=2),
+        RankCase(skewed, ep=2),  # the second rank gets no token
+        RankCase(mixtral, ep=2, plan={"chunks": 2, "all_to_all": "multicast"}),
+        RankCase(mixtral, ep=2, plan={"chunks": 2}, then={"all_to_all": "hier2d"}),
+        RankCase(skewed, ep=2, plan={"replication": "least_loaded"}),
+        RankCase(mixtral, ep=2, tp=2),
+        RankCase(mixtral, ep=2, tp=2, plan={"schedule": "s2"}),
+        RankCase(mixtral, ep=2, recompute=True),
     ]
 
 
@@ -195,7 +195,7 @@ Step = tuple[Tensor, dict[str, Tensor]]
 """Logits of a rank's sequence, and every gradient whole."""
 
 
-def ep_errors(world: int, cases: Sequence[Case], results: Sequence[Sequence[Step]]) -> list[float]:
+def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]) -> list[float]:
     """Return each case's worst error of a logit or a gradient on any rank, beside one process in float64.
 
     Args:
@@ -277,7 +277,7 @@ def _on_ranks(world: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _rank(rank: int, world: int, asked: list[Case], folder: str) -> None:
+def _rank(rank: int, world: int, asked: list[RankCase], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.save(steps(asked), Path(folder) / f"{rank}.pt")

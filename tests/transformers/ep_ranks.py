@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moesaic.transformers
 from moesaic import Plan
-from moesaic_lab.hf import Case, as_launched, batch, load
+from moesaic_lab.hf import RankCase, as_launched, batch, load
 
 
 def lines(folder: str) -> list[str]:
@@ -21,10 +21,10 @@ def lines(folder: str) -> list[str]:
 
     as_launched()
     chunks = 1 + dist.get_rank()
-    said = [refusal(load, Case(folder, ep=2, plan={"chunks": chunks}))]
+    said = [refusal(load, RankCase(folder, ep=2, plan={"chunks": chunks}))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = load(Case(folder, ep=2), hidden_act="mish")
+        model = load(RankCase(folder, ep=2), hidden_act="mish")
     said += [str(each.message) for each in caught if "moesaic" in str(each.message)][:1]
     said.append(refusal(moesaic.transformers.use_plan, model, Plan()))
     said.append(refusal(moesaic.transformers.register_plan, "all_to_all", Plan()))
@@ -37,7 +37,7 @@ def find_plan(folder: str) -> dict[str, Any]:
 
     as_launched()
     logging.getLogger("moesaic").setLevel(logging.ERROR)
-    model = load(Case(folder, ep=dist.get_world_size()))
+    model = load(RankCase(folder, ep=dist.get_world_size()))
     chosen = {module._moesaic.on_mesh.auto for module in model.modules() if hasattr(module, "_moesaic")}
     (auto,) = chosen  # all layers have one
     now = [0.0]
@@ -89,6 +89,6 @@ def train(folder: str, out: str) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
     as_launched()
-    model = load(Case(folder, ep=dist.get_world_size()))
+    model = load(RankCase(folder, ep=dist.get_world_size()))
     given = TrainingArguments(**arguments(out, per_device_train_batch_size=4 // dist.get_world_size()))
     return losses(Trainer(model=model, args=given, train_dataset=Sequences()))

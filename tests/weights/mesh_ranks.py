@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.train.shard_metadata import ShardReader
-from moesaic_lab.hf import Case, as_launched, load
+from moesaic_lab.hf import RankCase, as_launched, load
 
 
-def differing(case: Case, converted: str) -> tuple[int, list[str]]:
+def differing(case: RankCase, converted: str) -> tuple[int, list[str]]:
     """Fill a spread model with zeros, load a converted checkpoint into it, and compare with what transformers had loaded.
 
     Returns:
@@ -34,7 +34,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def save_spread(case: Case, folder: str) -> None:
+def save_spread(case: RankCase, folder: str) -> None:
     """Write a spread model as its ranks have it: each rank its own part, under global names."""
     as_launched()
     tensors = {f"model.{name}": tensor.detach() for name, tensor in load(case).state_dict().items()}
