@@ -1,4 +1,4 @@
-"""torchtitan's checkpoints: its names of version 0.5, in files of torch.distributed.checkpoint.
+"""torchtitan's checkpoints: its names of version 0.3, in files of torch.distributed.checkpoint.
 
 A model that torchtitan has no class for gets the names that its parts have in those models that it has.
 """
