@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
@@ -75,6 +82,17 @@ def test_the_list_is_torchs(tmp_path):
         assert (entry.size, entry.chunks) == (other.size, other.chunks)
         assert entry.properties.dtype == other.properties.dtype
     assert_same(read_whole(tmp_path, "model."), {k[6:]: v for k, v in TENSORS.items() if k.startswith("model.")})
+
+
+def test_a_list_that_holds_the_plan_of_its_saving_is_read(tmp_path):
+    path = write_shards(tmp_path, TENSORS)
+    metadata = torchs(path)
+    size = torch.Size([1])
+    data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(torch.float32), size)
+    metadata.all_local_plans = [SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.TENSOR, tensor_data=data)])]
+    path.write_bytes(pickle.dumps(metadata))  # as Megatron-Core does
+    assert ShardReader(path.parent).read_metadata().storage_data == metadata.storage_data
+    assert read_whole(tmp_path, "model.").keys() == {"matrix", "empty", "half", "count"}
 
 
 def planted(metadata: Metadata, command: str) -> dict[str, object]:

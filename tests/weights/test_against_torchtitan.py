@@ -23,7 +23,7 @@ ADAPTERS = {
     "Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"),
     "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter"),
 }
-"""Families that torchtitan has models for. Its adapter of gpt-oss (0.3.0) knows other names than its own model's parameters have."""
+"""Families that torchtitan has models for. Its adapter of gpt-oss (0.3.0) looks for other names than its model has."""
 
 
 @pytest.mark.parametrize("family", ADAPTERS)

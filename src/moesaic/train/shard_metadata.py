@@ -103,6 +103,10 @@ _RECORDS = {
         (_SHARDED, "TensorProperties"),
         (_SHARDED, "MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.planner", n)
+            for n in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
         ("pathlib", "PosixPath"),
@@ -111,7 +115,8 @@ _RECORDS = {
         ("pathlib._local", "WindowsPath"),
     )
 }
-"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. The entry of a
+"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. Those of the planner
+are in lists that Megatron-Core writes, which keeps the plan of its saving there; nothing reads them. The entry of a
 BytesStorageMetadata never leaves here: for it, torch would unpickle a part of a tensor file without any restriction."""
 
 
