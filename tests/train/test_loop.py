@@ -121,8 +121,12 @@ def test_the_second_signal_has_its_usual_effect(tmp_path, monkeypatch):
         return plain(self)
 
     monkeypatch.setattr(Trainer, "_step", stepping)
-    with pytest.raises(KeyboardInterrupt):
-        run_quietly(tiny(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with none
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(tiny(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):

@@ -1,8 +1,9 @@
 """Megatron-Core's own model on a CPU: it reads our checkpoint and answers, and writes one for us to read.
 
 What its CPU path lacks (0.16.1) is put in place while it runs: the name of the device, a wait for it, a generator of random
-numbers for dropout that is off, and a name that only TransformerEngine defines. Its local layers name the norm before the experts
-as that of a dense layer's first product. Those of TransformerEngine, which its checkpoints come from, have `pre_mlp_layernorm`.
+numbers for dropout that is off, and a name that only TransformerEngine defines. Its local layers name the norm before the
+experts as that of a dense layer's first product. Those of TransformerEngine, which its checkpoints come from, have
+`pre_mlp_layernorm`.
 """
 
 from __future__ import annotations
