@@ -200,18 +200,22 @@ class Watch:
                 if dead:
                     return dead
                 time.sleep(0.1)
-            time.sleep(2 * self._pause)
-            return {rank: self._fate(rank) for rank in others if self._store.get(f"watch/beats/{rank}") == before[rank]}
+            elsewhere = [rank for rank in others if self._host(rank) != socket.gethostname()]
+            if elsewhere:  # of whom only the counting tells
+                time.sleep(2 * self._pause)
+            return {r: self._fate(r) for r in elsewhere if self._store.get(f"watch/beats/{r}") == before[r]}
         except RuntimeError:
             return {}
 
     def _fate(self, rank: int) -> str:
         """Return what is known of a rank that does not answer."""
         process = self._store.get(f"watch/process/{rank}").decode()
-        number, _, host = process.removeprefix("process ").partition(" on ")
-        if host == socket.gethostname():
-            return _fate_here(int(number))
+        if self._host(rank) == socket.gethostname():
+            return _fate_here(int(process.split()[1]))
         return f"does not answer ({process}): it died, or its node is cut off"
+
+    def _host(self, rank: int) -> str:
+        return self._store.get(f"watch/process/{rank}").decode().partition(" on ")[2]
 
 
 def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
