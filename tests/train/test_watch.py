@@ -109,6 +109,33 @@ def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(tmp_path
     assert watch._dead() == gone
 
 
+STEADY = """
+import sys, time
+from moesaic.cli.main import main
+from moesaic.train import loop, watch
+
+plain = loop.Trainer._accumulate
+
+def slow(self):
+    time.sleep(0.5)
+    return plain(self)
+
+loop.Trainer._accumulate = slow
+watch._marked = lambda frame: []
+sys.exit(main(sys.argv[1:]))
+"""
+"""A healthy run whose main thread is found at one place whenever somebody looks, as where it waits for a GPU in every step."""
+
+
+def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(tmp_path):
+    script = tmp_path / "steady.py"
+    script.write_text(STEADY)
+    process = start(tiny(tmp_path, steps=10, batch_size=4, patience=2, mesh={"ep": 2}), tmp_path, script=script)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert not (tmp_path / "run" / HANG).exists()
+
+
 def test_who_stands_elsewhere_comes_before_those_who_wait():
     wait = "in forward of layer blocks.0.ffn, task 3 (dispatch) of its program"
     found = [

@@ -87,6 +87,11 @@ class AbstractTransport(ABC):
     def wait(self, handle: Handle) -> None:
         """Return when the receive buffers are filled and the send buffers may be reused."""
 
+    @property
+    def next_tag(self) -> int:
+        """What the next range of tags starts with: it moves on with every call of a layer."""
+        return self._next_tag
+
     def take_tags(self, num_tags: int) -> int:
         """Return the first of consecutive tags that no transfer in flight has.
 

@@ -2,9 +2,9 @@
 
 Every rank has a thread that does three things every few seconds: it counts up in the store that all ranks reach, so that
 others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
-stands still where the main thread of a rank has not left its place for longer than the patience. All ranks that still answer
-then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into `hang.json`
-of the run folder, and all end with code 1.
+stands still where a rank has ended no step, called no layer and not left its place for longer than the patience. All ranks that
+still answer then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into
+`hang.json` of the run folder, and all end with code 1.
 
 The steps of training know nothing of this. Where a rank stands is read from the frames of its threads: the frame that runs a
 program knows the task, the message, and the ranks from which it comes.
@@ -73,7 +73,9 @@ class Watch:
         self, model: nn.Module, folder: RunFolder, patience: float, step: Callable[[], str], advice: Callable[[], str]
     ) -> None:
         self._names = {id(part): name for name, part in model.named_modules() if name}
-        self._layers = {id(part.experts): name for name, part in model.named_modules() if isinstance(part, MoE)}
+        layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
+        self._layers = {id(part.experts): name for name, part in layers.items()}
+        self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
         self._main = threading.get_ident()
@@ -99,6 +101,8 @@ class Watch:
         if self._thread is None:
             return
         if isinstance(error, RuntimeError):
+            if self._is_given_up():
+                self._thread.join()  # which ends the process: others have left because the run was given up
             dead = self._dead()
             if dead:
                 self._ends.set()
@@ -110,7 +114,9 @@ class Watch:
         beats, mark, since = 0, None, time.monotonic()
         while not self._ends.wait(self._pause):
             beats += 1
-            now = _marked(sys._current_frames()[self._main])
+            # The place alone says little: a thread that waits for a GPU in every step is found there whenever one looks.
+            place = _marked(sys._current_frames()[self._main])
+            now = (self._step(), [each.next_tag for each in self._transports], place)
             if now != mark:
                 mark, since = now, time.monotonic()
             is_over = time.monotonic() - since > self._patience
@@ -124,6 +130,12 @@ class Watch:
                         f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
                     )
                     self._end(f"{alone}, and nothing answers where the ranks' store was", [])
+
+    def _is_given_up(self) -> bool:
+        try:
+            return bool(self._store.add("watch/given_up", 0))
+        except RuntimeError:
+            return False
 
     def _give_up(self) -> None:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
