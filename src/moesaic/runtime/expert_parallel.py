@@ -41,7 +41,7 @@ from moesaic.runtime.tasks import Call, Codecs, known_codec
 
 T = TypeVar("T")
 
-NUMBERS = 3
+NUMBERS = 5
 """Numbers that every rank tells the others with a call's counts, under every plan: ranks that brought different plans must be
 able to tell so."""
 
