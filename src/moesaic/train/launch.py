@@ -78,8 +78,8 @@ class Launch:
     def leave(self) -> None:
         """End the process after a run that went well; return where there are no others.
 
-        It does not wait for the interpreter to take itself apart, which takes a second and may go wrong while threads of process
-        groups still run: torchrun would report a failure of a run that is saved.
+        It does not wait for the interpreter to take itself apart, which takes a second and may go wrong while threads of
+        process groups still run: torchrun would report a failure of a run that is saved.
         """
         if self._store is not None:
             dist.barrier()
