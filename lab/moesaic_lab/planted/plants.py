@@ -28,7 +28,7 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Op, Program, State, Task
 from moesaic.routing import peers
 from moesaic.routing import route as route_module
-from moesaic.routing.capacity import Capacity
+from moesaic.routing.capacity import Capacity, count
 from moesaic.routing.losses import LoadBalance, RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Gathered
@@ -343,7 +343,7 @@ def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
 def own_copies(layer: MoE, routed: Any) -> Tensor:
     """Return the copies of this rank's tokens alone, (num_experts,)."""
     choice = routed.record.choice
-    return route_module.count(choice.expert, choice.sent, layer.num_experts)
+    return count(choice.expert, choice.sent, layer.num_experts)
 
 
 def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
