@@ -106,7 +106,7 @@ class DeviceTensor(Tensor):
         """Return the address of the values."""
         return self.on_cpu.data_ptr()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape alone: to print values waits."""
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -163,7 +163,7 @@ class StandIn(TorchDispatchMode):
         plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda each: each.on_cpu, (args, kwargs))
         found = func(*plain_args, **plain_kwargs)
         written = _written(func, args, kwargs)
-        if written is not None:
+        if written is not None and func._schema.returns:
             return written
         return tree_map_only(Tensor, lambda each: DeviceTensor(each, self), found) if here else found
 

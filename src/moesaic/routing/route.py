@@ -205,9 +205,10 @@ def _decide(
     if capacity.admits_by_score and rows is not None:
         best_T = _best_weight(weight_N, choice, num_tokens)
     sent = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
-    return RoutingRecord(
-        None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, _by_rank(gathered, capacity, top_k)
-    )
+    by_rank = _by_rank(gathered, capacity, top_k)
+    if gathered is not None:
+        gathered = replace(gathered, sent=by_rank)
+    return RoutingRecord(None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank)
 
 
 def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) -> Tensor | None:
