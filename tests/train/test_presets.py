@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.models.gpt import GPT
-from moesaic.train.presets import PRESETS, demo, demo_dense, gpt_tiny
+from moesaic.train.presets import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
 
 
@@ -44,6 +44,8 @@ def test_gpt_small_has_the_size_it_says():
 
 
 def test_gpt_tiny_trains(tmp_path):
-    config = replace(gpt_tiny(), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32")
+    config = replace(
+        preset("gpt-tiny"), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32"
+    )
     config = replace(config, device="cpu", data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
     assert run_quietly(config)[0].step == 2
