@@ -65,7 +65,7 @@ def continuations(options: SampleOptions) -> list[str]:
     from moesaic.train.checkpoint import load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
     from moesaic.train.machine import pick_device
-    from moesaic.train.tokenizer import BYTES, AbstractTokenizer, BPETokenizer, ByteTokenizer
+    from moesaic.train.tokenizer import saved_tokenizer
 
     folder = Path(options.run)
     if not (folder / "config.json").exists():
@@ -74,9 +74,8 @@ def continuations(options: SampleOptions) -> list[str]:
     saved = load_checkpoint(folder / "checkpoints", lambda line: print(line, file=sys.stderr))
     if not saved.extra.get("has_text", True):
         raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
-    tokenizer: AbstractTokenizer = ByteTokenizer()
-    if config.data.vocab_size != BYTES:
-        tokenizer = BPETokenizer.load(folder / "tokenizer.json")
+    tokenizer = saved_tokenizer(config.data, folder / "tokenizer.json")
+    assert tokenizer is not None, "the run's folder has it"
     if config.model.block.kind != "decoder":
         raise InputError(f"{folder}: an {config.model.block.kind} continues no prompt: name a run of a decoder")
     model = GPT(config.model, saved.vocab_size)

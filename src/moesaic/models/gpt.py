@@ -67,7 +67,7 @@ class Dense(nn.Module):
         # Split over ranks: each computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
-            parts["b2"] = part_of_sum(parts["b2"], parameters["w2"])
+            parts["b2"] = part_of_sum(parameters["b2"], parameters["w2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
 

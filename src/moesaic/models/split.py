@@ -97,9 +97,9 @@ class LayerNorm(nn.LayerNorm):
 
 def part_of_sum(bias: Tensor, weight: Tensor) -> Tensor:
     """Return what a rank adds of a bias that all have, where outputs are summed over the ranks that split the weight."""
-    if not isinstance(weight, DTensor):
+    if not isinstance(bias, DTensor):  # beside a whole weight
         return bias
-    return use_differently(bias, weight.device_mesh) / weight.device_mesh.size()
+    return bias.to_local(grad_placements=[Partial()]) / weight.device_mesh.size()
 
 
 def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:

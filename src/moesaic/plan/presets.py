@@ -67,7 +67,7 @@ def _papers() -> dict[str, Job]:
         "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072), BERT),
         "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072), GPT2),
         # ScheMoE: vocabularies are not given; these are those that meet its counts (Megatron pads GPT-2's to 51,200).
-        "transformer-moe": _job(512, 24, 8, 1024, 51_200, _plain(8, 1, 2048), TRANSFORMER),
+        "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048), TRANSFORMER),
         "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64), GPT2, 4),
         "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096), BERT),
     }
