@@ -42,7 +42,7 @@ class Corpus:
     val: np.ndarray
     """(tokens,)."""
     tokenizer: AbstractTokenizer | None
-    """How they were made; None for `.bin` files, whose text is not known."""
+    """How they were made; None for `.bin` files whose tokenizer is not named."""
     vocab_size: int
     """Ids are below it."""
     val_bytes: int
@@ -68,7 +68,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
         raise InputError("data.path and data.val_path: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
-        return _load_bin(config, files, val_files)
+        return _load_bin(config, files, val_files, tokenizer_file)
     if not config.tokenizer and config.vocab_size != BYTES and config.vocab_size < LEAST_BPE:
         raise InputError(
             f"data.vocab_size={config.vocab_size}: text has {BYTES} tokens as bytes, a byte-level BPE at least {LEAST_BPE}: "
@@ -315,7 +315,7 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
     return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
 
 
-def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path]) -> Corpus:
+def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None) -> Corpus:
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
@@ -323,7 +323,8 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path]) -> C
     else:
         cut = int(len(whole) * (1 - config.val_share))
         train, val = whole[:cut], whole[cut:]
-    return Corpus(train, val, None, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
+    tokenizer = saved_tokenizer(config, tokenizer_file) if config.tokenizer else None
+    return Corpus(train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
 
 
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
