@@ -272,7 +272,10 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     outer = {field.name: getattr(config, field.name) for field in fields(config)}
     inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
-    unused = {"moe", *_STEER_TRAINING}
+    outer |= {f"block.{field.name}": getattr(config.block, field.name) for field in fields(config.block)}
+    unused = {"moe", "block", *_STEER_TRAINING}
+    if config.block.positions == "learned":
+        unused.discard("seq_len")  # which is the rows of their table
     if all(sparse):
         unused.add("dense_hidden")
     if not any(sparse):
@@ -285,8 +288,8 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 _STEER_TRAINING = (
-    "seq_len", "checkpoint_activations", "router_options.bias_rate", "capacity", "capacity_factor", "admit_by", "balance_loss",
-    "balance_level", "importance_loss", "z_loss",
+    "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "capacity_factor", "admit_by",
+    "balance_loss", "balance_level", "importance_loss", "z_loss",
 )  # fmt: skip
 """Fields of a model's configuration that may change on resuming; a field that is new counts as architecture."""
 
