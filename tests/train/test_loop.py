@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moesaic.errors import TrainingError
-from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.data import Batches
@@ -203,7 +202,7 @@ def test_the_z_loss_reaches_the_gradient(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=5, save_every=2)
+    config = tiny(tmp_path, steps=5, save_every=2, numbers={"most_skipped": 1})
     plain, calls = GPT.forward, []
 
     def spoilt(self, tokens, targets=None, **options):
@@ -228,23 +227,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tm
 
 
 def test_an_absurd_learning_rate_says_that_nothing_was_saved(tmp_path):
-    with pytest.raises(TrainingError, match=r"of step 2 is not finite .*; no checkpoint was written yet: lower"):
-        run_quietly(tiny(tmp_path, optimizer={"lr": 1e38, "warmup_steps": 0}))
-
-
-def test_a_run_that_ends_by_nan_names_the_first_router_that_saw_it(tmp_path, monkeypatch):
-    plain = GPT.forward
-
-    def spoilt(self, tokens, targets=None, **options):
-        moe = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)][-1]
-        moe.router.weight.data[0] = math.nan
-        return plain(self, tokens, targets, **options)
-
-    monkeypatch.setattr(GPT, "forward", spoilt)
-    with pytest.raises(
-        TrainingError, match=r"router of MoE layer \d is the first with weights of NaN, for \d+ token cop"
-    ):
-        run_quietly(tiny(tmp_path, steps=3))
+    with pytest.raises(TrainingError, match=r"of step 4 is not finite .*; no checkpoint was written yet: lower"):
+        run_quietly(tiny(tmp_path, steps=9, optimizer={"lr": 1e38, "warmup_steps": 0}))
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):

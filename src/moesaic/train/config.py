@@ -206,6 +206,22 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NumbersConfig:
+    """What happens where numbers go wrong; docs/reliability.md."""
+
+    most_skipped: int = 3
+    """Steps in a row whose loss or gradient is not finite: each is left out on all ranks, and the last of so many ends the
+    run. 1: the first ends it."""
+    spikes: Literal["warn", "rollback"] = "warn"
+    """Where the loss leaps far above that of the steps before. warn: say so; rollback: go back to the last checkpoint, and
+    leave out the samples from there to the leap."""
+
+    def __post_init__(self) -> None:
+        if self.most_skipped < 1:
+            raise InputError(f"numbers.most_skipped={self.most_skipped}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -260,6 +276,8 @@ class TrainConfig:
     """Where the plan comes from besides."""
     balance: BalanceConfig = BalanceConfig()
     """What is done where routing is skewed."""
+    numbers: NumbersConfig = NumbersConfig()
+    """What happens where losses, gradients and weights go wrong."""
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
@@ -283,6 +301,10 @@ class TrainConfig:
         if kv_heads % self.mesh.tp:
             raise InputError(
                 f"mesh.tp={self.mesh.tp} does not divide model.block.kv_heads={kv_heads}: choose a divisor"
+            )
+        if self.numbers.spikes == "rollback" and self.replay_routing is not None:
+            raise InputError(
+                "numbers.spikes=rollback clashes with replay_routing, whose trace is of samples in their order: leave one out"
             )
         self._check_shards()
         self._check_experts()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
-from moesaic.layer import balance_on_step
+from moesaic.layer import MoE, balance_on_step
 from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
@@ -31,6 +32,15 @@ from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
+from moesaic.train.numbers import (
+    LossSpikeError,
+    Spikes,
+    collapsed_routers,
+    find_origin,
+    require_same_weights,
+    weights_not_finite,
+    wrong_numbers,
+)
 from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
@@ -41,6 +51,8 @@ DECAY_SHARE = 0.2
 """Share of the steps after the warm-up over which the schedule wsd comes down (Hu et al. 2024 take 10 to 20 %)."""
 PROBE_SEQUENCES = 2
 """Validation sequences of the fixed batch on which churn is measured."""
+MOST_RETURNS = 3
+"""Times that a run goes back from a spike to one checkpoint; then it goes on whatever the loss."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +80,30 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
     Raises:
         InputError: for bad input; nothing half-written stays behind.
-        TrainingError: if the loss, the gradient, a parameter or the validation loss is no longer finite, or another rank has
-            died; the last checkpoint stays.
+        TrainingError: if the loss or the gradient of several steps in a row, a parameter or the validation loss is not finite,
+            ranks hold different copies of a weight, or another rank has died; the last checkpoint stays.
     """
     console = console or Console()
     config = with_planned(config)
     check_routing(config)
     candidates = find_candidates(config)
-    run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
-    try:
-        with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on):
-            return trainer.run()
-    finally:
-        run.claim.release()
+    wanted: int | None = None
+    returns: Counter[int] = Counter()
+    while True:
+        run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        if wanted is not None:  # the step whose samples come next
+            run.left_out = wanted - run.step
+            returns[run.step] += 1
+        trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
+        trainer.goes_back = config.numbers.spikes == "rollback" and returns[run.step] < MOST_RETURNS
+        try:
+            with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on):
+                return trainer.run()
+        except LossSpikeError:
+            wanted = run.step + 1 + run.left_out
+            config = replace(config, existing="resume")
+        finally:
+            run.claim.release()
 
 
 class Trainer:
@@ -104,6 +126,14 @@ class Trainer:
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
         self.planner = AutoPlanner(run, candidates)
+        self.spikes = Spikes()
+        self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
+        self.goes_back = False
+        """Whether a spike of the loss takes the run back to its last checkpoint."""
+        self._in_row = 0
+        self._collapsed: set[str] = set()
+        self._metrics: Metrics | NoMetrics = NoMetrics()
+        self._say: Callable[[str], None] = console.print
         width = min(run.dtype.itemsize, 4)
         self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
 
@@ -112,19 +142,20 @@ class Trainer:
         state, config = self.state, self.config
         handle = balance_on_step(state.optimizer, self.model)
         with self.ranks.together():
-            metrics = self._open_metrics()
+            metrics = self._metrics = self._open_metrics()
         val_loss = None
         try:
             with (
                 _stop_requests() as stop,
                 TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
             ):
+                self._say = progress.say
                 for line in (self._describe(), *self.planner.describe()):
                     progress.say(line)
                 stopped_by = self.ranks.agree_to_stop(stop)
                 while state.step < config.steps and not stopped_by:
                     values = self._step()
-                    if _due(state.step, config.log_every, config.steps):
+                    if values:
                         values |= self._interval()
                         metrics.write("train", state.step, values)
                         progress.advance(state.step, status(values))
@@ -147,18 +178,21 @@ class Trainer:
         return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step; returns its values if the step is logged."""
+        """Take one optimizer step, or leave it out; returns its values if the step is logged."""
         config, state = self.config, self.state
         logs = _due(state.step + 1, config.log_every, config.steps)
-        saves = _due(state.step + 1, config.save_every, config.steps)
         self.planner.before_step()
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
             norm = gradient_norm(self.model.parameters())
+            wrong = wrong_numbers(loss, norm, state.step + 1)
+            if wrong:
+                self._leave_out(wrong)
+                return {}
+            self._in_row = 0
+            self._look_for_spike(float(loss))
             clip(self.model.parameters(), norm, config.optimizer.clip_norm or math.inf)
-            if state.device.type == "cpu" or logs or saves:  # on a GPU every check waits for the device
-                self._require_finite(loss, norm)
             rate = learning_rate(state.step, config.steps, config.optimizer)
             for group in state.optimizer.param_groups:
                 group["lr"] = rate
@@ -177,8 +211,12 @@ class Trainer:
         means = {name: float(value) for name, value in auxiliary.items()}
         return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **means}
 
-    def _accumulate(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses."""
+    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses.
+
+        Args:
+            again: this step was run before, so its routing is recorded and counted already.
+        """
         count, state = self.config.accumulation, self.state
         self.model.train()
         loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
@@ -187,15 +225,16 @@ class Trainer:
         if self.ranks.dp > 1:  # routing noise: alike in a tp group, of its own in each dp group, a function of the step
             torch.manual_seed(hash((self.config.seed, state.step, self.ranks.dp_index)))
         for micro in range(count):
-            tokens, targets = state.batches.get(state.step * count + micro)
-            with self.routing.call(state.step, micro), autocast(state.device, state.dtype):
+            tokens, targets = state.batches.get((state.step + state.left_out) * count + micro)
+            with self.routing.call(state.step, micro, again=again), autocast(state.device, state.dtype):
                 output = self.model(tokens.to(state.device), targets.to(state.device))
             assert output.loss is not None
             (output.loss / count).backward()
             loss += output.loss.detach() / count
             for name, value in _mean_losses(output.routings).items():
                 auxiliary[name] = auxiliary.get(name, 0.0) + value / count
-            self.meter.add(output.routings)
+            if not again:
+                self.meter.add(output.routings)
         return self.ranks.mean(loss), auxiliary
 
     def _interval(self) -> dict[str, Any]:
@@ -206,29 +245,58 @@ class Trainer:
             "tokens_per_second": speed,
             "mfu": flops / self.peak,
             "seconds": self.clock.seconds,
-            "layers": [layer.as_dict() for layer in self.meter.take()],
+            "layers": self._balance(),
+            **({"skipped": self.state.skipped} if self.state.skipped else {}),
             **self.planner.values(),
             **self.experts.values(),
             **budget_values(self.model),
         }
 
-    def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
-        if math.isfinite(float(loss)) and math.isfinite(float(norm)):
-            return
-        what = "loss" if not math.isfinite(float(loss)) else "gradient norm"
-        raise self._not_finite(what, self.state.step + 1, f"{float(loss)}, gradient norm {float(norm)}")
+    def _leave_out(self, wrong: str) -> None:
+        """Pass over a step whose numbers are wrong, on all ranks alike; the last of so many in a row ends the run."""
+        state, most = self.state, self.config.numbers.most_skipped
+        origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
+        state.optimizer.zero_grad()
+        for layer in self.moe_layers.values():
+            layer.step_counts.zero_()
+        self._in_row += 1
+        if self._in_row == most:
+            raise self._not_finite(f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin)
+        state.step += 1
+        state.skipped += 1
+        self._metrics.write("skipped", state.step, {"why": wrong, "origin": origin})
+        self._say(f"{wrong}: {origin}; the step is left out on all ranks ({self._in_row} in a row, {most} end the run)")
 
-    def _not_finite(self, what: str, step: int, values: str) -> TrainingError:
-        wrong = [(layer, load.nonfinite) for layer, load in enumerate(self.meter.take()) if load.nonfinite]
-        since = (
-            "; the router of MoE layer {} is the first with weights of NaN, for {} token copies".format(*wrong[0])
-            if wrong
-            else ""
-        )
-        return TrainingError(
-            f"the {what} of step {step} is not finite ({values}){since}; {self._kept()}: "
-            "lower --optimizer.lr, or raise --optimizer.warmup-steps"
-        )
+    def _not_finite(self, wrong: str, origin: str) -> TrainingError:
+        since = f": {origin}" if origin else ""
+        return TrainingError(f"{wrong}{since}; {self._kept()}: lower --optimizer.lr, or raise --optimizer.warmup-steps")
+
+    def _look_for_spike(self, loss: float) -> None:
+        """Say it where the loss leaps; go back to the last checkpoint where the run is told to.
+
+        Raises:
+            LossSpikeError: on all ranks, to go back.
+        """
+        usual = self.spikes.usual(loss)
+        if usual is None:
+            return
+        step, rolls_back = self.state.step + 1, self.goes_back and bool(self._saved())
+        self._metrics.write("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
+        line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
+        if rolls_back:
+            self._say(f"{line}: going back to {self._saved()[-1]}, the samples since are left out")
+            raise LossSpikeError
+        hint = "" if self.config.numbers.spikes == "rollback" else "; --numbers.spikes rollback would take the run back"
+        self._say(f"{line}, and the run goes on{hint}")
+
+    def _balance(self) -> list[dict[str, object]]:
+        """Return the load of the layers since the last call; say once of each router that it has collapsed."""
+        loads = self.meter.take()
+        found = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
+        for name in found.keys() - self._collapsed:
+            self._say(f"step {self.state.step}: {found[name]}")
+        self._collapsed |= found.keys()
+        return [load.as_dict() for load in loads]
 
     def _evaluate(self, metrics: Metrics | NoMetrics, progress: TrainingProgress) -> float:
         """Measure and write down the validation loss; returns nats per byte."""
@@ -238,7 +306,9 @@ class Trainer:
             batch_size=self.config.batch_size, dtype=state.dtype, ranks=self.ranks,
         )  # fmt: skip
         if not math.isfinite(found.per_byte):
-            raise self._not_finite("validation loss", state.step, str(found.per_token))
+            wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
+            raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
         if not metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
             metrics.write("eval", state.step, values)
@@ -279,7 +349,9 @@ class Trainer:
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
-            raise self._not_finite("largest parameter", state.step, str(largest))
+            wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
+            raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
         save_checkpoint(
             state.folder / "checkpoints",
             step=state.step,
@@ -292,6 +364,8 @@ class Trainer:
                 "precision": self.config.precision,
                 "seconds": self.clock.seconds,
                 "train_tokens": state.fingerprint,
+                "skipped": state.skipped,
+                "left_out": state.left_out,
                 "has_text": state.corpus.tokenizer is not None,
             },
             keep_last=self.config.keep_last,

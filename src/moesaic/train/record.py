@@ -79,16 +79,18 @@ class RoutingObserver:
                     self._recorder.check_continues()
 
     @contextmanager
-    def call(self, step: int, micro: int) -> Iterator[None]:
+    def call(self, step: int, micro: int, *, again: bool = False) -> Iterator[None]:
         """The forward pass of one micro-batch of training; all ranks enter it together.
 
         Args:
             step: optimizer steps taken before.
             micro: micro-batch of the step.
+            again: it was run before, so that it is recorded already.
         """
-        if self._recorder is not None and micro == 0 and self._recorder.is_full:
-            self._recorder.flush()
-        recording = nullcontext() if self._recorder is None else self._recorder.recording(step, micro, self._trip)
+        recorder = None if again else self._recorder
+        if recorder is not None and micro == 0 and recorder.is_full:
+            recorder.flush()
+        recording = nullcontext() if recorder is None else recorder.recording(step, micro, self._trip)
         replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
         with recording, replaying:
             yield

@@ -56,7 +56,11 @@ class RunState:
     model: GPT
     optimizer: torch.optim.Optimizer
     step: int
-    """Optimizer steps taken."""
+    """Optimizer steps taken, those left out among them."""
+    skipped: int
+    """Steps left out because their numbers were not finite."""
+    left_out: int
+    """Steps' worth of samples that the run passed over when it went back from a spike."""
     fingerprint: str
     """Of the training tokens."""
     seconds: float
@@ -116,6 +120,7 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         if ranks.is_first:
             _write_folder(claim, config, corpus.tokenizer, is_new=saved is None)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
+    skipped, left_out = (saved.extra.get(name, 0) if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
         config,
         folder,
@@ -127,6 +132,8 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         model,
         optimizer,
         step,
+        skipped,
+        left_out,
         corpus_hash,
         seconds,
         ranks,
@@ -248,6 +255,9 @@ def _require_resumable(saved: Checkpoint) -> None:
     found = saved.extra
     try:
         sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
+        sound = sound and all(
+            type(found.get(name, 0)) is int and found.get(name, 0) >= 0 for name in ("skipped", "left_out")
+        )
         torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
     except (KeyError, TypeError, ValueError, RuntimeError):
         sound = False
