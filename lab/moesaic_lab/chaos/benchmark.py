@@ -79,21 +79,21 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
     left = list(schedule.faults)
     with tempfile.TemporaryDirectory(prefix="moesaic-chaos-") as made, _stage(schedule.on_bed) as play:
         told("the undisturbed run")
-        folder = Path(made)
+        folder = Path(options.keep or made)
         reference = play(Course(folder=folder / "reference", transport=TRANSPORTS[0], faults=()))[0]["losses"]
         number = 0
         while left:
             transport = TRANSPORTS[number % len(TRANSPORTS)]
             course = Course(
                 folder=folder / f"course-{number}", transport=transport, faults=tuple(left[:PER_COURSE]),
-                reference=reference, told=folder / "told",
+                reference=reference, told=Path(made) / "told", keeps=options.keep is not None,
             )  # fmt: skip
             with ThreadPoolExecutor(1) as pool:
                 found = pool.submit(play, course)
                 while not found.done():
                     told(f"{_progress(course, len(rows), schedule)}")
                     time.sleep(0.5)
-            (folder / "told").unlink(missing_ok=True)
+            (Path(made) / "told").unlink(missing_ok=True)
             rows += found.result()
             del left[: len(found.result())]
             number += 1
@@ -191,20 +191,11 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
                 "recovered": sum(row["recovered"] for row in these),
             }
         )
-    wrong = [row for row in rows if _is_wrong(row)]
+    wrong = [row for row in rows if row["is_wrong"]]
     columns = [
         Column(key=key, title=key, is_text=True) for key in ("number", "kind", "way", "rank", "transport", "line")
     ]
     return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(wrong)
-
-
-def _is_wrong(row: dict[str, Any]) -> bool:
-    return (
-        row["hung"]
-        or row["leftovers"] > 0
-        or row["lost"] > INTERVAL
-        or not (row["named"] and row["same"] and row["recovered"])
-    )
 
 
 BENCHMARK = Benchmark(

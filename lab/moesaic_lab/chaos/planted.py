@@ -139,11 +139,12 @@ def _in_save(is_time: Callable[[], bool], strike: Callable[[], None], afterwards
     plain = loop.Trainer._save
 
     def save(self: Any) -> None:
-        if not is_time() or self.state.step % INTERVAL:
-            return plain(self)
-        strike()
+        strikes = is_time() and self.state.step % INTERVAL == 0
+        if strikes:
+            strike()
         plain(self)
-        afterwards()
+        if strikes:
+            afterwards()
 
     loop.Trainer._save = save  # type: ignore[method-assign]
 

@@ -34,7 +34,7 @@ from moesaic_testbed.kernel import adopt_orphans, die_with_parent, enter_net
 from moesaic_testbed.rank import launcher_variables
 from moesaic_testbed.wiring import Wiring, node_address
 
-STEPS = 160
+STEPS = 80
 """Of every run."""
 PATIENCE, SLACK = 5.0, 20.0
 """Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
@@ -81,6 +81,8 @@ class Course:
     """Losses of the undisturbed run, by step."""
     told: Path | None = None
     """Gets a line when a fault is over."""
+    keeps: bool = False
+    """Whether the folder stays where something was wrong."""
 
 
 @dataclass(kw_only=True)
@@ -113,30 +115,37 @@ class Outcome:
         """Steps to be taken again."""
         return 0 if self.resumed is None else max(self.reached - self.resumed, 0)
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a promise was broken."""
+        sound = self.named and self.same and self.recovered
+        return not sound or self.hung or self.leftovers > 0 or self.lost > INTERVAL
+
 
 def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
     """Play a course; returns an outcome per fault that the run met before its last steps, or its losses if it has none."""
     course.folder.mkdir(parents=True)
     stage = Stage(wiring, course)
     if not course.faults:
-        stage.finish(None)
+        stage.finish()
         return [{"losses": losses(stage.run)}]
     outcomes: list[Outcome] = []
     for fault in course.faults:
-        if stage.newest() > STEPS - 50:
+        if stage.newest() > STEPS - 25:
             break
-        outcomes.append(stage.meet(fault, outcomes[-1] if outcomes else None))
+        outcomes.append(stage.meet(fault))
         if course.told is not None:
             with course.told.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(outcomes[-1])) + "\n")
-    stage.finish(outcomes[-1])
-    shutil.rmtree(course.folder, ignore_errors=True)
-    return [asdict(each) | {"lost": each.lost} for each in outcomes]
+    stage.finish()
+    if not (course.keeps and any(each.is_wrong for each in outcomes)):
+        shutil.rmtree(course.folder, ignore_errors=True)
+    return [asdict(each) | {"lost": each.lost, "is_wrong": each.is_wrong} for each in outcomes]
 
 
 def losses(run: Path) -> list[float]:
     """Return the training losses of a run by step, each of which must be there once."""
-    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"] if (run / METRICS).exists() else []
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing or there twice"
     return [float(line["loss"]) for line in lines]
 
@@ -152,6 +161,7 @@ class Stage:
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
         self.wiring, self.course, self.run = wiring, course, course.folder / "run"
         self._attempts = 0
+        self._pending: list[Outcome] = []  # of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
         text, self._given = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
@@ -167,12 +177,11 @@ class Stage:
         found = list_checkpoints(self.run / "checkpoints")
         return int(found[-1].name.split("-")[1]) if found else 0
 
-    def meet(self, fault: Fault, before: Outcome | None) -> Outcome:
-        """Start the run, let the fault happen, and look at what came of it; completes the outcome before."""
+    def meet(self, fault: Fault) -> Outcome:
+        """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
         if fault.kind == "damage":
             if len(list_checkpoints(self.run / "checkpoints")) < 2:
-                self._undisturbed(before, INTERVAL * 2 + 1)
-                before = None
+                self._undisturbed(until=INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
         found = Outcome(
             number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport
@@ -187,30 +196,33 @@ class Stage:
                 self._ends(fault, attempt, found, at)
                 if fault.kind == "restart" and not found.hung:
                     self._look(fault, attempt, found)
-                    again = self._start(port, None, 0, restarts=1)
-                    self._complete(found, again)
-                    self._leave(again, found)
-                    attempt = again
+                    attempt.end()
+                    self._complete()
+                    attempt = self._start(port, None, 0, restarts=1)
+                    self._leave(attempt, found)
+                    found.resumed, found.recovered = self._began(), self._began() is not None
             except _HungError:
                 found.hung = True
             finally:
                 found.seconds = round(time.monotonic() - at, 2)
                 attempt.end()
         found.leftovers = self._sweep()
-        if before is not None:
-            before.resumed, before.recovered = self._began(), self._began() is not None
-        self._look(fault, attempt, found)
+        self._complete()
+        if fault.kind != "restart":
+            self._look(fault, attempt, found)
+            self._pending.append(found)
         return found
 
-    def finish(self, last: Outcome | None) -> None:
-        """Let the run come to its end, undisturbed and as fast as it goes."""
-        self._undisturbed(last, None)
-        if last is not None:
-            last.same = last.same and losses(self.run) == list(self.course.reference)
+    def finish(self) -> None:
+        """Let the run come to its end, undisturbed, as fast as it goes, and without a checkpoint before its last step."""
+        last = list(self._pending)
+        self._undisturbed(until=None)
+        for each in last:
+            each.same = each.same and losses(self.run) == list(self.course.reference)
             rest = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
-            last.leftovers += len(rest)
+            each.leftovers += len(rest)
 
-    def _undisturbed(self, before: Outcome | None, until: int | None) -> None:
+    def _undisturbed(self, until: int | None) -> None:
         with self._store() as port:
             attempt = self._start(port, None, 0, paced=until is not None)
             try:
@@ -218,24 +230,20 @@ class Stage:
                     attempt.wait(lambda: self._step() >= until, START_SECONDS)
                     attempt.signal(signal.SIGTERM)
                 attempt.wait(lambda: False, START_SECONDS)
-            except _HungError:
-                if before is None:
-                    raise
-                before.hung = True
             finally:
                 attempt.end()
-        if before is not None:
-            self._complete(before, attempt)
-            before.recovered = before.recovered and set(attempt.codes.values()) == {0}
-        elif set(attempt.codes.values()) != {0}:
+        if set(attempt.codes.values()) != {0}:
             raise AssertionError(f"an undisturbed attempt failed: {attempt.said()}")
+        self._complete()
         self._sweep()
 
-    def _complete(self, found: Outcome, attempt: Attempt) -> None:
-        """Wait for the first step of an attempt after a fault, and note where it goes on."""
-        with suppress(_HungError):
-            attempt.wait(lambda: self._began() is not None, START_SECONDS)
-        found.resumed, found.recovered = self._began(), self._began() is not None
+    def _complete(self) -> None:
+        """Note in the outcomes before where the newest attempt has gone on, if it has taken a step."""
+        began = self._began()
+        if began is not None:
+            for each in self._pending:
+                each.resumed, each.recovered = began, True
+            self._pending = []
 
     def _began(self) -> int | None:
         """Return the step from which the newest attempt went on; None if it has taken none."""
@@ -321,7 +329,7 @@ class Stage:
     def _look(self, fault: Fault, attempt: Attempt, found: Outcome) -> None:
         """Hold what an attempt left and said against what was promised."""
         said = attempt.said()
-        found.same = losses(self.run) == list(self.course.reference[: self._step()]) if self.run.exists() else True
+        found.same = losses(self.run) == list(self.course.reference[: self._step()])
         if fault.is_fatal or fault.kind == "damage":
             others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
             if fault.kind == "cut":
@@ -341,7 +349,7 @@ class Stage:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given)]
+        words = ["train", "--config", str(self._given), *([] if paced else ["--save-every", str(STEPS)])]
         attempt = Attempt(logs)
         for rank in range(WORLD):
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
