@@ -3,7 +3,7 @@
 Each fault meets a run at an instant that the seed decides; then the run is started again from its folder. Ranks are processes
 on an emulated cluster of two nodes, or plain ones where it cannot be made, without the faults of links then. A fault is named
 where a line of a rank that lives says the rank or the cause, and nobody prints a traceback. Losses are compared bit by bit
-with those of an undisturbed run. A run that is asked to stop, or that was given up, has its patience of 5 s and 20 s more to
+with those of an undisturbed run. A run that is asked to stop, or that was given up, has its patience of 5 s and 30 s more to
 say why and to leave; who takes longer is hung.
 
 moesaic chaos --json benchmarks/results/chaos.json

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
-from moesaic.train.roll import Roll, telling
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's env:// asks of a launcher."""
@@ -62,16 +62,17 @@ class Launch:
             error: why it fails.
 
         Raises:
-            ConnectionError: if nobody can be asked, because the store is gone with the process that kept it.
+            ConnectionError: if nobody can be asked: the store is gone with the process that kept it, or cut off.
         """
         if self._roll is None:
             return True
         try:
-            is_first = bool(self._roll.store.add("moesaic/failures", 1) == 1)
-        except RuntimeError as lost:
+            store = self._roll.store
+            is_first = answered(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
+        except ConnectionError as lost:
             raise ConnectionError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
-                f"gone, look at what rank 0 and its node said last (here: {_first_line(error)})"
+                f"gone or cut off, look at what rank 0 and its node said last (here: {_first_line(error)})"
             ) from lost
         if is_first:
             get_error_handler().record_exception(error)

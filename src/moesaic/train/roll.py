@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from moesaic.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+ANSWER_SECONDS = 10.0
+"""How long the store may take for an answer."""
 
 
 class Roll:
@@ -101,6 +106,32 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
             raise
         ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
         raise TrainingError(f"{ranks}, {when}") from error
+
+
+def answered(ask: Callable[[], T], seconds: float) -> T:
+    """Return what a question to the store is answered by.
+
+    The store's own timeouts bound how long it waits for a key, not how long a cut link keeps its answer back.
+
+    Args:
+        ask: asks it.
+        seconds: how long to wait; the question goes on in a thread of its own.
+
+    Raises:
+        ConnectionError: if there is no answer, or the store is gone.
+    """
+    found: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            found.append(ask())
+
+    thread = threading.Thread(target=run, name="moesaic-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise ConnectionError("the store that the ranks share does not answer")
+    return found[0]
 
 
 def own_name() -> str:

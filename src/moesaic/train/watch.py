@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
-from moesaic.train.roll import Roll, own_name, telling
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
 from moesaic.train.run_folder import HANG, RunFolder
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Watch:
         self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
+        self._answer = min(ANSWER_SECONDS, patience)
+        self._reading = 2 * self._pause + 1  # seconds in which every rank that answers has looked once
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -103,11 +106,11 @@ class Watch:
         if isinstance(error, RuntimeError):
             if self._is_given_up():
                 self._thread.join()  # which ends the process: others have left because the run was given up
-            with telling(self._roll, f"in {self._step()}; {self._advice()}"):
-                try:
+            try:
+                with telling(self._roll, f"in {self._step()}; {self._advice()}"):
                     raise error
-                finally:
-                    self._ends.set()
+            finally:  # not before, since asking others may take for ever
+                self._ends.set()
         self._ends.set()
 
     def _run(self) -> None:
@@ -121,15 +124,19 @@ class Watch:
                 mark, since = now, time.monotonic()
             is_over = time.monotonic() - since > self._patience
             try:
-                self._roll.count(beats)
-                if self._store.add("watch/given_up", int(is_over)):
-                    self._give_up()
-            except RuntimeError:
+                if answered(partial(self._talk, beats, is_over), self._answer):
+                    answered(self._give_up, self._answer + 2 * self._reading)
+            except ConnectionError:
                 if is_over:
                     alone = (
                         f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
                     )
-                    self._end(f"{alone}, and nothing answers where the ranks' store was", [])
+                    self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
+
+    def _talk(self, beats: int, is_over: bool) -> bool:
+        """Give a sign of life, and give the run up where it is over; returns whether anybody has given it up."""
+        self._roll.count(beats)
+        return bool(self._store.add("watch/given_up", int(is_over)))
 
     def _is_given_up(self) -> bool:
         try:
@@ -140,15 +147,15 @@ class Watch:
     def _give_up(self) -> None:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
-        time.sleep(2 * self._pause + 1)
+        time.sleep(self._reading)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
         found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
         if found[0].rank == self._rank:
-            answered = {position.rank for position in found}
-            silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in answered}
+            present = {position.rank for position in found}
+            silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
             line = describe_hang(self._step(), self._patience, found, silent)
             self._end(f"{line}; {self._advice()}; moesaic why-hung {self._folder.path} tells every rank's calls", found)
-        time.sleep(2 * self._pause + 1)  # the lowest rank speaks first
+        time.sleep(self._reading)  # the lowest rank speaks first
         os._exit(1)
 
     def _end(self, line: str, found: Sequence[Position]) -> None:
