@@ -162,12 +162,21 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
             remove_checkpoint(aside)
-            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-            text = " ".join(str(error).split())
-            reason = "the disk is full: free space" if full else f"{text:.300}: check the folder"
+            who, cause = _cause(error)
+            full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause)
+            text = " ".join(str(cause).split())
+            reason = f"{who}the disk is full: free space" if full else f"{who}{text:.300}: check the folder"
             raise InputError(
                 f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
             ) from error
+
+
+def _cause(error: Exception) -> tuple[str, BaseException]:
+    """Return who could not write, as the start of a phrase, and why; of several ranks the lowest."""
+    if not isinstance(error, CheckpointException) or not error.failures:
+        return "", error
+    rank, (cause, _) = min(error.failures.items())
+    return f"by rank {rank}: ", cause
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

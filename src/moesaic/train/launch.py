@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's env:// asks of a launcher."""
@@ -40,16 +38,20 @@ class Launch:
     """This process's place among those that a launcher started; alone without one.
 
     Args:
-        store: which all of them reach; None for one alone.
+        roll: of all of them; None for one alone.
     """
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store = store
+    def __init__(self, roll: Roll | None = None) -> None:
+        self._roll = roll
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return a stretch in which an error that comes of the death of other ranks says which they are."""
+        return telling(self._roll, "while the run was starting: start it again")
 
     @property
     def is_first(self) -> bool:
         """Whether this process talks to people."""
-        return self._store is None or dist.get_rank() == 0
+        return self._roll is None or dist.get_rank() == 0
 
     def fails_first(self, error: Exception) -> bool:
         """Note that this process fails; return whether no other did before, in which case it should say why.
@@ -60,16 +62,17 @@ class Launch:
             error: why it fails.
 
         Raises:
-            ConnectionError: if nobody can be asked, because the store is gone with the process that kept it.
+            ConnectionError: if nobody can be asked: the store is gone with the process that kept it, or cut off.
         """
-        if self._store is None:
+        if self._roll is None:
             return True
         try:
-            is_first = bool(self._store.add("moesaic/failures", 1) == 1)
-        except RuntimeError as lost:
+            store = self._roll.store
+            is_first = answered(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
+        except ConnectionError as lost:
             raise ConnectionError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
-                f"gone, look at what rank 0 and its node said last (here: {_first_line(error)})"
+                f"gone or cut off, look at what rank 0 and its node said last (here: {_first_line(error)})"
             ) from lost
         if is_first:
             get_error_handler().record_exception(error)
@@ -81,7 +84,7 @@ class Launch:
         It does not wait for the interpreter to take itself apart, which takes a second and may go wrong while threads of
         process groups still run: torchrun would report a failure of a run that is saved.
         """
-        if self._store is not None:
+        if self._roll is not None:
             dist.barrier()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -107,7 +110,10 @@ def launch() -> Launch:
     try:
         store, rank, world = next(rendezvous("env://", timeout=START_PATIENCE))
         store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
+        roll = Roll(store, rank, world)
+        roll.sign()
+        with telling(roll, "while the ranks met: start the run again"):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
     except dist.DistError as error:
         raise TrainingError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
@@ -115,7 +121,7 @@ def launch() -> Launch:
             f"({_first_line(error)}): see that every rank was started and reaches that port"
         ) from error
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
-    return Launch(store)
+    return Launch(roll)
 
 
 def _has_company() -> bool:
