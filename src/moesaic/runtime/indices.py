@@ -58,6 +58,8 @@ class Indices:
             inverse = np.empty_like(runs.rows)
             inverse[runs.rows] = np.arange(runs.total)
             return torch.from_numpy(inverse)
+        if not runs.total:
+            return torch.empty(0, dtype=torch.int32, device=device)
         if id(runs) not in self._inverse:
             rows = self.of(runs, device)
             place = torch.arange(runs.total, dtype=torch.int32, device=device)
