@@ -11,6 +11,7 @@ What the stand-in does not show is what a CUDA kernel itself can and cannot do, 
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,6 +126,8 @@ class StandIn(TorchDispatchMode):
 
     def __init__(self, record: Record | None = None) -> None:
         super().__init__()
+        self.forward = 0
+        """Waits of a forward pass, for whoever tells the two passes of a step apart."""
         self.record = Record() if record is None else record
         self._made = _Made()
 
@@ -227,8 +230,28 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
     Args:
         triton: whether the GPU runs Triton's kernels, which the interpreter must be there for.
     """
-    with mock.patch.object(pick, "_runs_triton", return_value=triton):
+    with (
+        mock.patch.object(pick, "_runs_triton", return_value=triton),
+        mock.patch.object(torch.cuda, "Event", _Event),
+        mock.patch.object(torch.cuda, "current_stream"),
+    ):
         yield
+
+
+class _Event:
+    """An event of a stream: all that was before it is done."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
+
+    def record(self, _: Any) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _Event) -> float:
+        return (later._at - self._at) * 1e3
 
 
 @contextmanager
