@@ -33,6 +33,7 @@ COMMANDS = {
 LABORATORY = {
     "bench": "measure ways to run a layer against each other and against the limit of the links",
     "reproduce": "published figures of five papers beside what the simulator says",
+    "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
 """Subcommands of the package moesaic-lab."""
