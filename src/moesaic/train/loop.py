@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -82,13 +83,19 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             ranks hold different copies of a weight, or another rank has died; the last checkpoint stays.
     """
     console = console or Console()
-    config = with_planned(config)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def say(line: str) -> None:
+        if is_first:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    config = with_planned(config, say)
     check_routing(config)
     candidates = find_candidates(config)
     wanted: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        run = open_run(config, say)
         if wanted is not None:  # the step whose samples come next
             run.left_out = wanted - run.step
             returns[run.step] += 1
@@ -306,7 +313,7 @@ class Trainer:
         if not math.isfinite(found.per_byte):
             wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
         if not metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
             metrics.write("eval", state.step, values)
@@ -349,7 +356,7 @@ class Trainer:
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
         save_checkpoint(
             state.folder / "checkpoints",
             step=state.step,
@@ -398,6 +405,7 @@ class Trainer:
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
             f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
             f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+            + (f"; taken up after step {self.state.step}" if self.state.step else "")
         )
 
     def _ranks_in_words(self) -> str:
