@@ -256,6 +256,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Checkpoints to keep."""
+    save_in_background: bool = False
+    """Copy what is saved into the CPU's memory and write it while training goes on."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
