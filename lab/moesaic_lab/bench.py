@@ -13,6 +13,7 @@ from moesaic_lab.benchmark import Benchmark
 BENCHMARKS = {
     "auto": ("auto", "what plan=auto ends on, beside fixed plans, on an emulated cluster"),
     "balance": ("balance.benchmark", "answers to skewed routing on an emulated cluster, and simulated on larger ones"),
+    "chaos": ("chaos.benchmark", "runs under a schedule of faults"),
     "check": ("check", "moesaic check, with claims"),
     "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
     "codec_error": ("codec_error", "error and bytes of each codec"),

@@ -17,6 +17,7 @@ from moesaic.errors import InputError, TrainingError
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
+    "tokenize": "turn text into a packed file of tokens, from one source or a mixture",
     "sample": "continue a prompt with a trained model",
     "why-hung": "tell where every rank of a run stood when it was given up",
     "report": "write one HTML page about one or more runs",

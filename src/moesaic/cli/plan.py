@@ -31,9 +31,10 @@ from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.hub import HubShape
 from moesaic.plan.layouts import Pins, name_of
 from moesaic.plan.loads import typical_counts
-from moesaic.plan.model import PRESETS, Job, read_job, with_batch
+from moesaic.plan.model import Job, with_batch
 from moesaic.plan.others import EMITTERS, from_megatron, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
+from moesaic.plan.presets import PRESETS, read_job
 from moesaic.plan.search import search
 from moesaic.traces.trace import Trace
 

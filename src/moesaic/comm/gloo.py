@@ -6,6 +6,9 @@ collectives of one group issued in different orders swap data silently. Tagged m
 
 from __future__ import annotations
 
+import atexit
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +29,8 @@ class Gloo(AbstractTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        atexit.unregister(_let_threads_end)  # once for all transports
+        atexit.register(_let_threads_end)
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post all receives, then all sends. Messages without bytes are not sent; both sides know that."""
@@ -43,6 +48,16 @@ class Gloo(AbstractTransport):
         for work in handle.works:
             work.wait()
         handle.works.clear()
+
+
+def _let_threads_end() -> None:
+    """Let go of the interpreter once before it ends.
+
+    Gloo's threads drop the tensors of a collective after its wait has returned. One that does so in an interpreter that takes
+    itself apart aborts the process, "terminate called without an active exception" (pytorch/pytorch#179291), also after
+    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group.
+    """
+    time.sleep(0.1)
 
 
 def _plain(tensor: Tensor) -> Tensor:

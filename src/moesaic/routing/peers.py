@@ -21,6 +21,7 @@ from moesaic.comm.agree import as_text, check_same
 from moesaic.comm.collectives import all_gather
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
+from moesaic.kernels.memory import uploaded
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
@@ -49,6 +50,8 @@ class Gathered:
     num_experts: int
     num_more: int
     """m: of `Peers.also`."""
+    sent: Tensor | None = None
+    """(P, E) int64 copies that each rank sends to each expert, once that is decided."""
 
     @classmethod
     def exchange(
@@ -76,7 +79,7 @@ class Gathered:
         sizes[2] = nonfinite
         if num_valid is not None:
             sizes[0] = num_valid
-        digest = peers.digest.to(sizes.device)
+        digest = peers.digest_on(sizes.device)
         sums = [] if local is None else [local.packed().detach().double()]
         message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, more.to(digest), digest])
         return cls(
@@ -118,9 +121,21 @@ class Gathered:
         return self.values[:, -_DIGEST - self.num_more : -_DIGEST]
 
     @cached_property
+    def _all_on_host(self) -> np.ndarray:
+        """(P, n + E) float64: the values and `sent`, brought to the host at once: the one wait of a call."""
+        parts = [self.values] if self.sent is None else [self.values, self.sent.double()]
+        return torch.cat(parts, 1).cpu().numpy()
+
+    @property
     def on_host(self) -> np.ndarray:
-        """(P, n) float64: the values, brought to the host once."""
-        return self.values.cpu().numpy()
+        """(P, n) float64: the values, on the host."""
+        return self._all_on_host[:, : self.values.shape[1]]
+
+    @cached_property
+    def sent_on_host(self) -> np.ndarray:
+        """(P, E) int64: `sent`, on the host."""
+        assert self.sent is not None
+        return self._all_on_host[:, self.values.shape[1] :].astype(np.int64)
 
     @property
     def digests_on_host(self) -> np.ndarray:
@@ -224,6 +239,7 @@ class Peers:
         self._of_plan = digest
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
+        self._digest_there = (torch.empty(0), torch.empty(0))
         self._find = find if self.number == transport.world else None
         self._slots_of, self._tell = slots, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
@@ -248,7 +264,9 @@ class Peers:
             (m,) float64; m is the same in every call on every rank.
         """
         node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens)
-        return torch.cat([node_tokens, torch.tensor(self._tell(), dtype=torch.float64, device=node_tokens.device)])
+        told = np.array(self._tell(), dtype=np.float64)
+        numbers = uploaded(told, node_tokens.device) if told.any() else node_tokens.new_zeros(len(told))
+        return torch.cat([node_tokens, numbers])
 
     def _counts_of_node_tokens(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
         if self._find is not None and choice is not None:
@@ -263,6 +281,12 @@ class Peers:
                 self._found = (choice, node_tokens)
                 return F.pad(node_tokens.counts.flatten().double(), (0, empty))
         return torch.zeros(self._room, dtype=torch.float64)
+
+    def digest_on(self, device: torch.device) -> Tensor:
+        """Return `digest` on a device; it goes there once."""
+        if self._digest_there[0] is not self.digest:
+            self._digest_there = self.digest, self.digest.to(device)
+        return self._digest_there[1]
 
     def order(self, expert: Tensor) -> Tensor:
         """Return the stable order of rows by expert, (rows,) int64; where `also` has sorted the same ones, without work."""

@@ -29,6 +29,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
+from moesaic.models.seq2seq import make_language_model
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
@@ -90,8 +91,9 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
-    kind = MovingGPT if config.balance.moves_samples else GPT
-    return kind(config.model, vocab_size)
+    if config.balance.moves_samples:
+        return MovingGPT(config.model, vocab_size)
+    return make_language_model(config.model, vocab_size)
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:

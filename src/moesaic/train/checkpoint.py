@@ -233,12 +233,21 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
             remove_checkpoint(aside)
-            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-            text = " ".join(str(error).split())
-            reason = "the disk is full: free space" if full else f"{text:.300}: check the folder"
+            who, cause = _cause(error)
+            full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause)
+            text = " ".join(str(cause).split())
+            reason = f"{who}the disk is full: free space" if full else f"{who}{text:.300}: check the folder"
             raise InputError(
                 f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
             ) from error
+
+
+def _cause(error: BaseException) -> tuple[str, BaseException]:
+    """Return who could not write, as the start of a phrase, and why; of several ranks the lowest."""
+    if not isinstance(error, CheckpointException) or not error.failures:
+        return "", error
+    rank, (cause, _) = min(error.failures.items())
+    return f"by rank {rank}: ", cause
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -343,7 +352,10 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     outer = {field.name: getattr(config, field.name) for field in fields(config)}
     inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
-    unused = {"moe", *_STEER_TRAINING}
+    outer |= {f"block.{field.name}": getattr(config.block, field.name) for field in fields(config.block)}
+    unused = {"moe", "block", *_STEER_TRAINING}
+    if config.block.positions == "learned":
+        unused.discard("seq_len")  # which is the rows of their table
     if all(sparse):
         unused.add("dense_hidden")
     if not any(sparse):
@@ -356,8 +368,8 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 _STEER_TRAINING = (
-    "seq_len", "checkpoint_activations", "router_options.bias_rate", "capacity", "capacity_factor", "admit_by", "balance_loss",
-    "balance_level", "importance_loss", "z_loss",
+    "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "capacity_factor", "admit_by",
+    "balance_loss", "balance_level", "importance_loss", "z_loss",
 )  # fmt: skip
 """Fields of a model's configuration that may change on resuming; a field that is new counts as architecture."""
 

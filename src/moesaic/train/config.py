@@ -45,6 +45,9 @@ class DataConfig:
     vocab_size: int = 256
     """Tokens. 256: one per byte of text. 300 and more: a byte-level BPE, trained on the training files, kept in the run folder.
     Of `.bin` files: the largest id plus one."""
+    tokenizer: str = ""
+    """A tokenizer.json of the tokenizers library, as models of the hub have it; its vocabulary counts. Empty: as vocab_size
+    says."""
     bin_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of `.bin` files."""
 
@@ -57,12 +60,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a cosine down to `final_share` of the peak."""
+    """AdamW with warm-up and a way down to `final_share` of the peak."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 40
     """Steps of linear warm-up."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """The way down: a cosine, a line, or none until a line over the last fifth of the steps (warm-up, stable, decay)."""
     final_share: float = 0.1
     """Learning rate at the last step over the peak."""
     weight_decay: float = 0.1
@@ -166,7 +171,8 @@ class BalanceConfig:
     replication: Replication = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts. none; shadow:
     hot experts' weights go to the ranks whose copies they get; published: so, by FasterMoE's own rule; spill: what overloads a
-    rank goes to idle ones; least_loaded: spill with no regard to time; arbiter: none, shadow, spill, both, another
+    rank goes to idle ones; least_loaded: spill with no regard to time; eplb, lplb, laer: those systems' rules, to
+    compare with; arbiter: none, shadow, spill, both, another
     plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct."""
     token_budget: int | None = None
     """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
@@ -299,6 +305,11 @@ class TrainConfig:
                 f"mesh.tp={self.mesh.tp} does not divide model.num_heads={self.model.num_heads}: "
                 "choose a tp that divides the heads"
             )
+        kv_heads = self.model.block.kv_heads or self.model.num_heads
+        if kv_heads % self.mesh.tp:
+            raise InputError(
+                f"mesh.tp={self.mesh.tp} does not divide model.block.kv_heads={kv_heads}: choose a divisor"
+            )
         if self.numbers.spikes == "rollback" and self.replay_routing is not None:
             raise InputError(
                 "numbers.spikes=rollback clashes with replay_routing, whose trace is of samples in their order: leave one out"
@@ -315,7 +326,8 @@ class TrainConfig:
         if not all(sparse):
             wanted.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
         if mesh.sequence_parallel:
-            wanted.append(("mesh.tp", mesh.tp, "model.seq_len (for mesh.sequence_parallel)", model.seq_len))
+            length = model.seq_len // (2 if model.block.kind == "encoder_decoder" else 1)
+            wanted.append(("mesh.tp", mesh.tp, "the positions of a sequence (for mesh.sequence_parallel)", length))
         for axis, ranks, name, size in wanted:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
@@ -339,6 +351,12 @@ class TrainConfig:
         fitting = [name for name, make in REPLICATION_POLICIES.items() if make(ReplicationCosts()).lets_samples_move]
         reasons = (
             (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
+            (
+                self.model.block.kind != "decoder"
+                or self.model.block.norm == "post_layer"
+                or self.model.block.dropout > 0,
+                "model.block: only decoders without norms behind the residual and without dropout move samples",
+            ),
             (self.mesh.tp > 1, f"mesh.tp={self.mesh.tp}, which splits a sample over ranks"),
             (
                 moe.capacity != "dropless",

@@ -47,7 +47,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, len(windows), batch_size):
         chosen = share(windows[first : first + batch_size], ranks.dp_index, ranks.dp)
-        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len)
+        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.mask)
         with autocast(device, dtype):
             output = model(tokens.to(device), targets.to(device))
         if chosen:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -42,16 +44,20 @@ class Launch:
     """This process's place among those that a launcher started; alone without one.
 
     Args:
-        store: which all of them reach; None for one alone.
+        roll: of all of them; None for one alone.
     """
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store = store
+    def __init__(self, roll: Roll | None = None) -> None:
+        self._roll = roll
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return a stretch in which an error that comes of the death of other ranks says which they are."""
+        return telling(self._roll, "while the run was starting: start it again")
 
     @property
     def is_first(self) -> bool:
         """Whether this process talks to people."""
-        return self._store is None or dist.get_rank() == 0
+        return self._roll is None or dist.get_rank() == 0
 
     def fails_first(self, error: Exception) -> bool:
         """Note that this process fails; return whether no other did before, in which case it should say why.
@@ -62,16 +68,17 @@ class Launch:
             error: why it fails.
 
         Raises:
-            ConnectionError: if nobody can be asked, because the store is gone with the process that kept it.
+            ConnectionError: if nobody can be asked: the store is gone with the process that kept it, or cut off.
         """
-        if self._store is None:
+        if self._roll is None:
             return True
         try:
-            is_first = bool(self._store.add("moesaic/failures", 1) == 1)
-        except RuntimeError as lost:
+            store = self._roll.store
+            is_first = answered(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
+        except ConnectionError as lost:
             raise ConnectionError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
-                f"gone, look at what rank 0 and its node said last (here: {_first_line(error)})"
+                f"gone or cut off, look at what rank 0 and its node said last (here: {_first_line(error)})"
             ) from lost
         if is_first:
             get_error_handler().record_exception(error)
@@ -80,10 +87,10 @@ class Launch:
     def leave(self) -> None:
         """End the process after a run that went well; return where there are no others.
 
-        It does not wait for the interpreter to take itself apart: threads of process groups have aborted it there, after
-        everything was saved (about one run in ten), and torchrun then reports a failure.
+        It does not wait for the interpreter to take itself apart, which takes a second and may go wrong while threads of
+        process groups still run: torchrun would report a failure of a run that is saved.
         """
-        if self._store is not None:
+        if self._roll is not None:
             dist.barrier()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -107,20 +114,23 @@ def launch() -> Launch:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="moesaic-launcher", daemon=True).start()
     try:
         store, rank, world = next(rendezvous("env://", timeout=START_PATIENCE))
         store = PrefixStore(f"moesaic/{meet(store, rank, world)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
+        roll = Roll(store, rank, world)
+        roll.sign()
+        with telling(roll, "while the ranks met: start the run again"):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
     except dist.DistError as error:
         raise TrainingError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {START_PATIENCE.total_seconds():g} s "
             f"({_first_line(error)}): see that every rank was started and reaches that port"
         ) from error
-    if dist.is_torchelastic_launched():
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="moesaic-launcher", daemon=True).start()
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
-    return Launch(store)
+    return Launch(roll)
 
 
 def meet(store: Store, rank: int, world: int) -> str:

@@ -48,6 +48,8 @@ from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.state import RunState, open_run, rng_state
 from moesaic.train.watch import Watch
 
+DECAY_SHARE = 0.2
+"""Share of the steps after the warm-up over which the schedule wsd comes down (Hu et al. 2024 take 10 to 20 %)."""
 PROBE_SEQUENCES = 2
 """Validation sequences of the fixed batch on which churn is measured."""
 MOST_RETURNS = 3
@@ -125,7 +127,7 @@ class Trainer:
         self.console = console
         self.ranks = run.ranks
         probe_windows = share(run.eval_windows[:PROBE_SEQUENCES], self.ranks.dp_index, self.ranks.dp)
-        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len)[0]
+        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len, run.corpus.mask)[0]
         self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
@@ -448,12 +450,15 @@ def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the rate of step `step`, counted from 0: linear warm-up, then a cosine to `final_share` of the peak."""
+    """Return the rate of step `step`, counted from 0: linear warm-up, then the schedule's way to `final_share` of the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return config.lr * (config.final_share + (1 - config.final_share) * cosine)
+    if config.schedule == "wsd":
+        progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
+    progress = min(max(progress, 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.lr * (config.final_share + (1 - config.final_share) * left)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

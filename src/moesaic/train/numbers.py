@@ -32,6 +32,8 @@ RECENT, FEWEST = 64, 16
 """Losses that a spike is held against, and how many of them there must be."""
 SPIKE = 8.0
 """A loss is a spike from so many usual deviations above the median of the steps before."""
+CHECKED_AT_ONCE = 2**22
+"""Numbers of a tensor that are added up together: each takes 16 bytes meanwhile."""
 COLLAPSED = 0.9
 """Share of all copies from which the `top_k` busiest experts of a layer mean that its router has collapsed."""
 
@@ -271,12 +273,14 @@ def _part(tensor: Tensor) -> tuple[int, ...]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the values by place."""
-    if not tensor.numel():
-        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     by_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
-    places = torch.arange(1, len(bits) + 1, device=bits.device)
-    return torch.stack([bits.sum(dtype=torch.int64), (bits * places).sum()])
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(bits), CHECKED_AT_ONCE):
+        some = bits[first : first + CHECKED_AT_ONCE]
+        places = torch.arange(first + 1, first + len(some) + 1, device=bits.device)
+        sums += torch.stack([some.sum(dtype=torch.int64), (some * places).sum()])
+    return sums
 
 
 def in_words(ranks: Sequence[int]) -> str:

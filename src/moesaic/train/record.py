@@ -24,8 +24,9 @@ from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.moving import MovingGPT
+from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
-from moesaic.routing.route import RoutingRecord, count
+from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.samples.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.trace import (

@@ -29,8 +29,9 @@ from moesaic.train.checkpoint import (
     require_architecture,
 )
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.data import Batches, Corpus, even_windows, fingerprint, load_corpus
+from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision, precision_name
+from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CONFIG, HANG, TOKENIZER, RunFolder
@@ -101,9 +102,9 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))
     config = replace(config, precision=precision_name(dtype))
     with ranks.together():
-        corpus = load_corpus(config.data, folder / TOKENIZER if saved else None)
+        corpus = load_for(config.model, config.data, folder / TOKENIZER if saved else None)
         part = (ranks.dp_index, ranks.dp)
-        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part)
+        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, mask=corpus.mask)
         corpus_hash = fingerprint(corpus.train)
         eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
     ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")

@@ -36,8 +36,8 @@ class KernelLaunch:
 
 
 def device_of(device: torch.device) -> TileDevice:
-    """Return what a choice of tiles depends on; for CPU tensors, which only the interpreter takes, `INTERPRETED`."""
-    if device.type != "cuda":
+    """Return what a choice of tiles depends on; where there is no GPU, and so only the interpreter, `INTERPRETED`."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return INTERPRETED
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
