@@ -128,24 +128,30 @@ class PlannerConfig:
 
     plan: str = ""
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
-    moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
-    Without cluster and profile the first steps time them. --plan says the same."""
+    moesaic plan --write wrote. search: mesh and plan with the shortest predicted step on the ranks that there are. auto: plans
+    change while training, by predicted times at first, by measured ones as they come (without cluster and profile the first
+    steps time them); the mesh is searched where the configured one does not fit the ranks. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
-        if self.is_auto and self.cluster and self.profile:
+        if (self.is_auto or self.searches) and self.cluster and self.profile:
             raise InputError(
-                "planner.plan=auto predicts from planner.cluster or from planner.profile, not from both: leave one out, "
-                "or both to have the first steps timed"
+                f"planner.plan={self.plan} predicts from planner.cluster or from planner.profile, not from both: leave one "
+                "out, or both to have usual links assumed"
             )
 
     @property
     def is_auto(self) -> bool:
         """Whether plans change while training."""
         return self.plan == "auto"
+
+    @property
+    def searches(self) -> bool:
+        """Whether mesh and plan are found when the run starts."""
+        return self.plan == "search"
 
     @property
     def predicts(self) -> bool:
@@ -155,7 +161,7 @@ class PlannerConfig:
     @property
     def file(self) -> str:
         """The file that holds the plan; empty for none."""
-        return "" if self.is_auto else self.plan
+        return "" if self.is_auto or self.searches else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +262,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Checkpoints to keep."""
+    save_in_background: bool = False
+    """Copy what is saved into the CPU's memory and write it while training goes on."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
@@ -330,7 +338,9 @@ class TrainConfig:
             return
         if self.model.ffn == "dense":
             raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
-        if self.mesh.ep == 1 and not self.planner.file:  # a planned mesh is looked at once it is known
+        if self.mesh.ep == 1 and not (
+            self.planner.file or self.planner.searches
+        ):  # a planned mesh is looked at once it is known
             raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:

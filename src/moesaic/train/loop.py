@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
 from moesaic.train.balance import ExpertMover, budget_values
-from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
+from moesaic.train.checkpoint import Saving, list_checkpoints, save_checkpoint
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
@@ -84,13 +85,19 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             ranks hold different copies of a weight, or another rank has died; the last checkpoint stays.
     """
     console = console or Console()
-    config = with_planned(config)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def say(line: str) -> None:
+        if is_first:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    config = with_planned(config, say)
     check_routing(config)
     candidates = find_candidates(config)
     wanted: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        run = open_run(config, say)
         if wanted is not None:  # the step whose samples come next
             run.left_out = wanted - run.step
             returns[run.step] += 1
@@ -130,6 +137,8 @@ class Trainer:
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
         self.goes_back = False
         """Whether a spike of the loss takes the run back to its last checkpoint."""
+        self._saving: Saving | None = None
+        self._group: str | bool = run.config.save_in_background
         self._in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
@@ -152,7 +161,7 @@ class Trainer:
                 self._say = progress.say
                 for line in (self._describe(), *self.planner.describe()):
                     progress.say(line)
-                stopped_by = self.ranks.agree_to_stop(stop)
+                stopped_by, _ = self.ranks.agree(stop)
                 while state.step < config.steps and not stopped_by:
                     values = self._step()
                     if values:
@@ -165,10 +174,15 @@ class Trainer:
                     if _due(state.step, config.save_every, config.steps):
                         with self.experts.at_home():
                             self._save()
-                    stopped_by = self.ranks.agree_to_stop(stop)
+                    is_busy = self._saving is not None and not self._saving.is_written
+                    stopped_by, is_busy = self.ranks.agree(stop, is_busy=is_busy)
+                    if not is_busy:
+                        self._finish_saving()
                 if state.step < config.steps and stopped_by:
                     with self.experts.at_home():
                         self._save()
+                self._finish_saving()
+                if state.step < config.steps and stopped_by:
                     progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
                 elif val_loss is None:  # taken up again after its last step
                     val_loss = self._evaluate(metrics, progress)
@@ -280,6 +294,7 @@ class Trainer:
         usual = self.spikes.usual(loss)
         if usual is None:
             return
+        self._finish_saving()
         step, rolls_back = self.state.step + 1, self.goes_back and bool(self._saved())
         self._metrics.write("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
@@ -308,7 +323,7 @@ class Trainer:
         if not math.isfinite(found.per_byte):
             wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
         if not metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
             metrics.write("eval", state.step, values)
@@ -343,6 +358,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
+        self._finish_saving()
         with self.ranks.together():
             state.claim.require()
         self.routing.flush()
@@ -351,8 +367,12 @@ class Trainer:
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
-        save_checkpoint(
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
+        if self._group is True and self.ranks.mesh is not None:
+            self._group = dist.new_group(
+                backend="gloo"
+            ).group_name  # by name: nothing may hold a group longer than torch
+        self._saving = save_checkpoint(
             state.folder / "checkpoints",
             step=state.step,
             model=self.model,
@@ -370,8 +390,17 @@ class Trainer:
             },
             keep_last=self.config.keep_last,
             ranks=self.ranks,
+            background=self._group,
         )
         self.planner.save()
+        if not self._group:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Give the checkpoint that is being written its name, if there is one; all ranks call it together."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.finish()
 
     def at(self) -> str:
         """Return what the run is at, in words."""
@@ -400,6 +429,7 @@ class Trainer:
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
             f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
             f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+            + (f"; taken up after step {self.state.step}" if self.state.step else "")
         )
 
     def _ranks_in_words(self) -> str:

@@ -87,17 +87,18 @@ class Ranks:
         """Wait for all ranks."""
         self.gathered(None)
 
-    def agree_to_stop(self, asked: list[str]) -> str | None:
-        """Return the name of a signal that any rank was sent, the same on all, or None.
+    def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
+        """Return the name of a signal that any rank was sent, or None, and whether any rank is busy; the same on all.
 
         Args:
             asked: names of signals that this rank was sent.
+            is_busy: whether this rank still writes a checkpoint.
         """
         if self.mesh is None:
-            return asked[0] if asked else None
-        number = torch.tensor(signal.Signals[asked[0]].value if asked else 0)  # on the CPU: no wait for a GPU
-        found = int(self.largest(number))
-        return signal.Signals(found).name if found else None
+            return (asked[0] if asked else None), is_busy
+        number = signal.Signals[asked[0]].value if asked else 0
+        found, busy = self.largest(torch.tensor([number, int(is_busy)])).tolist()  # on the CPU: no wait for a GPU
+        return (signal.Signals(found).name if found else None), bool(busy)
 
     @contextmanager
     def together(self) -> Iterator[None]:
