@@ -21,6 +21,7 @@ BENCHMARKS = {
     "convert": ("convert", "checkpoints between formats: bytes that differ, and memory"),
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
+    "fuzz": ("fuzz.benchmark", "every reader and every command line on odd inputs"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
     "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
     "hf": ("hf", "Moesaic inside transformers, beside its own loop over experts"),
