@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 
+from moesaic.balance.rates import simulator_of
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.algorithm1 import choose
 from moesaic.plan.files import MESH, read_planned
+from moesaic.plan.model import job_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
@@ -38,11 +41,14 @@ TABLE = TableSettings()
 
 
 def with_planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with mesh and plan of the file that `planner.plan` names, if it names one.
+    """Return the configuration with mesh and plan of the file that `planner.plan` names, or the schedule of a rule.
 
     Raises:
-        InputError: for a file that holds none, or fields of `mesh` and `plan` that say something else.
+        InputError: for a file that holds none, fields of `mesh` and `plan` that say something else, and a cluster that the
+            ranks do not fit.
     """
+    if config.planner.rule:
+        return _by_rule(config)
     if not config.planner.file:
         return config
     path = Path(config.planner.file)
@@ -55,6 +61,18 @@ def with_planned(config: TrainConfig) -> TrainConfig:
     if config.layer_plan not in (plan, Plan()):
         raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
     return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
+
+
+def _by_rule(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with S1 or S2, by Algorithm 1; one process has no schedule."""
+    mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
+    if mesh is None:
+        return config
+    simulator = simulator_of(mesh.grid, cluster=planner.cluster, profile=planner.profile)
+    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, mesh.grid.dp).layer
+    chosen = choose(planner.rule, simulator, layer, mesh.grid)
+    plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
+    return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.algorithm1 import RULES
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
 UNMOVED = "none"
@@ -129,13 +130,18 @@ class PlannerConfig:
     plan: str = ""
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
     moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
-    Without cluster and profile the first steps time them. --plan says the same."""
+    Without cluster and profile the first steps time them. parm, parm_printed: S1 or S2 by Parm's Algorithm 1, corrected or as
+    printed, from the cluster or the profile. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
+        if self.rule and bool(self.cluster) == bool(self.profile):
+            raise InputError(
+                f"planner.plan={self.plan} takes the times of collectives from planner.cluster or planner.profile: name one"
+            )
         if self.is_auto and self.cluster and self.profile:
             raise InputError(
                 "planner.plan=auto predicts from planner.cluster or from planner.profile, not from both: leave one out, "
@@ -148,6 +154,11 @@ class PlannerConfig:
         return self.plan == "auto"
 
     @property
+    def rule(self) -> str:
+        """The rule that chooses the schedule; empty for none."""
+        return self.plan if self.plan in RULES else ""
+
+    @property
     def predicts(self) -> bool:
         """Whether anything is known from which times can be predicted."""
         return bool(self.cluster or self.profile)
@@ -155,7 +166,7 @@ class PlannerConfig:
     @property
     def file(self) -> str:
         """The file that holds the plan; empty for none."""
-        return "" if self.is_auto else self.plan
+        return "" if self.is_auto or self.rule else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
