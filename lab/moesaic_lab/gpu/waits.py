@@ -137,7 +137,9 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     with pretending(triton=triton):
         found = run_ranks(case.grid.world, on_stand_in)
     pairs = [pair for (mine, _, _), true in zip(found, expected) for pair in zip(mine, true)]
-    errors = [float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs]
+    errors = [
+        float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
+    ]
     busiest = max(found, key=lambda each: len(each[2].record.waits))
     return Waits(
         forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),

@@ -18,13 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moesaic.balance.rates import simulator_of
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.algorithm1 import choose
 from moesaic.plan.files import MESH, read_planned
 from moesaic.plan.layouts import name_of
+from moesaic.plan.model import job_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
@@ -42,7 +45,7 @@ TABLE = TableSettings()
 
 
 def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> TrainConfig:
-    """Return the configuration with the mesh and the plan that `planner.plan` asks for: a file's, or those of a search.
+    """Return the configuration with the mesh and the plan that `planner.plan` asks for: of a file, of a search, or of a rule.
 
     A search is made for `search`, and for `auto` where the configured mesh does not fit the ranks that there are. One rank that
     is left of several trains without a mesh.
@@ -52,9 +55,11 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         say: is given a line about what was found.
 
     Raises:
-        InputError: for a file that holds none, for fields of `mesh` and `plan` that say something else, and where no mesh
-            fits the ranks.
+        InputError: for a file that holds none, for fields of `mesh` and `plan` that say something else, where no mesh fits the
+            ranks, and for a cluster that they do not fit.
     """
+    if config.planner.rule:
+        return _by_rule(config)
     if config.planner.file:
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -95,6 +100,18 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     if config.layer_plan not in (plan, Plan()):
         raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
     return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
+
+
+def _by_rule(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with S1 or S2, by Algorithm 1; one process has no schedule."""
+    mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
+    if mesh is None:
+        return config
+    simulator = simulator_of(mesh.grid, cluster=planner.cluster, profile=planner.profile)
+    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, mesh.grid.dp).layer
+    chosen = choose(planner.rule, simulator, layer, mesh.grid)
+    plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
+    return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 
 
 @dataclass(frozen=True)

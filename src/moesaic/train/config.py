@@ -12,6 +12,7 @@ from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.algorithm1 import RULES
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
 UNMOVED = "none"
@@ -130,13 +131,18 @@ class PlannerConfig:
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
     moesaic plan --write wrote. search: mesh and plan with the shortest predicted step on the ranks that there are. auto: plans
     change while training, by predicted times at first, by measured ones as they come (without cluster and profile the first
-    steps time them); the mesh is searched where the configured one does not fit the ranks. --plan says the same."""
+    steps time them); the mesh is searched where the configured one does not fit the ranks. parm, parm_printed: S1
+    or S2 by Parm's Algorithm 1, corrected or as printed, from the cluster or the profile. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
+        if self.rule and bool(self.cluster) == bool(self.profile):
+            raise InputError(
+                f"planner.plan={self.plan} takes the times of collectives from planner.cluster or planner.profile: name one"
+            )
         if (self.is_auto or self.searches) and self.cluster and self.profile:
             raise InputError(
                 f"planner.plan={self.plan} predicts from planner.cluster or from planner.profile, not from both: leave one "
@@ -154,6 +160,11 @@ class PlannerConfig:
         return self.plan == "search"
 
     @property
+    def rule(self) -> str:
+        """The rule that chooses the schedule; empty for none."""
+        return self.plan if self.plan in RULES else ""
+
+    @property
     def predicts(self) -> bool:
         """Whether anything is known from which times can be predicted."""
         return bool(self.cluster or self.profile)
@@ -161,7 +172,7 @@ class PlannerConfig:
     @property
     def file(self) -> str:
         """The file that holds the plan; empty for none."""
-        return "" if self.is_auto or self.searches else self.plan
+        return "" if self.is_auto or self.searches or self.rule else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
