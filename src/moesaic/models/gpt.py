@@ -192,8 +192,7 @@ class GPT(nn.Module):
             logits: (batch, positions, vocab_size).
             targets: (batch, positions) int64.
         """
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+        return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -217,7 +216,18 @@ class GPT(nn.Module):
         Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
         12 * num_layers * dim * length / 2 for causal attention.
         """
-        return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
+        return flops_per_token(self.config, self.num_active_parameters(), length)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy; see `GPT.loss`."""
+    precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+
+
+def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
+    """Return the operations of one token through a model of so many active parameters; see `GPT.flops_per_token`."""
+    return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:

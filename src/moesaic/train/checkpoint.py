@@ -33,6 +33,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, write_shards
 from moesaic.train.durable import checksum, flush
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 FORMAT = 3
@@ -236,7 +237,8 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
         InputError: if it does not fit; the architecture is to be compared before (`require_architecture`).
     """
     try:
-        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists())
+        names = model.names if isinstance(model, PipelinedGPT) else None
+        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists(), names=names)
     except InputError:
         raise
     except (ValueError, RuntimeError, CheckpointException) as error:
