@@ -7,12 +7,12 @@ from pathlib import Path
 import ray
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig, report
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 
-def train(config: dict) -> None:
-    """Train on one worker; Ray has started torch's process group."""
+def train(config: dict) -> list[float]:
+    """Train on one worker and return the losses; Ray has started torch's process group."""
     sys.path.append(config["folder"])
     from tiny import Tiny, batches
 
@@ -33,7 +33,7 @@ def train(config: dict) -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach())
         losses.append(loss.item() / mesh.grid.dp)
-    report({"losses": losses})
+    return losses
 
 
 if __name__ == "__main__":
@@ -44,6 +44,6 @@ if __name__ == "__main__":
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=tempfile.mkdtemp()),
     )
-    for loss in trainer.fit().metrics["losses"]:
+    for loss in trainer.fit().return_value:
         print(f"loss {loss:.6f}")
     ray.shutdown()

@@ -46,7 +46,7 @@ WORST = 1e-9
 class StagesOptions(BenchmarkOptions):
     """What to run."""
 
-    steps: int = 5
+    steps: int = 3
     """Optimizer steps of each run."""
 
 
