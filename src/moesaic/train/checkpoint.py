@@ -36,6 +36,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
 from moesaic.train.durable import checksum, flush, require_read_back
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 FORMAT = 3
@@ -316,7 +317,8 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
         InputError: if it does not fit; the architecture is to be compared before (`require_architecture`).
     """
     try:
-        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists())
+        names = model.names if isinstance(model, PipelinedGPT) else None
+        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists(), names=names)
     except InputError:
         raise
     except (ValueError, RuntimeError, CheckpointException) as error:

@@ -101,6 +101,11 @@ class MeshConfig:
     """Expert parallelism: the experts of a layer are split over so many ranks."""
     etp: int = 1
     """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
+    pp: int = 1
+    """Pipeline parallelism: the blocks are split over so many stages, which share the ranks evenly; a step's `accumulation`
+    micro-batches flow through them."""
+    vpp: int = 1
+    """Parts of the model that each stage has: 1 runs 1F1B, more run interleaved 1F1B."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
@@ -112,7 +117,7 @@ class MeshConfig:
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "etp", "ranks_per_node"):
+        for name in ("tp", "ep", "etp", "pp", "vpp", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"mesh.{name}={value}: must be at least 1")
@@ -120,7 +125,7 @@ class MeshConfig:
     @property
     def least_ranks(self) -> int:
         """The smallest world that the mesh fits."""
-        return math.lcm(self.tp, self.ep * self.etp)
+        return self.pp * math.lcm(self.tp, self.ep * self.etp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +331,7 @@ class TrainConfig:
                 "numbers.spikes=rollback clashes with replay_routing, whose trace is of samples in their order: leave one out"
             )
         self._check_shards()
+        self._check_stages()
         self._check_experts()
         self._check_samples()
 
@@ -342,6 +348,35 @@ class TrainConfig:
         for axis, ranks, name, size in wanted:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
+
+    def _check_stages(self) -> None:
+        mesh, asked = self.mesh, f"mesh.pp={self.mesh.pp}"
+        if mesh.pp == 1:
+            if mesh.vpp > 1:
+                raise InputError(f"mesh.vpp={mesh.vpp} with mesh.pp=1, where there are no stages: choose a pp above 1")
+            return
+        if mesh.pp * mesh.vpp > self.model.num_layers:
+            raise InputError(
+                f"{asked} and mesh.vpp={mesh.vpp} want {mesh.pp * mesh.vpp} parts of a model of "
+                f"model.num_layers={self.model.num_layers}: choose fewer"
+            )
+        if self.accumulation % mesh.pp:
+            raise InputError(
+                f"{asked} does not divide accumulation={self.accumulation}, the micro-batches of a step that flow through the "
+                f"stages: choose a multiple of {mesh.pp}"
+            )
+        balance, kind = self.balance, self.model.block.kind
+        for name, value, off in (
+            ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.experts, UNMOVED),
+            ("balance.replication", balance.replication, NO_REPLICATION), ("balance.token_budget", balance.token_budget, None),
+            ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
+            ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
+            ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, None),
+        ):  # fmt: skip
+            if value != off:
+                raise InputError(
+                    f"{asked} clashes with {name}={value}, which looks at all layers at once: leave one out"
+                )
 
     def _check_experts(self) -> None:
         asked = f"balance.experts={self.balance.experts}"

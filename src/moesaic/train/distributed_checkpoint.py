@@ -7,6 +7,7 @@ any other mesh, and one process too, reads what it needs. A checkpoint of one pr
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,14 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, wanted).items()}
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+def restore(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sharded: bool,
+    names: Collection[str] | None = None,
+) -> None:
     """Read this rank's part of a checkpoint into a sharded model and its optimizer; all ranks call it.
 
     Args:
@@ -97,6 +105,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
         model: sharded; its names are those of the whole model.
         optimizer: of its parameters; its state is replaced.
         sharded: whether the checkpoint is; if not, it holds whole tensors.
+        names: of the whole model's tensors, where this rank has a pipeline stage of it; None where it has them all.
 
     Raises:
         ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
@@ -104,8 +113,9 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     sizes = _listed(folder) if sharded else _listed_whole(folder)
     targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     saved = {name for name in sizes if name.startswith("model.")}
-    if saved != targets.keys():
-        odd = sorted(saved ^ targets.keys())
+    wanted = targets.keys() if names is None else {f"model.{name}" for name in names}
+    if saved != wanted:
+        odd = sorted(saved ^ wanted)
         raise ValueError(f"{len(odd)} tensors are only in one of them, {odd[0]} for one")
     targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
     if sharded:
@@ -144,6 +154,8 @@ def _empty_state(
     optimizer.state.clear()
     for place, (size, dtype) in sizes.items():
         name, _, key = place.removeprefix("optimizer.").rpartition(".")
+        if name not in parameters:  # of another pipeline stage
+            continue
         parameter = parameters[name]
         scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
         state = torch.zeros_like(parameter.detach()) if size else scalar

@@ -6,12 +6,12 @@ import math
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
 from moesaic.layer import MoE, balance_on_step
+from moesaic.models.gpt import GPT
 from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
@@ -42,6 +43,7 @@ from moesaic.train.numbers import (
     weights_not_finite,
     wrong_numbers,
 )
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
@@ -50,6 +52,7 @@ from moesaic.train.watch import Watch
 
 DECAY_SHARE = 0.2
 """Share of the steps after the warm-up over which the schedule wsd comes down (Hu et al. 2024 take 10 to 20 %)."""
+T = TypeVar("T")
 PROBE_SEQUENCES = 2
 """Validation sequences of the fixed batch on which churn is measured."""
 MOST_RETURNS = 3
@@ -199,7 +202,7 @@ class Trainer:
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
-            norm = gradient_norm(self.model.parameters())
+            norm = self._gradient_norm()
             wrong = wrong_numbers(loss, norm, state.step + 1)
             if wrong:
                 self._leave_out(wrong)
@@ -221,35 +224,63 @@ class Trainer:
             self.experts.after_step()
         if not logs:
             return {}
-        moved = [self._churn(a, b) for a, b in zip(before, self._probe_sets())]
-        means = {name: float(value) for name, value in auxiliary.items()}
-        return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **means}
+        values = {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": self._churn(before)}
+        return values | self._mean_losses(auxiliary)
 
-    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses.
+    def _gradient_norm(self) -> Tensor:
+        if isinstance(self.model, PipelinedGPT):
+            assert self.ranks.mesh is not None
+            return self.model.gradient_norm(self.ranks.mesh)
+        return gradient_norm(self.model.parameters())
+
+    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+        """Add up the gradient of the step's micro-batches; returns the mean loss and each one's auxiliary losses, by layer.
 
         Args:
             again: this step was run before, so its routing is recorded and counted already.
         """
         count, state = self.config.accumulation, self.state
         self.model.train()
-        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
-        auxiliary: dict[str, Tensor] = {}
         set_loss_scale(self.model, 1 / count)
-        if self.ranks.dp > 1:  # routing noise: alike in a tp group, of its own in each dp group, a function of the step
-            torch.manual_seed(hash((self.config.seed, state.step, self.ranks.dp_index)))
+        if (
+            self.ranks.dp * self.ranks.pp > 1
+        ):  # alike in a tp group, apart in each dp group and stage, a function of the step
+            group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
+            torch.manual_seed(hash((self.config.seed, state.step, group)))
+        if isinstance(self.model, PipelinedGPT):
+            batches = [self._batch(micro) for micro in range(count)]
+            loss, routings = self.model.run_step(batches)
+            auxiliary = [self._noted(of_micro, again=again) for of_micro in routings]
+        else:
+            loss, auxiliary = self._run_in_turn(self.model, again=again)
+        return self.ranks.mean(loss), auxiliary
+
+    def _noted(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
+        """Add a micro-batch to the load, the first time; returns the auxiliary losses of its layers."""
+        if not again:
+            self.meter.add(routings)
+        return [routing.losses for routing in routings]
+
+    def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of a micro-batch of the step."""
+        state = self.state
+        tokens, targets = state.batches.get((state.step + state.left_out) * self.config.accumulation + micro)
+        return tokens.to(state.device), targets.to(state.device)
+
+    def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+        """Run forward and backward of one micro-batch after the other."""
+        count, state = self.config.accumulation, self.state
+        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
+        auxiliary = []
         for micro in range(count):
-            tokens, targets = state.batches.get((state.step + state.left_out) * count + micro)
+            tokens, targets = self._batch(micro)
             with self.routing.call(state.step, micro, again=again), autocast(state.device, state.dtype):
-                output = self.model(tokens.to(state.device), targets.to(state.device))
+                output = model(tokens, targets)
             assert output.loss is not None
             (output.loss / count).backward()
             loss += output.loss.detach() / count
-            for name, value in _mean_losses(output.routings).items():
-                auxiliary[name] = auxiliary.get(name, 0.0) + value / count
-            if not again:
-                self.meter.add(output.routings)
-        return self.ranks.mean(loss), auxiliary
+            auxiliary.append(self._noted(output.routings, again=again))
+        return loss, auxiliary
 
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the last call."""
@@ -259,7 +290,7 @@ class Trainer:
             "tokens_per_second": speed,
             "mfu": flops / self.peak,
             "seconds": self.clock.seconds,
-            "layers": self._balance(),
+            "layers": self._of_all_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
             **self.planner.values(),
             **self.experts.values(),
@@ -313,6 +344,26 @@ class Trainer:
         self._collapsed |= found.keys()
         return [load.as_dict() for load in loads]
 
+    def _of_all_layers(self, own: list[T]) -> list[T]:
+        """Return what each MoE layer of the model has, from what those that are here have; all ranks call it together."""
+        return list(self.ranks.of_stages(dict(zip(self._layers, own))).values())
+
+    def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
+        """Return each auxiliary loss's mean over the layers and the micro-batches of a step."""
+        own = [
+            {name: float(torch.stack([each[name] for each in calls]).mean()) for name in calls[0]}
+            for calls in zip(*auxiliary)
+        ]
+        layers = self._of_all_layers(own)
+        return {name: sum(layer[name] for layer in layers) / len(layers) for name in (layers[0] if layers else ())}
+
+    @property
+    def _layers(self) -> Sequence[int]:
+        """Which of the model's MoE layers are here."""
+        if isinstance(self.model, PipelinedGPT):
+            return self.model.layers
+        return range(len(self.moe_layers))
+
     def _evaluate(self, metrics: Metrics | NoMetrics, progress: TrainingProgress) -> float:
         """Measure and write down the validation loss; returns nats per byte."""
         state = self.state
@@ -345,11 +396,14 @@ class Trainer:
         self.model.train()
         return [expert_sets(routing) for routing in output.routings]
 
-    def _churn(self, before: Tensor, after: Tensor) -> float:
-        """Return the share of the probe's tokens, over all dp groups, whose experts changed."""
-        changed = torch.tensor([churn(before, after) * len(before), len(before)], dtype=torch.float64)
-        moved, tokens = self.ranks.total(changed).tolist()
-        return moved / max(tokens, 1)
+    def _churn(self, before: list[Tensor]) -> list[float]:
+        """Return for each MoE layer the share of the probe's tokens, over all dp groups, whose experts changed."""
+        here = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
+        layers = self.model.num_sparse if isinstance(self.model, PipelinedGPT) else len(self.moe_layers)
+        found = torch.zeros(layers, 2, dtype=torch.float64)
+        if here:
+            found[list(self._layers)] = torch.tensor(here, dtype=torch.float64)
+        return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(found).tolist()]
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if not self.ranks.is_first:
@@ -436,7 +490,8 @@ class Trainer:
         if self.ranks.mesh is None:
             return ""
         grid = self.ranks.mesh.grid
-        return f" x {grid.world} ranks (dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
+        stages = f"pp {self.ranks.pp}, each " if self.ranks.pp > 1 else ""
+        return f" x {self.ranks.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
 
 
 @torch.no_grad()
@@ -463,12 +518,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 def _due(step: int, every: int, steps: int) -> bool:
     return step % every == 0 or step == steps
-
-
-def _mean_losses(routings: list[Routing]) -> dict[str, Tensor]:
-    """Return each auxiliary loss's mean over the layers of one micro-batch, without its graph."""
-    names = routings[0].losses if routings else {}
-    return {name: torch.stack([routing.losses[name].detach() for routing in routings]).mean() for name in names}
 
 
 @contextmanager

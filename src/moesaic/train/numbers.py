@@ -111,19 +111,21 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
     passes = _Passes(model)
     with passes.watched():
         repeat()
-    found = ranks.gathered((weights, passes.forward, passes.backward))
+    forward, backward = passes.forward, passes.backward  # activations flow from stage to stage, gradients back
+    in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
+    found = ranks.gathered((weights, *in_order))
     said = _of_weights([each[0] for each in found])
     if said:
         return said
-    forward = [each[1] for each in found]
-    if any(forward):
-        _, name, detail = min(each for each in forward if each)
-        where = [rank for rank, each in enumerate(forward) if each and each[1] == name]
+    of_ranks = [each[1] for each in found]
+    if any(of_ranks):
+        *_, name, detail = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
         return f"what {name} returns is the first that is not finite, on {in_words(where)}{detail}"
-    backward = [each[2] for each in found]
-    if any(backward):
-        _, name = min(each for each in backward if each)
-        where = [rank for rank, each in enumerate(backward) if each and each[1] == name]
+    of_ranks = [each[2] for each in found]
+    if any(of_ranks):
+        *_, name = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
         return f"the gradient that reaches {name} is the first that is not finite, on {in_words(where)}"
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
