@@ -40,6 +40,7 @@ BENCHMARKS = {
     "same_curves": ("same_curves", "the same training on every mesh and plan"),
     "schedules": ("schedules", "bytes of every schedule and all-to-all, beside formulas"),
     "simulator": ("simulator", "how long the simulator takes"),
+    "soak": ("soak", "memory, descriptors and threads of a long run whose plans change"),
     "stages": ("stages", "training in pipeline stages, beside one process"),
     "token_budget": ("token_budget", "speed and memory under budgets of rows"),
     "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),

@@ -34,6 +34,8 @@ MOST_BYTES = 2 << 30
 """Of memory on top of what the worker holds before."""
 AT_ONCE = 100
 """Inputs of one target that follow each other."""
+MOST_OF_A_COMMAND = 1 / 200
+"""Share of all inputs that a command gets at most; its words take longer to read than most files."""
 STOPS_AFTER_PARSING = ("train", "check", "demo", "profile")
 """Commands whose work takes long: their words are read, checked, and no more. So are all of other packages."""
 
@@ -86,7 +88,8 @@ def work(line: Connection, folder: Path, inputs: int, number: int, only: Sequenc
         for target in targets:
             # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
             share = sum(each.seconds for each in targets) / len(targets)
-            if rounds == 0 or target.seconds <= share:
+            enough = target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
+            if rounds == 0 or (target.seconds <= share and not enough):
                 line.send((target.name, target.inputs))
                 _round(target, AT_ONCE if rounds else AT_ONCE // 5, number * 1_000_003 + rounds)
         rounds += 1
