@@ -141,6 +141,7 @@ class Trainer:
         self.goes_back = False
         """Whether a spike of the loss takes the run back to its last checkpoint."""
         self._saving: Saving | None = None
+        self._told = [run.seconds] + [0.0] * (1 + run.ranks.world)
         self._group: str | bool = run.config.save_in_background
         self._in_row = 0
         self._collapsed: set[str] = set()
@@ -292,10 +293,25 @@ class Trainer:
             "seconds": self.clock.seconds,
             "layers": self._of_all_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
+            **self._times(),
             **self.planner.values(),
             **self.experts.values(),
             **budget_values(self.model),
         }
+
+    def _times(self) -> dict[str, Any]:
+        """Return what the ranks' steps took since the last call, what their programs worked and for whom they waited.
+
+        A host that hands its work to a GPU knows neither, so only runs on CPUs tell.
+        """
+        if self.ranks.mesh is None or self.state.device.type != "cpu":
+            return {}
+        transport = self.ranks.mesh.transport
+        now = [self.clock.seconds, transport.compute, *transport.waited]
+        since, self._told = [each - before for each, before in zip(now, self._told)], now
+        table = [[round(each, 6) for each in row] for row in self.ranks.gathered(since)]
+        seconds, compute, waited = ([row[0] for row in table], [row[1] for row in table], [row[2:] for row in table])
+        return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _leave_out(self, wrong: str) -> None:
         """Pass over a step whose numbers are wrong, on all ranks alike; the last of so many in a row ends the run."""
