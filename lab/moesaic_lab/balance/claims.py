@@ -105,13 +105,11 @@ def decision_us(shares: Sequence[Share], ranks: int) -> float:
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
     """Return our time over that of LAER's re-layout under recorded loads, by how heavy weights are: only reported."""
-    by_call = {
-        (e.cluster, e.ranks, e.layer, e.step, e.ratio, e.method): e.seconds for e in shares if e.load == RECORDED
-    }
+    laer = {_call(each): each.seconds for each in shares if each.method == LAER}
     found: dict[float, list[float]] = {}
-    for (*call, ratio, method), seconds in by_call.items():
-        if method == OURS:
-            found.setdefault(ratio, []).append(seconds / by_call[(*call, ratio, LAER)])
+    for each in shares:
+        if each.method == OURS and each.load == RECORDED:
+            found.setdefault(each.ratio, []).append(each.seconds / laer[_call(each)])
     return [
         claimed(f"balance.over_laer_policy_{ratio:g}", partial(statistics.median, values), None)
         for ratio, values in sorted(found.items())
@@ -165,6 +163,10 @@ def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
         by_case.setdefault((each.ranks, each.max_vio), {})[each.method] = each.seconds
     shares = [found[OURS] / min(s for name, s in found.items() if name != OURS) for found in by_case.values()]
     return max(some(shares, "simulated"))
+
+
+def _call(share: Share) -> tuple[str, int, str, int, int, float]:
+    return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio
 
 
 def bounded(cell: BalanceCell, name: str, other: str) -> float:
