@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from moesaic_lab.balance.config import RecordedLoads
+from moesaic_lab.balance.decisions import Decision
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -19,8 +20,9 @@ EQUIVALENT = 1.03
 
 
 def claims(
-    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = ()
-) -> list[Claim]:
+    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
+    decided: Sequence[Decision] = (),
+) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
     return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
@@ -34,7 +36,7 @@ def claims(
         claimed("balance.memory_maxvio4_over_plain", lambda: memory(cells, BOUNDED, PLAIN), None),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
-        claimed("balance.decision_us_64", lambda: decision_us(shares, 64), 100, unit="us"),
+        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
         claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
         claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
@@ -97,10 +99,11 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
     return min(statistics.median(found) for found in by_cluster.values())
 
 
-def decision_us(shares: Sequence[Share], ranks: int) -> float:
-    """Return what our decision kept a rank from going on, microseconds; median over the calls that replicate."""
-    chosen = [each for each in shares if each.ranks == ranks and each.method == OURS and each.replicated_experts]
-    return 1e6 * statistics.median(each.decision_seconds for each in some(chosen, f"of {ranks} simulated ranks"))
+def decision_us(decided: Sequence[Decision]) -> float:
+    """Return what a decision kept a rank from going on, microseconds; median over the calls that replicate."""
+    return 1e6 * statistics.median(
+        some([each.seconds for each in decided if each.replicates], "of decisions by themselves")
+    )
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
