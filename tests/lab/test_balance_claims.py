@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
+from moesaic_lab.balance.decisions import decisions
 from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
@@ -20,8 +22,8 @@ from moesaic_lab.pictures import figure
 LARGE = BalancePlace(name="4x2", nodes=4)
 
 
-def value(name: str, *cells: Any, forecasts: Any = (), shares: Any = ()) -> float | None:
-    (found,) = [claim for claim in claims(cells, forecasts, shares) if claim.name == name]
+def value(name: str, *cells: Any, forecasts: Any = (), shares: Any = (), decided: Any = ()) -> float | None:
+    (found,) = [claim for claim in claims(cells, forecasts, shares, decided) if claim.name == name]
     return found.value
 
 
@@ -153,9 +155,18 @@ def test_shares_of_forced_balance() -> None:
     shares += [of_forced(LAER, 2.0, ranks=32, step=7, ratio=5.0), of_forced(OURS, 3.0, ranks=32, step=7, ratio=5.0)]
     shares += [of_forced(LAER, 2.0, ranks=32, step=7)]
     assert value("balance.simulated_share_of_forced", shares=shares) == 0.5
-    assert value("balance.decision_us_64", shares=shares) == pytest.approx(50)
     assert value("balance.over_laer_policy_0.14", shares=shares) == 0.5
     assert value("balance.over_laer_policy_5", shares=shares) == 1.5
+
+
+def test_decisions_by_themselves_are_counted_where_they_replicate() -> None:
+    found = decisions(ranks=16, experts=64, calls=14)
+    assert len(found) == 6
+    assert all(each.seconds > 0 and each.weighing_seconds > 0 for each in found)
+    one = replace(found[0], seconds=5e-5, replicates=True)
+    assert value("balance.decision_us_64", decided=[one, replace(one, seconds=9.0, replicates=False)]) == pytest.approx(
+        50
+    )
 
 
 def every_kind() -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from moesaic_lab.balance.config import RecordedLoads
+from moesaic_lab.balance.decisions import Decision
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -19,8 +20,9 @@ EQUIVALENT = 1.03
 
 
 def claims(
-    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = ()
-) -> list[Claim]:
+    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
+    decided: Sequence[Decision] = (),
+) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
     return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
@@ -34,7 +36,7 @@ def claims(
         claimed("balance.memory_maxvio4_over_plain", lambda: memory(cells, BOUNDED, PLAIN), None),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
-        claimed("balance.decision_us_64", lambda: decision_us(shares, 64), 100, unit="us"),
+        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
         claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
         claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
@@ -97,21 +99,20 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
     return min(statistics.median(found) for found in by_cluster.values())
 
 
-def decision_us(shares: Sequence[Share], ranks: int) -> float:
-    """Return what our decision kept a rank from going on, microseconds; median over the calls that replicate."""
-    chosen = [each for each in shares if each.ranks == ranks and each.method == OURS and each.replicated_experts]
-    return 1e6 * statistics.median(each.decision_seconds for each in some(chosen, f"of {ranks} simulated ranks"))
+def decision_us(decided: Sequence[Decision]) -> float:
+    """Return what a decision kept a rank from going on, microseconds; median over the calls that replicate."""
+    return 1e6 * statistics.median(
+        some([each.seconds for each in decided if each.replicates], "of decisions by themselves")
+    )
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
     """Return our time over that of LAER's re-layout under recorded loads, by how heavy weights are: only reported."""
-    by_call = {
-        (e.cluster, e.ranks, e.layer, e.step, e.ratio, e.method): e.seconds for e in shares if e.load == RECORDED
-    }
+    laer = {_call(each): each.seconds for each in shares if each.method == LAER}
     found: dict[float, list[float]] = {}
-    for (*call, ratio, method), seconds in by_call.items():
-        if method == OURS:
-            found.setdefault(ratio, []).append(seconds / by_call[(*call, ratio, LAER)])
+    for each in shares:
+        if each.method == OURS and each.load == RECORDED:
+            found.setdefault(each.ratio, []).append(each.seconds / laer[_call(each)])
     return [
         claimed(f"balance.over_laer_policy_{ratio:g}", partial(statistics.median, values), None)
         for ratio, values in sorted(found.items())
@@ -165,6 +166,10 @@ def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
         by_case.setdefault((each.ranks, each.max_vio), {})[each.method] = each.seconds
     shares = [found[OURS] / min(s for name, s in found.items() if name != OURS) for found in by_case.values()]
     return max(some(shares, "simulated"))
+
+
+def _call(share: Share) -> tuple[str, int, str, int, int, float]:
+    return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio
 
 
 def bounded(cell: BalanceCell, name: str, other: str) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from moesaic_lab.balance.decisions import Decision
 from moesaic_lab.balance.methods import PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -33,11 +34,13 @@ NOTES = (
 
 
 def all_rows(
-    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()
-) -> list[dict[str, Any]]:
+    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
+    decided: Sequence[Decision] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
     simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]
-    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated
+    alone = [{"part": "decision", **asdict(each)} for each in decided]
+    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated + alone
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:

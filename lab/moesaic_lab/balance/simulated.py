@@ -102,8 +102,9 @@ class Larger:
             machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
             matrices=self.layer.matrices,
         )  # fmt: skip
-        alike = like is not None and like.grid == self.grid
-        self._plans = like._plans if like is not None and alike else compiled_once(self.methods, self.grid)
+        self._plans: dict[str, Compiled] = (
+            like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
+        )
         self._slots: LayoutIndex | None = None
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
