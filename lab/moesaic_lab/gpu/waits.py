@@ -59,6 +59,11 @@ class WaitCase:
         is_late = self.plan.crossing is Crossing.MULTICAST and (self.capacity == "capacity" or self.grid.tp > 1)
         return 1 + is_late, 0
 
+    @property
+    def most_uploads(self) -> int:
+        """The copies to the device that are allowed: runs of rows, and the times that the arbiter tells."""
+        return 0 if self.capacity == "padded" else 1 + (self.plan.replication == "arbiter")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
@@ -137,7 +142,9 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     with pretending(triton=triton):
         found = run_ranks(case.grid.world, on_stand_in)
     pairs = [pair for (mine, _, _), true in zip(found, expected) for pair in zip(mine, true)]
-    errors = [float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs]
+    errors = [
+        float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
+    ]
     busiest = max(found, key=lambda each: len(each[2].record.waits))
     return Waits(
         forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
 
-
 HIGH = -1
 """The priority of streams whose kernels go before those of others."""
 
@@ -54,9 +53,7 @@ class Nccl(AbstractTransport):
         for lane in get_args(Lane):
             some = None if ranks is None else list(ranks)
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            group = dist.new_group(
-                some, backend="nccl", pg_options=options, use_local_synchronization=some is not None
-            )
+            group = dist.new_group(some, backend="nccl", pg_options=options, use_local_synchronization=some is not None)
             assert isinstance(group, dist.ProcessGroup)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[lane] = group

@@ -26,7 +26,6 @@ from moesaic.experts import AbstractExperts
 from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
-
 BUCKET_BYTES = 32 * 2**20
 """Gradients that travel together, at most, unless one alone has more: a message for each would cost its latency."""
 
