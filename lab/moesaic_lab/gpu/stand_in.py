@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moesaic.kernels import pick
@@ -252,24 +252,6 @@ class _Event:
 
     def elapsed_time(self, later: _Event) -> float:
         return (later._at - self._at) * 1e3
-
-
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Let Triton's interpreter, where it is on, take tensors of the device; for all threads."""
-    from triton.runtime import interpreter
-
-    launch = interpreter.GridExecutor.__call__
-
-    def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        for each in tree_leaves((args, kwargs)):
-            if hasattr(each, "base"):  # a tensor descriptor
-                each.base = values(each.base)
-        with _disable_current_modes():
-            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
-
-    with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
-        yield
 
 
 def to_device(module: nn.Module) -> nn.Module:

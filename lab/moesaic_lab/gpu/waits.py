@@ -59,6 +59,11 @@ class WaitCase:
         is_late = self.plan.crossing is Crossing.MULTICAST and (self.capacity == "capacity" or self.grid.tp > 1)
         return 1 + is_late, 0
 
+    @property
+    def most_uploads(self) -> int:
+        """The copies to the device that are allowed: runs of rows, and the times that the arbiter tells."""
+        return 0 if self.capacity == "padded" else 1 + (self.plan.replication == "arbiter")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
