@@ -31,6 +31,7 @@ BENCHMARKS = {
     "ledger": ("ledger.page", "what others measured beside what the models of time and memory say"),
     "layer_memory": ("kernels.memory", "memory of one layer, beside the formula and Tutel's"),
     "model": ("model.benchmark", "predicted times of layers beside measured ones, on an emulated cluster"),
+    "tiny": ("tiny", "the tiny models of every kind beside their dense twins"),
     "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),
     "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
     "placement_gaps": ("placement_gaps", "placements of samples and experts beside the best ones"),

@@ -133,7 +133,7 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
     data, held = load_folder(Path(options.images), size, channels) if options.images else load_digits()
     torch.manual_seed(options.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     model = SwinMoE(shape_of(options, data)).to(device)
     if options.init:
         load_weights(model, Path(options.init))

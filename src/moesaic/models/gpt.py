@@ -51,8 +51,8 @@ class Dense(nn.Module):
 
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
         super().__init__()
-        make = partial(EXPERTS[kind], bias=True) if bias else EXPERTS[kind]
-        self.expert: AbstractExperts = make(dim, hidden, 1)
+        make: Callable[..., AbstractExperts] = EXPERTS[kind]
+        self.expert = make(dim, hidden, 1, bias=bias)
 
     def init_normal(self, std: float, out_std: float) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
@@ -67,7 +67,7 @@ class Dense(nn.Module):
         # Split over ranks: each computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
-            parts["b2"] = part_of_sum(parameters["b2"], parameters["w2"])
+            parts["b2"] = part_of_sum(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
 
@@ -149,7 +149,7 @@ class LearnedPositions(nn.Embedding):
     def __init__(self, seq_len: int, dim: int) -> None:
         super().__init__(seq_len, dim)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
         return x + self.weight[start : start + x.shape[1]]
 
 
