@@ -14,10 +14,12 @@ import contextlib
 import datetime
 import io
 import json
+import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
+from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losses
 from moesaic.errors import InputError
+from moesaic.routing.capacity import Capacity, Dropless
+from moesaic.routing.losses import LoadBalance
+from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, Asked, certify_layer
 from moesaic.testing.processes import leave
 from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, SwiGLUWeights, certify
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, notes_of, once, same
@@ -186,6 +192,119 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         return SwiGLUWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
 
 
+class MoesaicLayer(AbstractMoELayer):
+    """Moesaic's layer, spread by `parallelize`."""
+
+    def __init__(self, asked: Asked) -> None:
+        capacity = Dropless() if asked.capacity is None else Capacity.fixed(asked.capacity, scope="rank")
+        _, hidden, dim = asked.experts.w1.shape
+        self.layer = MoE(
+            dim, hidden, asked.experts.num_experts, asked.top_k, losses=LoadBalance(1.0), capacity=capacity,
+            router_options={"normalize": "after" if asked.top_k > 1 else "before"},
+        )  # fmt: skip
+        values = {"router.weight": asked.router} | {
+            f"experts.{name}": each for name, each in vars(asked.experts).items()
+        }
+        self.layer.load_state_dict(values, strict=False)
+        self.mesh = Mesh.of(asked.group)
+        self.layer.parallelize(self.mesh)
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take the loss before it is injected."""
+        y = self.layer(x)
+        return y, torch.stack(collect_losses(self.layer)).sum()
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return this rank's."""
+        experts = self.layer.experts
+        return _gradient(self.layer.router.weight), SwiGLUWeights(
+            *(_gradient(getattr(experts, n)) for n in ("w1", "w3", "w2"))
+        )
+
+    def norm(self) -> float | None:
+        """Measure as before a step; gradients are then of the mean over the ranks."""
+        average_gradients(self.layer, self.mesh)
+        return float(clip_grad_norm_(self.layer, math.inf)) * self.mesh.grid.dp
+
+
+class TransformersLayer(AbstractMoELayer):
+    """Mixtral's router and experts, and the loss that transformers adds for the router's logits."""
+
+    def __init__(self, asked: Asked) -> None:
+        modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
+        transformers: Any = import_module("transformers")
+        self.top_k, self.experts = asked.top_k, TransformersExperts(asked.experts, asked.group)
+        num_experts, dim = asked.router.shape
+        config = transformers.MixtralConfig(
+            hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=asked.top_k
+        )
+        self.router: Any = modeling.MixtralTopKRouter(config)
+        self.router.weight.data.copy_(asked.router)
+        self.loss: Any = modeling.load_balancing_loss_func
+
+    def normalizes(self, top_k: int) -> bool:
+        """Mixtral's router always does."""
+        return True
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Route, and run the experts."""
+        logits, gates, experts = self.router(x)
+        return self.experts.run(x, experts, gates), self.loss((logits,), len(self.router.weight), self.top_k)
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return this rank's."""
+        return _gradient(self.router.weight), self.experts.gradients()
+
+
+class TorchtitanLayer(AbstractMoELayer):
+    """torchtitan's router around its dispatcher; its layer balances by a bias and has no auxiliary loss."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.experts = TorchtitanExperts(asked.experts, asked.group)
+        moe: Any = import_module("torchtitan.models.common.moe")
+        linear: Any = import_module("torchtitan.models.common.linear").Linear
+        num_experts, dim = asked.router.shape
+        self.router: Any = moe.TokenChoiceTopKRouter.Config(
+            num_experts=num_experts, gate=linear.Config(in_features=dim, out_features=num_experts), top_k=asked.top_k,
+            score_func="softmax", route_norm=asked.top_k > 1,
+        ).build()  # fmt: skip
+        self.router.gate.weight.data.copy_(asked.router)
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Route a batch of one sequence."""
+        gates, experts, _ = self.router(x.unsqueeze(0))
+        return self.experts.run(x, experts[0], gates[0]), None
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return this rank's."""
+        return _gradient(self.router.gate.weight), self.experts.gradients()
+
+
+class DeepSpeedLayer(AbstractMoELayer):
+    """DeepSpeed's gate, layer and experts; no noise, and tokens are dropped only where a capacity is asked for."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.inner = DeepSpeedExperts(asked.experts, asked.group)
+        sharded: Any = import_module("deepspeed.moe.sharded_moe")
+        num_experts, dim = asked.router.shape
+        self.gate: Any = sharded.TopKGate(
+            dim, num_experts, asked.top_k, capacity_factor=asked.capacity or 1.0, min_capacity=0,
+            drop_tokens=asked.capacity is not None, top2_2nd_expert_sampling=False,
+        )  # fmt: skip
+        self.gate._set_ep_group(asked.group)
+        self.gate.wg.weight.data.copy_(asked.router)
+        self.inner.layer.gate = self.gate
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the layer, which keeps its loss."""
+        y: Tensor = self.inner.layer(x, None)
+        return y, self.inner.layer.l_aux
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return this rank's."""
+        return _gradient(self.gate.wg.weight), self.inner.gradients()
+
+
 class _OneExpert(nn.Module):
     def __init__(self, weights: SwiGLUWeights) -> None:
         super().__init__()
@@ -210,6 +329,22 @@ class _Told(nn.Module):
         capacity = taken.sum(0).max() if len(taken) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
         return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, taken.sum(0)
+
+
+LAYERS: dict[str, tuple[type[Any], bool]] = {
+    "moesaic": (MoesaicLayer, True),
+    "transformers": (TransformersLayer, False),
+    "torchtitan": (TorchtitanLayer, False),
+    "deepspeed": (DeepSpeedLayer, True),
+}
+"""Systems whose whole layers are tested, and whether they have a capacity."""
+
+
+def make_layer(name: str, asked: Asked) -> AbstractMoELayer | None:
+    """Return one rank's end of a system's layer; None where it cannot drop what is asked."""
+    kind, has_capacity = LAYERS[name]
+    made: AbstractMoELayer | None = kind(asked) if has_capacity or asked.capacity is None else None
+    return made
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -296,6 +431,9 @@ def _rank(rank: int, world: int, name: str, folder: str) -> None:
     )
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
     found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
+    if name in LAYERS:
+        whole = certify_layer(partial(make_layer, name))
+        found += [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     leave()
@@ -322,45 +460,110 @@ def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[s
 
 def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Return docs/certificates.md from the rows of a result."""
-    lines = [_HEAD, f"| {' | '.join(title for title, _ in _COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
-    lines += [f"| {' | '.join(str(row[key] or '') for _, key in _COLUMNS)} |" for row in _summary(found)]
+    experts, layers = _parted(found)
+    lines = [_HEAD, *_markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS]))]
     lines += ["", "What each situation is:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "What of each system is tested:", ""]
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
+    lines += [_LAYER_HEAD, *_markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
+    lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
     lines += ["", "## What is wrong where", ""] if wrong else ["", "No difference was found in these versions."]
-    said = (f"- {row['system']} on {row['world']} ranks, {row['situation']}: {_wrong(row)}" for row in wrong)
-    return "\n".join([*lines, *dict.fromkeys(said), _TAIL])
+    said = (
+        f"- {row['system']}{', whole layer' if 'is_layer' in row else ''} on {row['world']} ranks, {row['situation']}: "
+        f"{_wrong(row)}"
+        for row in wrong
+    )
+    known = {(row["system"], row["situation"]) for row in wrong}
+    smallest = [f"\n{words}\n\n    {code}" for case, (words, code) in CASES.items() if case in known]
+    return "\n".join([*lines, *dict.fromkeys(said), *smallest, _TAIL])
+
+
+CASES = {
+    ("automodel", "no tokens"): (
+        "The smallest case of automodel's: experts that are asked for no tokens, as on a rank whose micro-batch is empty.",
+        "GroupedExperts.forward(torch.empty(0, dim), no_mask, no_gates, no_experts)    # IndexError",
+    ),
+    ("transformers", "empty rank"): (
+        "The smallest case of transformers': a mean over no tokens. Neither the loss nor its gradient is a number.",
+        "load_balancing_loss_func((torch.empty(0, 8),), num_experts=8, top_k=2)    # tensor(nan)",
+    ),
+    ("deepspeed", "empty rank"): (
+        "The smallest case of deepspeed's is the same mean.",
+        "TopKGate(16, 8, k=2, min_capacity=0, drop_tokens=False)(torch.empty(0, 16))[0]    # tensor(nan), the loss",
+    ),
+}
+"""System and situation to its smallest case, in words and in code."""
+
+
+def _parted(found: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the rows of experts, and those of whole layers."""
+    return [row for row in found if "is_layer" not in row], [row for row in found if "is_layer" in row]
+
+
+def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [f"| {' | '.join(title for title, _ in columns)} |", "|---" * len(columns) + "|"]
+    return lines + [f"| {' | '.join(str(row[key] or '') for _, key in columns)} |" for row in rows]
 
 
 def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return who passes what."""
-    columns = [Column(key=key, title=title, is_text=True) for title, key in _COLUMNS]
-    return [table("experts beside dense ones", _summary(found), columns)]
+    experts, layers = _parted(found)
+    columns = [
+        [Column(key=key, title=title, is_text=True) for title, key in each] for each in (_COLUMNS, _LAYER_COLUMNS)
+    ]
+    return [
+        table("experts beside dense ones", _summary(experts, [each.name for each in SITUATIONS]), columns[0]),
+        table("whole layers beside dense ones", _layer_summary(layers), columns[1]),
+    ]
 
 
 _COLUMNS = [("system", "system"), ("version", "version"), *((each.name, each.name) for each in SITUATIONS)]
+_LAYER_COLUMNS = [
+    ("system", "system"), *((each.name, each.name) for each in LAYER_SITUATIONS), ("auxiliary loss is over", "over"),
+    ("gradient norm", "norm"),
+]  # fmt: skip
+AUXILIARY = "auxiliary loss over "
 
 
-def _summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _summary(found: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row per system with what it passes in each situation."""
     made = []
     for name in dict.fromkeys(row["system"] for row in found):
         own = [row for row in found if row["system"] == name]
-        cells = {each.name: _cell([row for row in own if row.get("situation") == each.name]) for each in SITUATIONS}
+        cells = {each: _cell([row for row in own if row.get("situation") == each]) for each in situations}
         if not any("quantity" in row for row in own):
-            cells = {each.name: own[0]["failed"] if each is SITUATIONS[0] else "" for each in SITUATIONS}
+            cells = {each: own[0]["failed"] if each == situations[0] else "" for each in situations}
         made.append({"system": name, "version": own[0]["version"], **cells})
     return made
 
 
+def _layer_summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per system whose whole layer was tested."""
+    made = _summary(found, [each.name for each in LAYER_SITUATIONS])
+    for row in made:
+        own = [each for each in found if each["system"] == row["system"]]
+        over = [each for each in own if each["quantity"].startswith(AUXILIARY) and each["holds"]]
+        factors = sorted({f"{each['factor']:.3g}" for each in over})
+        row["over"] = (
+            f"{over[0]['quantity'].removeprefix(AUXILIARY)}, times {' or '.join(factors)}" if over else "has none"
+        )
+        row["norm"] = _cell([each for each in own if each["quantity"] == "gradient norm"]) or "its trainer's"
+        row["capacity"] = row["capacity"] or "has none"
+    return made
+
+
 def _cell(own: Sequence[Mapping[str, Any]]) -> str:
-    wrong = dict.fromkeys(row["quantity"] if not row["failed"] else "fails" for row in own if not row["holds"])
+    wrong = dict.fromkeys(
+        "fails" if row["failed"] else row["quantity"].partition(" over ")[0] for row in own if not row["holds"]
+    )
     return (", ".join(wrong) or "passes") if own else ""
 
 
 def _wrong(row: Mapping[str, Any]) -> str:
+    if not row["failed"] and not math.isfinite(row["error"]):
+        return f"{row['quantity'].partition(' over ')[0]} is not a number"
     by = f", {row['factor']:.4g} times what it should be" if row["factor"] is not None else ""
     return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
 
@@ -375,6 +578,14 @@ afterwards is not tested here.
 
 This page is written by `moesaic bench certificates --page docs/certificates.md` from what is installed.
 """
+_LAYER_HEAD = """
+## Whole layers
+
+`moesaic.testing.moe_layers.certify_layer` starts before the router: output, gradients of tokens, of the router (summed over the
+ranks) and of experts, the auxiliary loss by itself with its gradient, the norm of the gradient where the layer's own package
+finds it, and capacities. A loss over a rank's own tokens is another loss on every mesh: the mean of its values is not that of
+all tokens. The factor is beside `E * sum_e f_e P_e` with shares f and P that add up to 1.
+"""
 _TAIL = """
 ## Your own system
 
@@ -382,9 +593,10 @@ _TAIL = """
 from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
 ```
 
-Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank. Each
-finding prints what is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has five
-such classes of about 20 lines each.
+Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank.
+`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding prints what
+is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has nine such classes of about
+20 lines each.
 """
 
 

@@ -146,7 +146,7 @@ def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
     assert "no configuration there: name the model's config.json" in refusal(hub, tmp_path / "o", to="moesaic")
     (tmp_path / "config.json").write_text(config)
     moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
-    table = json.loads(config) | {"quantization_config": {"quant_method": "fp8"}}
+    table = json.loads(config) | {"quantization_config": {"quant_method": "gptq"}}
     (hub / "config.json").write_text(json.dumps(table))
     assert "the weights are quantized" in refusal(hub, tmp_path / "p", to="moesaic")
 

@@ -137,8 +137,7 @@ def complete_sizes() -> None:
         is_said = config.fsdp_size is not None
         resolve(config)
         known: Any = EPImplementationInterface()
-        name = config.ep_implementation
-        chosen = known[name] if name in known else None
+        chosen = known.get(config.ep_implementation)
         if is_said or config.ep_size == 1 or getattr(chosen, "func", chosen) is not MoesaicEP:
             return
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -16,7 +16,7 @@ from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
 from moesaic.weights.format import AbstractFormat
-from moesaic.weights.layout import Layout, Readable, every, identity, naming
+from moesaic.weights.layout import Layout, Made, Readable, every, identity, naming
 from moesaic.weights.model import Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
@@ -139,7 +139,8 @@ def _compared(
     folder: Path, before: Checkpoint, after: Checkpoint, target: Path, same: bool, names: tuple[str, str]
 ) -> dict[str, Any]:
     """Run both models on the fixed text; returns the largest difference between logits."""
-    old = _logits(folder if same and names[0] == "hf" else None, before)
+    is_quantized = any(isinstance(tensor, Made) for tensor in before.tensors[None].values())  # which wants a GPU
+    old = _logits(folder if same and names[0] == "hf" and not is_quantized else None, before)
     new = _logits(target if names[1] == "hf" else None, after)
     return {"tokens": TOKENS, "largest_difference": float((old.double() - new.double()).abs().max())}
 

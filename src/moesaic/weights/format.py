@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from moesaic.weights.files import Stored
 from moesaic.weights.layout import Readable, StoredBlock, every
 from moesaic.weights.model import LAYER, Architecture, Part
 
@@ -23,7 +22,7 @@ class AbstractFormat(ABC):
         """Return whether a folder looks like a checkpoint of this format."""
 
     @abstractmethod
-    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         """Return a checkpoint's tensors by name, and the names of what is no tensor."""
 
     @abstractmethod

@@ -15,10 +15,11 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
-from moesaic.weights.files import INDEX, Stored, read_dcp, read_safetensors, write_dcp, write_safetensors
+from moesaic.weights.files import INDEX, read_dcp, read_safetensors, write_dcp, write_safetensors
 from moesaic.weights.format import AbstractFormat
 from moesaic.weights.layout import Readable, StoredBlock, every
 from moesaic.weights.model import Architecture
+from moesaic.weights.quantized import dequantized
 
 
 class Hub(AbstractFormat):
@@ -29,8 +30,8 @@ class Hub(AbstractFormat):
     def finds(self, folder: Path) -> bool:
         return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
-    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
-        return read_safetensors(folder), []
+    def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
+        return dequantized(read_safetensors(folder), folder), []
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         write_safetensors(folder, tensors)
@@ -79,7 +80,7 @@ class Moesaic(AbstractFormat):
     def finds(self, folder: Path) -> bool:
         return (folder / SHARDS / ".metadata").exists()
 
-    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         return read_dcp(folder / SHARDS)
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:

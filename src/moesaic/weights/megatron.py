@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moesaic.errors import InputError
-from moesaic.weights.files import Stored, read_dcp, write_dcp
+from moesaic.weights.files import read_dcp, write_dcp
 from moesaic.weights.format import AbstractFormat, Place, Rules, by_rules, half
 from moesaic.weights.layout import Made, Readable, Region, StoredBlock
 from moesaic.weights.model import LAYER, Architecture, Part
@@ -152,7 +152,7 @@ class Megatron(AbstractFormat):
         inside = self._inside(folder)
         return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(inside)[0]
 
-    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         tensors, others = read_dcp(self._inside(folder))
         return {name.removeprefix("chained_0."): tensor for name, tensor in tensors.items()}, others
 

@@ -13,6 +13,7 @@ import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.layout import Region, StoredBlock, every
+from moesaic.weights.quantized import METHODS
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -110,7 +111,7 @@ def read_config(folder: Path, named: Path | None) -> Any:
     """Return the configuration of a checkpoint: the one that is named, or the one beside its files.
 
     Raises:
-        InputError: if there is none, or it is of a quantized model.
+        InputError: if there is none, or it is of a model that is quantized in another way than `METHODS`.
     """
     place = named or folder
     path = place / "config.json" if place.is_dir() else place
@@ -118,11 +119,15 @@ def read_config(folder: Path, named: Path | None) -> Any:
         raise InputError(f"{path}: no configuration there: name the model's config.json of transformers with --config")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+        quantized = table.pop("quantization_config", None)  # what is read is not quantized any more
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # its own checks raise whatever they like
         raise InputError(
             f"{path}: is no configuration of transformers ({' '.join(str(error).split()):.200})"
         ) from error
-    if table.get("quantization_config"):
-        raise InputError(f"{path}: the weights are quantized: load them with dequantize=True, save them, convert those")
+    method = (quantized or {}).get("quant_method")
+    if quantized and method not in METHODS:
+        raise InputError(
+            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them, convert those"
+        )
     return config

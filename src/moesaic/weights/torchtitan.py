@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from moesaic.weights.files import Stored, read_dcp, write_dcp
+from moesaic.weights.files import read_dcp, write_dcp
 from moesaic.weights.format import AbstractFormat, Rules, by_rules
 from moesaic.weights.layout import Readable, StoredBlock
 from moesaic.weights.model import Architecture
@@ -81,7 +81,7 @@ class Torchtitan(AbstractFormat):
     def finds(self, folder: Path) -> bool:
         return (folder / ".metadata").exists() and "tok_embeddings.weight" in read_dcp(folder)[0]
 
-    def read(self, folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         return read_dcp(folder)
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:

@@ -1,0 +1,300 @@
+"""Anybody's whole MoE layer over ranks, black box: router, experts, auxiliary loss, capacity, and the norm of the gradient.
+
+`routed_experts` starts behind the router; this starts before it. Every rank runs the layer on tokens of its own and
+back-propagates the sum over its own outputs. A router's gradient, summed over the ranks, must be that of all tokens, whatever
+somebody's data parallelism does to it later. An auxiliary loss may be over a rank's own tokens or over all: what it is over is
+found, with the factor that it is multiplied by. Of a capacity only the bounds are held: a row of a token that was dropped is 0,
+any other exact, and as many are kept as fit.
+
+    for finding in certify_layer(make, group):  # all ranks of the group together
+        print(finding)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.testing.routed_experts import Certified, SwiGLUWeights
+
+
+class AbstractMoELayer(ABC):
+    """One rank's end of a layer under test: a softmax router without a bias, and SwiGLU experts."""
+
+    def normalizes(self, top_k: int) -> bool:
+        """Whether the routing weights of a token's experts are divided by their sum. A single one has no gradient then."""
+        return top_k > 1
+
+    @abstractmethod
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output (tokens, dim) and the auxiliary loss, (); None without one. x: (tokens, dim), possibly no token."""
+
+    @abstractmethod
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return the router's gradient (E, dim) as this rank has it, and those of this rank's experts; zeros for none."""
+
+    def norm(self) -> float | None:
+        """Return the norm of the whole gradient as the system finds it for clipping; None if that is not the layer's matter."""
+        return None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one rank's end is made from."""
+
+    router: Tensor
+    """(E, dim)."""
+    experts: SwiGLUWeights
+    """Of all ranks; see `SwiGLUWeights.owned`."""
+    group: dist.ProcessGroup
+    top_k: int
+    capacity: float | None
+    """Each rank sends an expert at most this many times the even share of its copies; None drops nothing."""
+
+
+MakeLayer = Callable[[Asked], AbstractMoELayer | None]
+"""Makes one rank's end, the same on all; None where the system has no such capacity."""
+
+
+@dataclass(frozen=True)
+class LayerSituation:
+    """Tokens that some layers do not survive."""
+
+    name: str
+    says: str
+    tokens: tuple[int, ...]
+    """Per rank in turn, repeated as needed."""
+    top_k: int = 2
+    capacity: float | None = None
+
+
+LAYER_SITUATIONS = (
+    LayerSituation("even", "as many tokens on every rank", (16,)),
+    LayerSituation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5)),
+    LayerSituation("one expert", "the same, and one expert per token", (9, 3, 12, 5), top_k=1),
+    LayerSituation("empty rank", "a rank holds no token", (8, 0, 5, 3)),
+    LayerSituation("capacity", "copies beyond a rank's even share are dropped; one expert per token", (16,), 1, 1.0),
+)
+"""What `certify_layer` tries."""
+DIM, HIDDEN, EXPERTS = 16, 24, 8
+
+
+def certify_layer(
+    make: MakeLayer, group: dist.ProcessGroup | None = None, *, situations: Sequence[LayerSituation] = LAYER_SITUATIONS
+) -> list[Certified]:
+    """Run somebody's layer in every situation and compare with a dense one in float64; the same on every rank.
+
+    Args:
+        make: makes one rank's end; called twice per situation.
+        group: the ranks that share the experts; None for all. Their number divides 8.
+        situations: to try.
+
+    Returns:
+        per situation and quantity what was found; nothing for a capacity that the system does not have. After a situation that
+        not all ranks passed alike, the rest is left out.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "start a process group first"
+    beside = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    found: list[Certified] = []
+    is_over = ""
+    for situation in situations:
+        asked, xs, dys = _draw(situation, group)
+        failed, ran = is_over, None
+        try:
+            ran = None if is_over else _run(make, asked, xs[group.rank()], dys[group.rank()])
+        except Exception as error:  # whatever somebody's code raises is the finding
+            failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        said: list[str] = [""] * group.size()
+        dist.all_gather_object(said, failed, group=beside)
+        if len(set(said)) > 1:
+            is_over = "is left out: after what failed before, ranks are not at the same place"
+            failed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each)
+        if failed:
+            found.append(Certified(situation.name, "all", torch.inf, None, failed))
+        if failed or ran is None:
+            continue
+        every: list[_Errors] = [{}] * group.size()
+        dist.all_gather_object(
+            every, _errors(ran, _Dense(asked, xs, dys, ran.normalizes), situation, beside), group=beside
+        )
+        for name in dict.fromkeys(name for each in every for name in each):
+            worst = max((each.get(name, (torch.inf, None)) for each in every), key=lambda pair: pair[0])
+            found.append(Certified(situation.name, name, *worst))
+    return found
+
+
+_Errors = dict[str, tuple[float, float | None]]
+"""Quantity to its error and the factor that explains it."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a rank has after a situation."""
+
+    normalizes: bool
+    y: Tensor
+    dx: Tensor
+    router: Tensor
+    experts: SwiGLUWeights
+    norm: float | None
+    auxiliary: tuple[Tensor, Tensor] | None
+    """The loss, and the gradient of the router by it alone."""
+
+
+def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _Ran | None:
+    layer, other = make(asked), make(asked)
+    if layer is None or other is None:
+        return None
+    x = tokens.clone().requires_grad_()
+    y, loss = layer.run(x)
+    torch.autograd.backward(y, dy)
+    router, experts = layer.gradients()
+    router, experts = router.clone(), SwiGLUWeights(experts.w1.clone(), experts.w3.clone(), experts.w2.clone())
+    dx, norm, auxiliary = torch.zeros_like(x) if x.grad is None else x.grad, layer.norm(), None
+    if loss is not None:
+        again, loss = other.run(tokens.clone().requires_grad_())
+        assert loss is not None
+        (loss + 0 * again.sum()).backward()
+        auxiliary = loss.detach(), other.gradients()[0]
+    return _Ran(layer.normalizes(asked.top_k), y.detach(), dx, router, experts, norm, auxiliary)
+
+
+def _errors(ran: _Ran, dense: _Dense, situation: LayerSituation, group: dist.ProcessGroup) -> _Errors:
+    """Return a situation's errors on this rank."""
+    rank = group.rank()
+    if situation.capacity is not None:
+        return {"capacity": (dense.capacity_error(ran.y, rank, situation.capacity), None)}
+    own = dense.experts.owned(group)
+    found = {
+        "output": _off([ran.y], [dense.ys[rank]]),
+        "tokens": _off([ran.dx], [dense.dxs[rank]]),
+        "router": _off([_summed(ran.router, group)], [dense.router]),
+        "experts": _off([ran.experts.w1, ran.experts.w3, ran.experts.w2], [own.w1, own.w3, own.w2]),
+    }
+    if ran.norm is not None:
+        found["gradient norm"] = _off([torch.tensor(ran.norm)], [dense.norm()])
+    if ran.auxiliary is not None:
+        found |= _auxiliary(*ran.auxiliary, dense, group)
+    return found
+
+
+def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.ProcessGroup) -> _Errors:
+    """Return over whose tokens an auxiliary loss is, its error, and what it is multiplied by.
+
+    A loss over all tokens may have its gradient on each rank as a share, or on every rank whole.
+    """
+    values = [torch.zeros((), dtype=torch.float64) for _ in range(group.size())]
+    dist.all_gather(values, value.double(), group=group)
+    of_ranks, slopes, tried = torch.stack(values), _summed(router, group), {}
+    for whose, (wanted, gradient) in dense.auxiliary().items():
+        factor = float((of_ranks * wanted).sum() / (wanted * wanted).sum())
+        shares = (1.0, 1 / group.size()) if whose.endswith("all tokens") else (1.0,)
+        of_value = _off([of_ranks], [factor * wanted])[0]
+        of_slopes = [_off([slopes], [share * factor * gradient])[0] for share in shares]
+        is_number = not any(math.isnan(each) for each in (factor, of_value, *of_slopes))
+        tried[f"auxiliary loss over {whose}"] = (max(of_value, min(of_slopes)) if is_number else torch.inf, factor)
+    best = min(tried, key=lambda name: tried[name][0])
+    return {best: tried[best]}
+
+
+class _Dense:
+    """What all ranks must have, by products of every token with every expert in float64."""
+
+    def __init__(self, asked: Asked, xs: Sequence[Tensor], dys: Sequence[Tensor], normalizes: bool) -> None:
+        self._router, self._top_k, self._xs = asked.router.double(), asked.top_k, [x.double() for x in xs]
+        router = self._router.clone().requires_grad_()
+        leaves = [getattr(asked.experts, name).double().requires_grad_() for name in ("w1", "w3", "w2")]
+        inputs = [x.clone().requires_grad_() for x in self._xs]
+        self.ys, self._chosen = [], []
+        for x, dy in zip(inputs, dys):
+            probs = F.linear(x, router).softmax(-1)
+            weights, chosen = probs.topk(asked.top_k)
+            weights = weights / weights.sum(-1, keepdim=True) if normalizes else weights
+            weight_TE = torch.zeros_like(probs).scatter(1, chosen, weights)
+            inner = F.silu(torch.einsum("td,eid->tei", x, leaves[0])) * torch.einsum("td,eid->tei", x, leaves[1])
+            y = torch.einsum("tei,edi,te->td", inner, leaves[2], weight_TE)
+            (y * dy.double()).sum().backward()
+            self.ys.append(y.detach())
+            self._chosen.append(chosen)
+        self.dxs = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        self.router = router.grad if router.grad is not None else torch.zeros_like(router)
+        self.experts = SwiGLUWeights(*(leaf.grad for leaf in leaves))
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient of router and experts."""
+        each = (self.router, self.experts.w1, self.experts.w3, self.experts.w2)
+        return torch.stack([tensor.square().sum() for tensor in each]).sum().sqrt()
+
+    def auxiliary(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return E * sum_e f_e P_e by rank, and the router's gradient summed over ranks, by what they are over.
+
+        A rank without tokens has 0. f counts the copies of all choices, or as GShard does those of a token's first choice.
+        """
+        own, everything = list(zip(self._xs, self._chosen)), (torch.cat(self._xs), torch.cat(self._chosen))
+        found = {}
+        for whose, sets in (("own tokens", own), ("all tokens", [everything] * len(own))):
+            for which, choices in ((whose, self._top_k), (f"first choices of {whose}", 1)):
+                router = self._router.clone().requires_grad_()
+                values = []
+                for x, chosen in sets:
+                    copies = torch.bincount(chosen[:, :choices].flatten(), minlength=EXPERTS).double()
+                    share = copies / copies.sum().clamp(min=1)
+                    probs = F.linear(x, router).softmax(-1).sum(0) / max(len(x), 1)
+                    values.append(EXPERTS * (share * probs).sum())
+                torch.stack(values).sum().backward()
+                assert router.grad is not None
+                found[which] = (torch.stack(values).detach(), router.grad)
+        return found
+
+    def capacity_error(self, y: Tensor, rank: int, factor: float) -> float:
+        """Return how far kept rows are off; inf if more or fewer are kept than fit."""
+        wanted, chosen = self.ys[rank], self._chosen[rank].flatten()
+        is_kept = (y != 0).any(1)
+        room = -int(-factor * len(y) // EXPERTS)
+        for expert in range(EXPERTS):
+            of_expert = chosen == expert
+            if int((is_kept & of_expert).sum()) != min(int(of_expert.sum()), room):
+                return torch.inf
+        return _off([y[is_kept]], [wanted[is_kept]])[0]
+
+
+def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[Asked, list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    counts = [situation.tokens[rank % len(situation.tokens)] for rank in range(group.size())]
+    scale = DIM**-0.5
+    experts = SwiGLUWeights(
+        normal(EXPERTS, HIDDEN, DIM) * scale, normal(EXPERTS, HIDDEN, DIM) * scale, normal(EXPERTS, DIM, HIDDEN) * scale
+    )
+    asked = Asked(normal(EXPERTS, DIM), experts, group, situation.top_k, situation.capacity)
+    return asked, [normal(count, DIM) for count in counts], [normal(count, DIM) for count in counts]
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = tensor.detach().double()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _off(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float | None]:
+    """Return the largest difference by the largest expected value, and the one factor that explains it, if one does."""
+    if [each.shape for each in actual] != [each.shape for each in expected]:
+        return torch.inf, None
+    a, b = (torch.cat([each.detach().double().flatten() for each in side]) for side in (actual, expected))
+    if not b.numel():
+        return 0.0, None
+    scale = max(float(b.abs().max()), 1e-3)
+    error = float((a - b).abs().nan_to_num(nan=torch.inf).max()) / scale
+    factor = float((a * b).sum() / (b * b).sum()) if bool(b.any()) else 1.0
+    return error, factor if float((a - factor * b).abs().nan_to_num(nan=torch.inf).max()) <= 1e-3 * scale else None

@@ -1,0 +1,100 @@
+"""Quantized weights of the hub, given back their values as they are read: fp8 in blocks (DeepSeek-V3) and mxfp4 (gpt-oss).
+
+A value is what transformers computes on loading: an element times the scale of its block, in bfloat16. Of mxfp4 that is exact;
+of fp8 the product is rounded once, from float32. Nothing is held whole: a region is computed from those that it consists of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.weights.files import Stored
+from moesaic.weights.layout import Made, Readable, Region, every
+
+FP8_SCALE = "_scale_inv"
+"""Follows the name of a matrix: its scales, one per block."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Follow the name of an mxfp4 tensor: 16 bytes for 32 values each, and a power of two for each 32."""
+HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = torch.tensor([*HALF, *(-value for value in HALF)])
+"""What four bits stand for (Open Compute Project, Microscaling Formats, E2M1)."""
+METHODS = ("fp8", "mxfp4")
+"""`quant_method` of a configuration whose weights are given back."""
+
+
+def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readable]:
+    """Return a checkpoint's tensors with quantized ones replaced by their values in bfloat16.
+
+    Args:
+        stored: by the hub's names.
+        folder: that they come from; its config.json says how large the blocks of fp8 are.
+
+    Raises:
+        InputError: if scales fit no block size, or are missing.
+    """
+    found: dict[str, Readable] = {}
+    for name, tensor in stored.items():
+        if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
+            whole = name.removesuffix(BLOCKS)
+            experts, rows, groups, _ = tensor.shape
+            shape = (experts, 32 * groups, rows)
+            found[whole] = Made(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[whole + SCALES]))
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scales = stored.get(name + FP8_SCALE)
+            sizes = _block_size(folder)
+            fits = scales is not None and scales.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
+            if scales is None or not fits or scales.dtype != torch.float32:
+                raise InputError(
+                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model by "
+                    "transformers with dequantize=True, save it, convert that"
+                )
+            found[name] = Made(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
+        elif not _is_scale(name, stored):
+            found[name] = tensor
+    return found
+
+
+def _is_scale(name: str, stored: Mapping[str, Stored]) -> bool:
+    of_fp8 = name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in stored
+    return of_fp8 or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in stored)
+
+
+def _block_size(folder: Path) -> tuple[int, ...]:
+    path = folder / "config.json"
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return tuple((table.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+
+
+def _ranges(at: Region) -> tuple[range, ...]:
+    return tuple(dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at)
+
+
+def _sizes(at: Region) -> list[int]:
+    return [len(dim) for dim in at if isinstance(dim, range)]
+
+
+def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region) -> Tensor:
+    whole = _ranges(at)
+    values = torch.from_numpy(tensor.read(whole)).view(torch.float8_e4m3fn).float()
+    of_blocks = torch.from_numpy(scales.read(every(scales.shape))).view(torch.float32)
+    rows, columns = (torch.tensor(list(dim)) // size for dim, size in zip(whole, sizes))
+    return (values * of_blocks[rows][:, columns]).bfloat16().view(_sizes(at))
+
+
+def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:
+    experts, columns, rows = _ranges(at)
+    groups = range(columns[0] // 32, columns[-1] // 32 + 1)
+    packed = torch.from_numpy(blocks.read((experts, rows, groups, range(16)))).view(torch.uint8)
+    powers = torch.from_numpy(scales.read((experts, rows, groups))).view(torch.uint8).int() - 127
+    pairs = torch.stack([FP4[(packed & 15).long()], FP4[(packed >> 4).long()]], -1)
+    values = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1)).bfloat16().flatten(-2)
+    picked = values[..., torch.tensor(list(columns)) - 32 * groups[0]]
+    return picked.transpose(1, 2).reshape(_sizes(at))

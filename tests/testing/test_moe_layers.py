@@ -1,0 +1,75 @@
+"""`certify_layer`: a layer that is right passes every situation; one with a bug is told what is wrong and by which factor."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch.nn.functional as F
+
+from moesaic.testing.moe_layers import EXPERTS, LAYER_SITUATIONS, AbstractMoELayer, certify_layer
+from testing import routed_ranks
+from worlds import on_ranks
+
+BUGS = ["", "router averaged", "loss without a gradient", "keeps all", "fails"]
+
+
+class Layer(AbstractMoELayer):
+    """A router before experts that gather all tokens, with a balance loss over the rank's own tokens."""
+
+    def __init__(self, bug, asked):
+        self.bug, self.asked = bug, asked
+        self.router = asked.router.clone().requires_grad_()
+        self.experts = routed_ranks.Gathering(asked.experts, asked.group)
+
+    def run(self, x):
+        if self.bug == "fails":
+            raise ValueError("no such layer")
+        probs = F.linear(x, self.router).softmax(-1)
+        gates, experts = probs.topk(self.asked.top_k)
+        share = F.one_hot(experts.flatten(), EXPERTS).double().sum(0) / max(experts.numel(), 1)
+        loss = 3 * EXPERTS * (share * probs.sum(0) / max(len(x), 1)).sum()
+        gates = gates / gates.sum(-1, keepdim=True) if self.asked.top_k > 1 else gates
+        if self.asked.capacity is not None and self.bug != "keeps all":
+            place = F.one_hot(experts[:, 0], EXPERTS).cumsum(0).gather(1, experts)
+            gates = gates * (place <= self.asked.capacity * len(x) / EXPERTS)
+        return self.experts.run(x, experts, gates), loss.detach() + 0 * loss if self.bug.startswith("loss") else loss
+
+    def gradients(self):
+        gradient = self.router.grad / self.asked.group.size() if self.bug == "router averaged" else self.router.grad
+        return gradient, self.experts.gradients()
+
+
+def findings():
+    return {bug: certify_layer(partial(Layer, bug)) for bug in BUGS}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What two ranks say, the same on both."""
+    first, second = on_ranks(2, findings)
+    assert str(first) == str(second)
+    return first
+
+
+def wrong(findings):
+    return {each.quantity for each in findings if not each.holds()}
+
+
+def test_a_layer_that_is_right_passes_every_situation(found):
+    assert {each.situation for each in found[""]} == {each.name for each in LAYER_SITUATIONS}
+    assert [str(each) for each in found[""] if not each.holds()] == []
+    losses = [each for each in found[""] if each.quantity.startswith("auxiliary loss")]
+    assert {each.quantity.removeprefix("auxiliary loss over ") for each in losses} >= {"own tokens"}
+    assert all(each.factor == pytest.approx(3, rel=1e-4) for each in losses)
+
+
+def test_bugs_are_told_from_each_other(found):
+    averaged = [each for each in found["router averaged"] if not each.holds()]
+    assert {each.quantity.partition(" over")[0] for each in averaged} == {"router", "auxiliary loss"}
+    assert {round(each.factor, 4) for each in averaged if each.quantity == "router"} == {0.5}
+    assert {each.partition(" over")[0] for each in wrong(found["loss without a gradient"])} == {"auxiliary loss"}
+    assert wrong(found["keeps all"]) == {"capacity"}
+    assert {str(each) for each in found["fails"]} == {
+        f"{each.name}: ValueError: no such layer" for each in LAYER_SITUATIONS
+    }
