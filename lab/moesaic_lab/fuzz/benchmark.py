@@ -126,8 +126,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 BENCHMARK = Benchmark(
-    name="fuzz", description="Hand every reader and every command line inputs that nobody meant for them. Exit code 1 if anything "
-    "but a documented error escapes.",
+    name="fuzz",
+    description="Hand every reader and every command line odd inputs. Exit code 1 if anything but a documented error escapes.",
     options=FuzzOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, columns=tables,
-    is_proof=True, packages=("torch", "numpy", "hypothesis"),
+    is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis"),
 )  # fmt: skip
