@@ -17,6 +17,7 @@ from moesaic.errors import InputError, TrainingError
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
+    "tokenize": "turn text into a packed file of tokens, from one source or a mixture",
     "sample": "continue a prompt with a trained model",
     "why-hung": "tell where every rank of a run stood when it was given up",
     "report": "write one HTML page about one or more runs",
@@ -35,6 +36,7 @@ LABORATORY = {
     "fuzz": "hand every reader and every command line odd inputs",
     "soak": "train for half an hour while plans and checkpoints change; hold memory against what it was",
     "reproduce": "published figures of five papers beside what the simulator says",
+    "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
 """Subcommands of the package moesaic-lab."""

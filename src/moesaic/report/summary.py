@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moesaic.errors import InputError
+from moesaic.report.stragglers import stragglers
 from moesaic.train.metrics import read_metrics
 
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
@@ -98,6 +99,8 @@ class RunSummary:
     """Losses that balance the experts, before their coefficients, mean over the layers."""
     layers: tuple[LayerSeries, ...]
     """The MoE layers; none for a dense run."""
+    stragglers: tuple[str, ...]
+    """A phrase for each rank and each link that holds the run up."""
 
     @property
     def best_val(self) -> float | None:
@@ -231,6 +234,7 @@ def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[s
         val_seconds=_series(evals, "seconds"),
         auxiliary=_auxiliary(train),
         layers=_layers(train),
+        stragglers=tuple(stragglers(train)),
     )
 
 
