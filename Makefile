@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 # A worker per core, a file on one worker; ranks and workers have one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help setup demo test test-random test-all lint bench bench-all docs site clean
+.PHONY: help setup demo test test-random test-all lint bench bench-all chaos fuzz soak docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -79,6 +79,15 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench hf --json $(RESULTS)/hf.json
 	$(BIN)/moesaic bench house --json $(RESULTS)/house.json
 	$(BIN)/python -m moesaic_lab.performance_page
+
+chaos: $(STAMP)  ## 200 faults over runs on an emulated cluster, half an hour
+	$(BIN)/moesaic chaos --json $(RESULTS)/chaos.json
+
+fuzz: $(STAMP)  ## 100,000 odd inputs for every reader and every command line, half an hour
+	$(BIN)/moesaic fuzz --json $(RESULTS)/fuzz.json
+
+soak: $(STAMP)  ## half an hour of changing plans on four processes: memory, descriptors, threads
+	$(BIN)/moesaic soak --json $(RESULTS)/soak.json
 
 docs: $(STAMP)  ## docs/performance.md from the committed results, and the picture of a timeline
 	$(BIN)/python -m moesaic_lab.performance_page

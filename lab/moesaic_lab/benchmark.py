@@ -128,12 +128,15 @@ class Benchmark(Generic[O, C, F]):
     panels_in_a_row: int = 2
     packages: tuple[str, ...] = ("torch", "numpy")
     """Whose versions matter."""
+    is_command: bool = False
+    """Whether it is a command of its own, `moesaic NAME`."""
     is_proof: bool = False
     """The exit code is 1 where a claim does not hold: what is claimed is true or a bug."""
 
     def run(self, arguments: Sequence[str]) -> int:
         """Measure, print, write, draw; returns the exit code."""
-        options = parse(self.options, arguments, prog=f"moesaic bench {self.name}", description=self.description)
+        prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
+        options = parse(self.options, arguments, prog=prog, description=self.description)
         picture = Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
         if picture is not None:
             check_picture(picture)

@@ -178,5 +178,5 @@ BENCHMARK = Benchmark(
     name="soak", description="Train for a long time while plans, policies and checkpoints change; hold memory, descriptors and "
     "threads against what they were.",
     options=SoakOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
-    columns=[Shown(title="Ranks")], is_proof=True,
+    columns=[Shown(title="Ranks")], is_proof=True, is_command=True,
 )  # fmt: skip

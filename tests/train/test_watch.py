@@ -135,6 +135,37 @@ def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(tmp_path):
     assert not (tmp_path / "run" / HANG).exists()
 
 
+LONG_SAVE = """
+import os, sys, time
+from moesaic.cli.main import main
+from moesaic.train import loop
+
+plain = loop.save_checkpoint
+
+def slow(*arguments, **options):
+    if os.environ["RANK"] == "1" and options["step"] == 2:
+        with open(os.devnull, "w", buffering=1) as disk:
+            for _ in range(30):
+                disk.write("x" * 1000 + chr(10))
+                time.sleep(0.2)
+    return plain(*arguments, **options)
+
+loop.save_checkpoint = slow
+sys.exit(main(sys.argv[1:]))
+"""
+"""One rank needs thrice its patience to write, and does write."""
+
+
+def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(LONG_SAVE)
+    config = tiny(tmp_path, steps=3, batch_size=4, save_every=2, patience=2, mesh={"ep": 2})
+    process = start(config, tmp_path, script=script)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert not (tmp_path / "run" / HANG).exists()
+
+
 def test_who_stands_elsewhere_comes_before_those_who_wait():
     wait = "in forward of layer blocks.0.ffn, task 3 (dispatch) of its program"
     found = [

@@ -90,15 +90,15 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
 
         whole = Course(folder=folder / "undisturbed", transport=TRANSPORTS[0], faults=(), told=folder / "told")
         reference = kept(folder / "undisturbed.json", lambda: played(whole))[0]["losses"]
-        for number in itertools.count():
-            left = schedule.faults[len(rows) :]
-            if not left:
-                return sorted(rows, key=lambda row: row["number"])
+        numbers = itertools.count()
+        while left := schedule.faults[len(rows) :]:
+            number = next(numbers)
             course = Course(
                 folder=folder / f"course-{number}", transport=TRANSPORTS[number % len(TRANSPORTS)],
                 faults=tuple(left[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
             )  # fmt: skip
             rows += kept(folder / f"course-{number}.json", partial(played, course))
+    return rows
 
 
 def _progress(course: Any, done: int, schedule: Schedule) -> str:
@@ -205,5 +205,5 @@ BENCHMARK = Benchmark(
     name="chaos", description="Kill, stop, cut off and damage runs by a seeded schedule; hold what comes of it against what is "
     "promised. Exit code 1 where a promise is broken.",
     options=ChaosOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims, columns=tables,
-    is_proof=True,
+    is_proof=True, is_command=True,
 )  # fmt: skip

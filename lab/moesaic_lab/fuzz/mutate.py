@@ -5,6 +5,7 @@ An edit knows the kind of file, so that what comes of it passes the checks of he
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import struct
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 ODD_WORDS = (
     "", " ", "nan", "inf", "-inf", "1e308", "-0", "0", "-1", "1", "2", "2147483648", "9223372036854775808", "1_0", "٣", "1e400",
-    "true", "None", "null", "[]", "{}", "a\nb", "\x00", "../x", "'", '"', "\ud800".encode("utf-8", "replace").decode(), "é" * 300,
+    "true", "None", "null", "[]", "{}", "a\nb", "\x00", "../x", "'", '"', "é" * 300,
 )  # fmt: skip
 """What people, shells and other programs put where a word is wanted."""
 ODD_NUMBERS = (0, -1, 1, 2, 3, 2**31, 2**63, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf"), -0.0, 1e-320)
@@ -80,7 +81,8 @@ def _tables(tree: Any) -> st.SearchStrategy[Any]:
 
 
 def _edited(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
-    for place, act, value in edits:
+    for place, act, drawn in edits:
+        value = copy.deepcopy(drawn)  # later edits go into it
         holder = {"": tree}
         inner: Any = holder
         key: Any = ""

@@ -1,11 +1,13 @@
 """Everything in Moesaic that reads a file: how a valid one is made, and what reads it.
 
-`readers_in_source` finds the functions that do; a test holds that each of them is reached from here.
+A test finds every function of the library that takes in a file, and holds that each of them is reached from here.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_saver
 
 from moesaic.configfile import as_json, override, read_table
 from moesaic.cost import cluster_file
@@ -44,6 +49,7 @@ from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
 from moesaic.train.documents import read_documents
 from moesaic.train.durable import checksum
+from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.shard_metadata import read_list
@@ -72,11 +78,6 @@ class Reader:
 
 def make_bases(folder: Path) -> None:
     """Write a valid file of every kind into folders of their own."""
-    import io
-
-    from rich.console import Console
-
-    from moesaic.train.loop import train
 
     text = folder / "text" / "a.txt"
     text.parent.mkdir(parents=True)
@@ -102,27 +103,23 @@ def make_bases(folder: Path) -> None:
     (one / "cluster.toml").write_text(
         (Path(cluster_file.__file__).parent / "presets" / "bed-2x2.toml").read_text(encoding="utf-8")
     )
-    _PROFILE().write(one / "profile.json")
+    _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
     write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
     (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
     hub = folder / "hub"
     hub.mkdir()
     (hub / "config.json").write_text(json.dumps(_HUB))
-    from safetensors.torch import save_file
-
     save_file({"a": torch.zeros(2, 3), "b": torch.ones(4)}, hub / "model.safetensors")
     (hub / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}})
+        json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
     )
     BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
-    import warnings
-
-    from torch.distributed.checkpoint import state_dict_saver
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,6 +131,7 @@ _TINY: dict[str, Any] = {
     "eval_sequences": 2, "save_every": 1, "tensorboard": False,
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
 }  # fmt: skip
+_POSITION = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}
 _HUB = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
@@ -141,7 +139,7 @@ _HUB = {
 }  # fmt: skip
 
 
-def _PROFILE() -> ClusterProfile:  # noqa: N802
+def _profile() -> ClusterProfile:
     return ClusterProfile(
         date="2026-01-01", machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
         inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
@@ -186,38 +184,60 @@ def _tensors(folder: Path) -> object:
 
 
 _LAST = "checkpoints/step-00000002"
+
+
+def _table(name: str, read: Callable[[Path], object], *, base: str = "one", kind: str = "json") -> Reader:
+    """Return a reader of a file that takes its path."""
+    return Reader(base=base, kind=kind, file=name, read=lambda folder: read(folder / name))
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text("utf-8", "replace")
+
+
 READERS = {
-    "training configuration": Reader(base="one", kind="json", file="config.json", read=lambda at: _train_config(at / "config.json")),
-    "configuration in TOML": Reader(base="one", kind="toml", file="table.toml", read=lambda at: _train_config(at / "table.toml")),
-    "plan": Reader(base="one", kind="json", file="planned.json", read=lambda at: read_planned(at / "planned.json")),
-    "job": Reader(base="one", kind="json", file="config.json", read=lambda at: read_job(str(at / "config.json"))),
-    "model of the hub": Reader(base="hub", kind="json", file="config.json", read=lambda at: read_job(str(at / "config.json"))),
-    "cluster": Reader(base="one", kind="toml", file="cluster.toml", read=lambda at: read_cluster(str(at / "cluster.toml"))),
-    "profile": Reader(base="one", kind="json", file="profile.json", read=lambda at: read_profile(at / "profile.json", any_machine=True)),
-    "counts": Reader(base="one", kind="bytes", file="counts.npy", read=lambda at: read_counts(at / "counts.npy")),
-    "counts in text": Reader(base="one", kind="words", file="counts.csv", read=lambda at: read_counts(at / "counts.csv")),
+    "training configuration": _table("config.json", _train_config),
+    "configuration in TOML": _table("table.toml", _train_config, kind="toml"),
+    "plan": _table("planned.json", read_planned),
+    "job": _table("config.json", lambda path: read_job(str(path))),
+    "model of the hub": _table("config.json", lambda path: read_job(str(path)), base="hub"),
+    "cluster": _table("cluster.toml", lambda path: read_cluster(str(path)), kind="toml"),
+    "profile": _table("profile.json", lambda path: read_profile(path, any_machine=True)),
+    "counts": _table("counts.npy", read_counts, kind="bytes"),
+    "counts in text": _table("counts.csv", read_counts, kind="words"),
     "trace": Reader(base="one", kind="npz", file="trace.npz", read=_trace),
-    "documents": Reader(base="one", kind="lines", file="documents.jsonl", read=lambda at: read_documents(at / "documents.jsonl", "text")),
-    "tokens": Reader(
-        base="one", kind="bytes", file="tokens.bin",
-        read=lambda at: load_corpus(DataConfig(path=(str(at / "tokens.bin"),), vocab_size=2000)),
+    "documents": _table("documents.jsonl", lambda path: read_documents(path, "text"), kind="lines"),
+    "documents in an array": _table("documents.json", lambda path: read_documents(path, "text")),
+    "tokens": _table(
+        "tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000)), kind="bytes"
     ),
-    "tokenizer": Reader(base="one", kind="json", file="tokenizer.json", read=lambda at: BPETokenizer.load(at / "tokenizer.json")),
-    "program": Reader(base="one", kind="words", file="program.txt", read=lambda at: from_text((at / "program.txt").read_text("utf-8", "replace"))),
-    "flags of Megatron": Reader(base="one", kind="words", file="flags.txt", read=lambda at: from_megatron((at / "flags.txt").read_text("utf-8", "replace"))),
+    "tokenizer": _table("tokenizer.json", BPETokenizer.load),
+    "program": _table("program.txt", lambda path: from_text(_text_of(path)), kind="words"),
+    "flags of Megatron": _table("flags.txt", lambda path: from_megatron(_text_of(path)), kind="words"),
     "metrics": Reader(base="run", kind="lines", file=METRICS, read=read_metrics),
     "report": Reader(base="run", kind="lines", file=METRICS, read=_reported),
     "record of a hang": Reader(base="run", kind="json", file="hang.json", read=read_hang),
-    "mark of a run": Reader(base="run", kind="json", file="config.json", read=lambda at: RunFolder(at).is_a_run()),
-    "state of a checkpoint": Reader(base="run", kind="json", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed),
-    "tensors of a checkpoint": Reader(base="run", kind="safetensors", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed),
-    "checksums of a checkpoint": Reader(
-        base="run", kind="words", file=f"{_LAST}/{SUMS}", read=lambda at: load_checkpoint(at / "checkpoints", _silent)
+    "mark of a run": Reader(
+        base="run", kind="json", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()
     ),
-    "list of shards": Reader(base="shards", kind="bytes", file=".metadata", read=lambda at: read_list((at / ".metadata").read_bytes(), "x")),
+    "state of a checkpoint": Reader(
+        base="run", kind="json", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed
+    ),
+    "tensors of a checkpoint": Reader(
+        base="run", kind="safetensors", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed
+    ),
+    "checksums of a checkpoint": Reader(
+        base="run",
+        kind="words",
+        file=f"{_LAST}/{SUMS}",
+        read=lambda folder: load_checkpoint(folder / "checkpoints", _silent),
+    ),
+    "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards", kind="bytes"),
     "shards": Reader(base="shards", kind="bytes", file=".metadata", read=read_dcp),
     "safetensors": Reader(base="hub", kind="safetensors", file="model.safetensors", read=_tensors),
     "index of safetensors": Reader(base="hub", kind="json", file="model.safetensors.index.json", read=read_safetensors),
-    "configuration of transformers": Reader(base="hub", kind="json", file="config.json", read=lambda at: read_config(at, None)),
-}  # fmt: skip
+    "configuration of transformers": Reader(
+        base="hub", kind="json", file="config.json", read=lambda at: read_config(at, None)
+    ),
+}
 """By what is read."""

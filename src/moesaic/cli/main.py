@@ -32,6 +32,9 @@ COMMANDS = {
 """Subcommands; each lives in `moesaic.cli.<name>`, with underscores, and has `run(arguments) -> exit code`."""
 LABORATORY = {
     "bench": "measure ways to run a layer against each other and against the limit of the links",
+    "chaos": "kill, stop, cut off and damage runs by a schedule; hold what comes of it against what is promised",
+    "fuzz": "hand every reader and every command line odd inputs",
+    "soak": "train for half an hour while plans and checkpoints change; hold memory against what it was",
     "reproduce": "published figures of five papers beside what the simulator says",
     "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",

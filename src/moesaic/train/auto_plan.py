@@ -328,9 +328,11 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the saved table of a run that is taken up again; None if it has none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError("it holds no table")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}): delete it to start the plan table anew") from error
     return found

@@ -107,7 +107,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
         trainer.goes_back = config.numbers.spikes == "rollback" and returns[run.step] < MOST_RETURNS
         try:
-            with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on):
+            long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
+            with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on, long):
                 return trainer.run()
         except LossSpikeError:
             wanted = run.step + 1 + run.left_out

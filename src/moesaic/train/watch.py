@@ -2,7 +2,8 @@
 
 Every rank has a thread that does three things every few seconds: it counts up in the store that all ranks reach, so that
 others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
-stands still where a rank has ended no step, called no layer and not left its place for longer than the patience. All ranks that
+stands still where a rank has ended no step, called no layer and not left its place for longer than the patience, and no rank
+gets on with saving or evaluating, for which the others may wait as long as it takes. All ranks that
 still answer then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into
 `hang.json` of the run folder, and all end with code 1.
 
@@ -67,11 +68,20 @@ class Watch:
         patience: seconds that a rank may stand at one place.
         step: tells what the run is at, such as "step 12".
         advice: tells how to go on after the run has ended.
+        long: functions in which one rank may work while the others wait for longer than that, as long as it gets on: it
+            leaves its place, or reads and writes.
     """
 
     def __init__(
-        self, model: nn.Module, folder: RunFolder, patience: float, step: Callable[[], str], advice: Callable[[], str]
+        self,
+        model: nn.Module,
+        folder: RunFolder,
+        patience: float,
+        step: Callable[[], str],
+        advice: Callable[[], str],
+        long: Sequence[Callable[..., object]] = (),
     ) -> None:
+        self._long = {each.__code__ for each in long}
         self._names = {id(part): name for name, part in model.named_modules() if name}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
         self._layers = {id(part.experts): name for name, part in layers.items()}
@@ -114,18 +124,22 @@ class Watch:
         self._ends.set()
 
     def _run(self) -> None:
-        beats, mark, since = 0, None, time.monotonic()
+        beats, mark, since, moved, works = 0, None, time.monotonic(), 0, 0
         while not self._ends.wait(self._pause):
-            beats += 1
+            beats, before, moved = beats + 1, (mark, moved), _moved_bytes()
             # The place alone says little: a thread that waits for a GPU in every step is found there whenever one looks.
-            place = _marked(sys._current_frames()[self._main])
-            now = (self._step(), [each.next_tag for each in self._transports], place)
-            if now != mark:
-                mark, since = now, time.monotonic()
+            main = sys._current_frames()[self._main]
+            mark = (self._step(), [each.next_tag for each in self._transports], _marked(main))
+            if mark != before[0]:
+                since = time.monotonic()
+            works_on = (mark, moved) != before and any(each.f_code in self._long for each in _outward(main))
             is_over = time.monotonic() - since > self._patience
             try:
-                if answered(partial(self._talk, beats, is_over), self._answer):
+                is_given_up, worked = answered(partial(self._talk, beats, is_over, works_on), self._answer)
+                if is_given_up:
                     answered(self._give_up, self._answer + 2 * self._reading)
+                if worked != works:
+                    works, since = worked, time.monotonic()
             except ConnectionError:
                 if is_over:
                     alone = (
@@ -133,10 +147,14 @@ class Watch:
                     )
                     self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
 
-    def _talk(self, beats: int, is_over: bool) -> bool:
-        """Give a sign of life, and give the run up where it is over; returns whether anybody has given it up."""
+    def _talk(self, beats: int, is_over: bool, works_on: bool) -> tuple[bool, int]:
+        """Give a sign of life, and give the run up where it is over.
+
+        Returns:
+            whether anybody has given it up, and how often any rank was seen to get on with what may take long.
+        """
         self._roll.count(beats)
-        return bool(self._store.add("watch/given_up", int(is_over)))
+        return bool(self._store.add("watch/given_up", int(is_over))), self._store.add("watch/works", int(works_on))
 
     def _is_given_up(self) -> bool:
         try:
@@ -278,6 +296,16 @@ def _marked(innermost: FrameType) -> list[tuple[int, int]]:
     frames = list(_outward(innermost))
     waits = [number for number, each in enumerate(frames) if each.f_code.co_name == "wait" and _is_own(each)]
     return [(id(each.f_code), each.f_lasti) for each in frames[waits[-1] + 1 if waits else 0 :]]
+
+
+def _moved_bytes() -> int:
+    """Return how many bytes the other threads of this process have read and written; 0 where the system does not tell."""
+    own, found = str(threading.get_native_id()), 0
+    for path in Path("/proc/self/task").glob("*/io"):
+        with suppress(OSError):
+            if path.parent.name != own:
+                found += sum(int(line.split()[1]) for line in path.read_text(encoding="ascii").splitlines()[:2])
+    return found
 
 
 def _is_own(frame: FrameType) -> bool:

@@ -178,11 +178,11 @@ def verify(out: str | Path) -> dict[str, Any]:
     folder = Path(out)
     if not (folder / RECEIPT).exists():
         raise InputError(f"{folder / RECEIPT} is missing: no conversion ended here, convert again")
-    receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
-    checkpoint = open_checkpoint(folder, receipt["target"]["format"], Architecture(read_config(folder, None)))
+    format, digests = _receipt(folder / RECEIPT)
+    checkpoint = open_checkpoint(folder, format, Architecture(read_config(folder, None)))
     found = checkpoint.digests()
     experts = 0
-    for state, expected in receipt["sha256"].items():
+    for state, expected in digests.items():
         for name, digest in expected.items():
             here = found.get(state, {}).get(name)
             if here == digest:
@@ -194,4 +194,16 @@ def verify(out: str | Path) -> dict[str, Any]:
             raise InputError(
                 f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again"
             )
-    return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(receipt["sha256"])}
+    return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(digests)}
+
+
+def _receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the format that a conversion wrote, and its digests by state and tensor."""
+    try:
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        format, digests = receipt["target"]["format"], receipt["sha256"]
+        if format in FORMATS and all(isinstance(each, dict) for each in digests.values()):
+            return format, digests
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"{path}: is no receipt of a conversion, or it is damaged: convert again")
