@@ -25,7 +25,8 @@ from moesaic.train import loop
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import TrainResult
-from moesaic.train.presets import PRESETS, gpt_tiny
+from moesaic.train.presets import PRESETS
+from moesaic.train.presets import preset as make_preset
 from runs import assert_same, losses, parameters, run_quietly, snapshot, tiny, write_config
 
 
@@ -88,8 +89,8 @@ def test_a_preset_then_a_file_then_flags(tmp_path, taken):
     assert main(["train", "--preset=gpt-tiny", f"--config={file}"]) == 0
     assert main(["train", "--steps", "9", "--preset", "gpt-tiny", "--config", str(file), "--model.moe.top-k=1"]) == 0
     preset, filed, flagged = taken
-    assert preset == gpt_tiny()
-    expected = gpt_tiny()
+    assert preset == make_preset("gpt-tiny")
+    expected = make_preset("gpt-tiny")
     moe = replace(expected.model.moe, router="sigmoid")
     expected = replace(
         expected,

@@ -25,7 +25,7 @@ def model() -> GPT:
 
 
 def draw(model: GPT, prompt: list[int] = PROMPT, num_tokens: int = 5, **options) -> list[int]:
-    return list(generate(model, prompt, num_tokens=num_tokens, **options))
+    return generate(model, [prompt], num_tokens=num_tokens, **options)[0]
 
 
 def test_greedy_takes_the_likeliest_token_of_the_whole_context(model):
@@ -62,6 +62,21 @@ def test_top_k_draws_among_the_likeliest(model):
     assert drawn == likeliest
     everything = {draw(model, num_tokens=1, top_k=1000, temperature=50.0, seed=seed)[0] for seed in range(60)}
     assert len(everything) > 10
+
+
+def test_top_p_draws_among_the_likeliest_that_make_it_up(model):
+    scores = model(torch.tensor([PROMPT])).logits[0, -1] / 20
+    found, order = scores.softmax(-1).sort(descending=True)
+    few = int((found.cumsum(0) < 0.2).sum()) + 1
+    drawn = {draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(80)}
+    assert drawn <= set(order[:few].tolist())
+    assert 1 < len(drawn) <= few < VOCABULARY
+
+
+def test_a_batch_draws_what_each_prompt_draws_alone(model):
+    prompts = [[3, 1, 4], [1], [5, 9, 2, 6, 5]]
+    together = generate(model, prompts, num_tokens=3, top_p=0.9, temperature=2.0, seed=5)
+    assert together == [draw(model, prompt, 3, top_p=0.9, temperature=2.0, seed=5) for prompt in prompts]
 
 
 def test_a_full_context_goes_on_from_its_later_half(model):

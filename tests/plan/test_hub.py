@@ -15,7 +15,7 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.hub import HubShape, read_shape
-from moesaic.plan.model import read_job
+from moesaic.plan.presets import read_job
 from plan.hub_configs import DEEPSEEK_V3, GPT_OSS_120B, MIXTRAL, PUBLISHED, QWEN3_30B
 
 

@@ -19,8 +19,9 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.findings import LOSSLESS, Found, Result, Settings
 from moesaic.plan.layouts import Pins
-from moesaic.plan.model import PRESETS, Job
+from moesaic.plan.model import Job
 from moesaic.plan.predict import Predictor
+from moesaic.plan.presets import PRESETS
 from moesaic.plan.search import search
 from moesaic.program.grid import Grid
 

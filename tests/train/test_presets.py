@@ -1,4 +1,4 @@
-"""Presets: each can be built, and the two halves of the demo compare like with like."""
+"""Presets: each can be built, those of papers have the published sizes, the demo compares like with like."""
 
 from __future__ import annotations
 
@@ -6,17 +6,40 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
+from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
-from moesaic.train.presets import PRESETS, demo, demo_dense, gpt_tiny
+from moesaic.models.seq2seq import make_language_model
+from moesaic.train.presets import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
+
+
+def built(config: ModelConfig, vocab_size: int) -> GPT:
+    with torch.device("meta"):
+        return make_language_model(config, vocab_size)
+
+
+def count(model: nn.Module, *parts: str) -> int:
+    """Return the parameters whose names hold one of some words; all without words."""
+    return sum(p.numel() for name, p in model.named_parameters() if not parts or any(part in name for part in parts))
+
+
+def outside(model: nn.Module) -> int:
+    """Return the parameters outside experts and routers."""
+    return count(model) - count(model, ".ffn.experts.", ".router.")
+
+
+def of_preset(name: str) -> GPT:
+    config = PRESETS[name]()
+    return built(config.model, config.data.vocab_size)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_a_model(name):
     config = PRESETS[name]()
-    with torch.device("meta"):
-        model = GPT(config.model, config.data.vocab_size)
+    model = of_preset(name)
     assert model.num_active_parameters() <= model.num_parameters()
     assert PRESETS[name]() == config
 
@@ -25,25 +48,101 @@ def test_runs_of_presets_do_not_share_a_folder():
     assert len({make().out for make in PRESETS.values()}) == len(PRESETS)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-s", "0.86"), ("gpt-base", "3.42"), ("gpt-l", "13.7"), ("bert-deep", "1.71"), ("bert-deep-l", "27.4"),
+        ("bert-wide", "3.27"), ("bert-wide-l", "13.1"),
+    ],
+)  # fmt: skip
+def test_fastermoes_models_have_the_published_parameters_without_embeddings(name, billions):
+    model = of_preset(f"fastermoe-{name}")
+    found = (count(model) - count(model, "embedding.weight", "positions.")) / 1e9
+    assert f"{found:.{len(billions.partition('.')[2])}f}" == billions
+
+
+MI = 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "unit", "experts"),
+    [
+        ("transformer-moe", 90, 1e6, 403), ("bert-large-moe", 139, 1e6, 6442), ("ct-moe-24", 97, MI, 403),
+        ("ct-moe-20", 89, MI, None), ("ct-moe-16", 81, MI, None), ("ct-moe-12", 73, MI, None),
+        ("gpt2-tiny-moe", None, 1e6, 1),
+    ],
+)  # fmt: skip
+def test_schemoes_models_have_the_published_parameters(name, dense, unit, experts):
+    """Of GPT2-Tiny-MoE the 32 M outside the experts need a vocabulary ten times GPT-2's at the printed width of 64."""
+    model = of_preset(name)
+    assert dense is None or round(outside(model) / unit) == dense
+    assert experts is None or round(count(model, ".ffn.experts.") / 1e6) == experts
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("parm-gpt2", 124_439_808), ("netmoe-gpt-s", 124_439_808), ("netmoe-gpt-m", 354_823_168),
+        ("netmoe-gpt-l", 774_030_080), ("netmoe-gpt-xl", 1_557_611_200),
+    ],
+)  # fmt: skip
+def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
+    config = PRESETS[name]()
+    dense = replace(config.model, ffn="dense", dense_hidden=config.model.moe.hidden)
+    assert count(built(dense, config.data.vocab_size)) == parameters
+    assert config.model.moe.hidden == 4 * config.model.dim
+
+
+def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler():
+    config = PRESETS["parm-bert-base"]()
+    dense = built(replace(config.model, ffn="dense", dense_hidden=3072), config.data.vocab_size)
+    with torch.device("meta"):
+        bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
+    assert count(dense) == count(bert) - count(bert, "token_type")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("mixtral-8x7b", "46.7", "12.9"), ("qwen3-30b-a3b", "30.5", "3.4"), ("olmoe-1b-7b", "6.9", "1.3")],
+)  # fmt: skip
+def test_models_of_the_hub_have_the_published_parameters(name, total, active):
+    model = of_preset(name)
+    assert (f"{count(model) / 1e9:.1f}", f"{model.num_active_parameters() / 1e9:.1f}") == (total, active)
+
+
+def test_the_modern_block_has_the_parameters_of_transformers():
+    made = {
+        "mixtral-8x7b": transformers.MixtralConfig(num_local_experts=8),
+        "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
+            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+            moe_intermediate_size=768, num_experts=128, vocab_size=151_936,
+        ),
+    }  # fmt: skip
+    for name, config in made.items():
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(config)
+        assert count(of_preset(name)) == count(theirs)
+
+
 def test_the_demo_compares_equal_active_parameters_tokens_and_steps():
     sparse, dense = demo(), demo_dense()
-    with torch.device("meta"):
-        one, two = GPT(sparse.model, 256), GPT(dense.model, 256)
-    router = sum(p.numel() for name, p in one.named_parameters() if ".router." in name)
-    assert one.num_active_parameters() - router == two.num_parameters() == two.num_active_parameters()
+    one, two = built(sparse.model, 256), built(dense.model, 256)
+    assert one.num_active_parameters() - count(one, ".router.") == two.num_parameters() == two.num_active_parameters()
     assert one.num_parameters() > 2 * two.num_parameters()
     assert replace(dense, out=sparse.out, model=sparse.model) == sparse
 
 
 def test_gpt_small_has_the_size_it_says():
-    config = PRESETS["gpt-small"]()
-    with torch.device("meta"):
-        model = GPT(config.model, 50_257)
-    assert config.model.moe.num_experts == 8
+    model = built(PRESETS["gpt-small"]().model, 50_257)
     assert 90e6 < model.num_active_parameters() < 140e6
 
 
-def test_gpt_tiny_trains(tmp_path):
-    config = replace(gpt_tiny(), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32")
-    config = replace(config, device="cpu", data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
+def test_the_tiny_ones_train(tmp_path, name):
+    config = replace(
+        preset(name), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32"
+    )
+    config = replace(config, device="cpu", eval_sequences=8)
+    if name != "seq2seq-tiny":  # whose data are Django's
+        config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
     assert run_quietly(config)[0].step == 2

@@ -26,4 +26,5 @@ def test_lines_appear_on_a_terminal_and_elsewhere() -> None:
             progress.say("moe: step 1, validation 1.2000 nats/byte")
             progress.advance(2)
         assert "moe: step 1, validation 1.2000 nats/byte" in out.getvalue()
-        assert ("loss 1.250" in out.getvalue()) is terminal
+        assert "loss 1.250" in out.getvalue()
+        assert ("moe: step 1, loss 1.250\n" in out.getvalue()) is not terminal

@@ -28,3 +28,14 @@ def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
     run_quietly(config)
     expected = [learning_rate(step, 4, config.optimizer) for step in range(4)]
     assert [line["lr"] for line in lines(tmp_path / "run", "train")] == expected
+
+
+def test_a_line_and_a_stable_rate_with_a_line_at_the_end():
+    line = OptimizerConfig(lr=1.0, warmup_steps=0, final_share=0.0, schedule="linear")
+    assert [learning_rate(step, 5, line) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    stable = OptimizerConfig(lr=1.0, warmup_steps=2, final_share=0.5, schedule="wsd")
+    rates = [learning_rate(step, 53, stable) for step in range(53)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:43] == pytest.approx([1.0] * 41)
+    assert rates[47] == pytest.approx(0.75)
+    assert rates[52] == pytest.approx(0.5)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moesaic.errors import InputError
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer, _byte_letters
+from moesaic.train.config import DataConfig
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer, _byte_letters, saved_tokenizer
 
 TEXT = "the quick brown fox — naïve 狐 🦊\n\tdef f(x): return x\n" * 20
 BPE = BPETokenizer.train([TEXT.encode()], 290)
@@ -78,9 +82,33 @@ def test_a_saved_bpe_comes_back(tmp_path):
 
 def test_a_missing_or_damaged_bpe_is_an_error(tmp_path):
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is missing: restore it"):
+    with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is missing: restore it"):
         BPETokenizer.load(path)
     for content in (b'{"version": ', b"", b"\xff\xfe"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is damaged"):
+        with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is damaged"):
             BPETokenizer.load(path)
+
+
+def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):
+    """WordPiece, whose vocabulary has no single bytes and which wraps a text in special tokens."""
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words = tokenizers.trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]", "[CLS]", "[SEP]"])
+    theirs.train_from_iterator([TEXT], words)
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = saved_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None)
+    assert ours is not None
+    assert (ours.separator, ours.vocab_size) == (2, theirs.get_vocab_size())
+    expected = theirs.encode("the quick fox", add_special_tokens=False).ids
+    assert ours.encode(b"the quick fox").tolist() == expected
+    assert ours.encode(b"the \xff fox").dtype == np.uint16
+    assert ours.decode(expected) == theirs.decode(expected)
+
+
+def test_a_tokenizer_that_is_missing_is_named(tmp_path: Path):
+    with pytest.raises(InputError, match=r"no\.json: the tokenizer is missing"):
+        saved_tokenizer(DataConfig(tokenizer=str(tmp_path / "no.json")), None)

@@ -21,14 +21,16 @@ class SampleOptions:
 
     run: Annotated[str, tyro.conf.Positional]
     """The run folder."""
-    prompt: str = "def "
-    """What to continue."""
+    prompt: tuple[str, ...] = ("def ",)
+    """What to continue; several are sampled in one batch."""
     tokens: int = 300
     """How many tokens to add."""
     temperature: float = 0.8
     """Divides the logits; 0 always takes the likeliest token."""
     top_k: int | None = 40
     """Sample among the so many likeliest tokens; None among all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     seed: int = 0
     """Of the draws."""
     device: str = "auto"
@@ -37,7 +39,9 @@ class SampleOptions:
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 <= self.temperature < math.inf or (self.top_k is not None and self.top_k < 1):
             raise InputError("tokens and top-k must be at least 1, temperature a finite number of at least 0")
-        if not self.prompt:
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p={self.top_p}: choose a share above 0, at most 1")
+        if not all(self.prompt):
             raise InputError("prompt: give at least one character")
 
 
@@ -46,22 +50,23 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(
         SampleOptions, arguments, prog="moesaic sample", description="Continue a prompt with a trained model."
     )
-    print(options.prompt + continuation(options))
+    print("\n\n".join(map("".join, zip(options.prompt, continuations(options)))))
     return 0
 
 
-def continuation(options: SampleOptions) -> str:
-    """Return the text that continues the prompt.
+def continuations(options: SampleOptions) -> list[str]:
+    """Return the text that continues each prompt; of an encoder-decoder, its likeliest translation.
 
     Raises:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
     from moesaic.configfile import override, read_table
-    from moesaic.models.gpt import GPT, generate
+    from moesaic.models.gpt import generate
+    from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
     from moesaic.train.checkpoint import load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
     from moesaic.train.machine import pick_device
-    from moesaic.train.tokenizer import BYTES, AbstractTokenizer, BPETokenizer, ByteTokenizer
+    from moesaic.train.tokenizer import saved_tokenizer
 
     folder = Path(options.run)
     if not (folder / "config.json").exists():
@@ -70,18 +75,23 @@ def continuation(options: SampleOptions) -> str:
     saved = load_checkpoint(folder / "checkpoints", lambda line: print(line, file=sys.stderr))
     if not saved.extra.get("has_text", True):
         raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
-    tokenizer: AbstractTokenizer = ByteTokenizer()
-    if config.data.vocab_size != BYTES:
-        tokenizer = BPETokenizer.load(folder / "tokenizer.json")
-    model = GPT(config.model, saved.vocab_size)
+    tokenizer = saved_tokenizer(config.data, folder / "tokenizer.json")
+    assert tokenizer is not None, "the run's folder has it"
+    if config.model.block.kind == "encoder":
+        raise InputError(f"{folder}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder")
+    model = make_language_model(config.model, saved.vocab_size)
     load_into(model, saved, config.model, saved.vocab_size)
     model.to(pick_device(options.device)).eval()
+    prompts = [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt]
+    if isinstance(model, EncoderDecoder):
+        return list(map(tokenizer.decode, translate(model, prompts)))
     ids = generate(
         model,
-        tokenizer.encode(options.prompt.encode()).tolist(),
+        prompts,
         num_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
+        top_p=options.top_p,
         seed=options.seed,
     )
-    return tokenizer.decode(ids)
+    return list(map(tokenizer.decode, ids))

@@ -1,4 +1,4 @@
-"""What mixes positions: causal attention with rotary positions, and a short causal convolution in front of it."""
+"""What mixes positions: attention of every kind of block, and a short causal convolution in front of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.models.split import RowLinear, StackedLinear
+from moesaic.models.split import Norm, RowLinear, StackedLinear
+from moesaic.plan.model_shape import BlockConfig
 
 
 class KeyValueCache:
@@ -31,47 +32,97 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention. Under tensor parallelism a rank computes the heads that its shard of `qkv` holds.
+    """Multi-head attention. Under tensor parallelism a rank computes the heads that its shards of the projections hold.
 
     Args:
         dim: width of the residual stream.
-        num_heads: heads; must divide dim into even widths.
-        base: of the rotary frequencies.
+        num_heads: heads.
+        block: heads of keys and values, widths, positions, norms, biases, dropout.
+        causal: a position sees itself and the earlier ones.
+        cross: queries are of x, keys and values of another sequence.
     """
 
     frequencies: Tensor
 
-    def __init__(self, dim: int, num_heads: int, *, base: float = 10_000.0) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, block: BlockConfig | None = None, *, causal: bool = True, cross: bool = False
+    ) -> None:
         super().__init__()
-        self.qkv = StackedLinear(3, dim, dim)
-        self.out = RowLinear(dim, dim)
-        self.width = width = dim // num_heads
+        block = block or BlockConfig()
+        self.width = width = block.head_dim or dim // num_heads
+        self.causal, self.cross, self.dropout = causal, cross, block.dropout
+        kv_heads = block.kv_heads or num_heads
+        self.shares = kv_heads != num_heads
+        self.qkv = self.q = self.kv = None
+        if cross or self.shares:
+            self.q = StackedLinear(1, dim, num_heads * width, block.bias)
+            self.kv = StackedLinear(2, dim, kv_heads * width, block.bias)
+        else:
+            self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
+        self.out = RowLinear(num_heads * width, dim, block.bias)
+        self.q_norm = Norm(width) if block.qk_norm else None
+        self.k_norm = Norm(width) if block.qk_norm else None
+        self.rotates = block.positions == "rotary" and not cross
+        base, self.scaling = block.rope
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Attend to this position and the earlier ones.
+    def forward(
+        self,
+        x: Tensor,
+        cache: KeyValueCache | None = None,
+        *,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
 
         Args:
             x: (batch, positions, dim).
             cache: earlier positions; x continues them.
+            memory: (batch, keys, dim), what cross attention reads.
+            mask: (batch, keys) bool, False for keys that nobody sees; where attention is not causal.
         """
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.width)).permute(2, 0, 3, 1, 4)
-        length = q.shape[2]
+        q, k, v = self._project(x, x if memory is None else memory)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         start = 0 if cache is None else cache.length
-        q, k = self._rotate(q, start), self._rotate(k, start)
+        if self.rotates:
+            q, k = self._rotate(q, start), self._rotate(k, start)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if start == 0:
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
+        visible = None
+        if self.causal and start:
+            length = q.shape[2]
             visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        elif mask is not None and not self.causal:
+            visible = mask[:, None, None, :]
+        attended = F.scaled_dot_product_attention(
+            q, k, v,
+            attn_mask=visible,
+            is_causal=self.causal and not start,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.shares,
+        )  # fmt: skip
         return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (batch, heads, positions, width) each."""
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, self.width)).permute(2, 0, 3, 1, 4)
+
+        if self.qkv is not None:
+            q, k, v = heads(self.qkv(x))
+            return q, k, v
+        assert self.q is not None
+        assert self.kv is not None
+        k, v = heads(self.kv(memory))
+        return heads(self.q(x))[0], k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""
-        positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32)
+        positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32) / self.scaling
         angles = positions[:, None] * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""The configuration of a language model: what the GPT builder reads and a checkpoint is compared against.
+"""The configuration of a language model: what its builder reads and a checkpoint is compared against.
 
 What decides a step's time and memory is `plan/model_shape.py`; routing is added here. Nothing here imports torch before a
 capacity or a loss is made, so that `moesaic train --help` needs none.
@@ -79,10 +79,10 @@ class MoEConfig(MoEShape):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """A decoder-only transformer; sizes as of `ModelShape`."""
+    """A transformer; sizes as of `ModelShape`."""
 
     conv_width: int = 4
-    """Positions that the short causal convolution in front of each block sees, its own included; 1 for none."""
+    """Positions that the short causal convolution in front of each decoder block sees, its own included; 1 for none."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The sparse layers."""
 

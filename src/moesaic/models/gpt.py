@@ -1,12 +1,13 @@
-"""A GPT whose feed-forward layers are MoE layers: pre-norm blocks, RMSNorm, rotary attention, tied embeddings.
+"""Language models of one composable block, whose feed-forward layer is dense or an MoE layer.
 
-`generate` samples from a trained model, token by token, with a key-value cache.
+`GPT` is one stack of blocks, `models/seq2seq.py` has the encoder-decoder. `generate` samples from a trained decoder, token by
+token, with a key-value cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.split import Norm, local_part, unembed
+from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear, local_part, part_of_sum, unembed
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 
@@ -45,11 +46,13 @@ class Dense(nn.Module):
         dim: width of a token.
         hidden: inner width.
         kind: a key of `EXPERTS`.
+        bias: add biases.
     """
 
-    def __init__(self, dim: int, hidden: int, kind: str) -> None:
+    def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
         super().__init__()
-        self.expert: AbstractExperts = EXPERTS[kind](dim, hidden, 1)
+        make: Callable[..., AbstractExperts] = EXPERTS[kind]
+        self.expert = make(dim, hidden, 1, bias=bias)
 
     def init_normal(self, std: float, out_std: float) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
@@ -63,12 +66,18 @@ class Dense(nn.Module):
             return self.expert(x_TD, None, ends).view(x.shape)
         # Split over ranks: each computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
+        if "b2" in parts:
+            parts["b2"] = part_of_sum(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
 
 
+NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNorm, "post_layer": LayerNorm}
+"""What normalises, by `BlockConfig.norm`."""
+
+
 class TransformerBlock(nn.Module):
-    """A short convolution, attention, then a dense or sparse feed-forward layer, each with a residual.
+    """A short convolution, attention, cross attention (some blocks have neither), a dense or sparse feed-forward layer.
 
     Args:
         config: the model's shape.
@@ -77,30 +86,71 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.conv = ShortConv(config.dim, config.conv_width)
-        self.attention_norm = Norm(config.dim)
-        self.attention = Attention(config.dim, config.num_heads)
-        self.ffn_norm = Norm(config.dim)
+        dim, block, decodes = config.dim, config.block, config.is_decoder(layer)
+        norm = NORMS[block.norm]
+        self.post_norm, self.dropout = block.norm == "post_layer", block.dropout
+        self.conv = ShortConv(dim, config.conv_width) if decodes and config.conv_width > 1 else None
+        self.attention_norm = norm(dim)
+        self.attention = Attention(dim, config.num_heads, block, causal=decodes)
+        crosses = decodes and block.kind == "encoder_decoder"
+        self.cross_norm = norm(dim) if crosses else None
+        self.cross = Attention(dim, config.num_heads, block, cross=True, causal=False) if crosses else None
+        self.ffn_norm = norm(dim)
         self.ffn: MoE | Dense
         if config.is_sparse(layer):
-            self.ffn = make_moe(config.dim, config.moe)
+            self.ffn = make_moe(dim, config.moe)
         else:
-            self.ffn = Dense(config.dim, config.active_hidden, config.moe.experts)
+            self.ffn = Dense(dim, config.active_hidden, config.moe.experts, block.bias)
 
     def forward(
-        self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
-        x = self.attend(x, cache)
-        if isinstance(self.ffn, MoE):
-            y, routing = self.ffn(self.ffn_norm(x), mask=mask, token_ids=tokens, return_routing=True)
-            return x + y, without_graph(routing)
-        return x + self.ffn(self.ffn_norm(x)), None
+        x = self.attend(x, cache, mask)
+        if self.cross is not None and self.cross_norm is not None:
+            x = self.add(x, self.cross_norm, partial(self.cross, memory=memory, mask=memory_mask))
+        if not isinstance(self.ffn, MoE):
+            return self.add(x, self.ffn_norm, self.ffn), None
+        found: list[Routing] = []
 
-    def attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Return what stands in front of the feed-forward layer's norm: (batch, positions, dim), as x is."""
-        x = self.conv(x, None if cache is None else cache.recent)
-        attended: Tensor = x + self.attention(self.attention_norm(x), cache)
-        return attended
+        def moe(y: Tensor) -> Tensor:
+            y, routing = self.ffn(y, mask=mask, token_ids=tokens, return_routing=True)
+            found.append(without_graph(routing))
+            return y
+
+        return self.add(x, self.ffn_norm, moe), found[0]
+
+    def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
+        """Return what stands in front of the next layer's norm: (batch, positions, dim), as x is."""
+        if self.conv is not None:
+            x = self.conv(x, None if cache is None else cache.recent)
+        return self.add(x, self.attention_norm, partial(self.attention, cache=cache, mask=mask))
+
+    def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the residual stream behind a layer."""
+        y = layer(x if self.post_norm else norm(x))
+        x = x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
+        return norm(x) if self.post_norm else x
+
+
+class LearnedPositions(nn.Embedding):
+    """Adds a learned vector per position to (batch, positions, dim).
+
+    Args:
+        seq_len: the longest sequence.
+        dim: width of the residual stream.
+    """
+
+    def __init__(self, seq_len: int, dim: int) -> None:
+        super().__init__(seq_len, dim)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        return x + self.weight[start : start + x.shape[1]]
 
 
 def without_graph(routing: Routing) -> Routing:
@@ -109,14 +159,14 @@ def without_graph(routing: Routing) -> Routing:
 
 
 class GPT(nn.Module):
-    """A decoder-only language model.
+    """A language model of one stack of blocks: a decoder (GPT), or an encoder that predicts hidden tokens (BERT).
 
     Weights are drawn from N(0, 0.02), those that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers))
     as GPT-2 does. Routers and experts draw their own with these deviations (`init_normal`).
 
     Args:
         config: its shape.
-        vocab_size: rows of the embedding, which is also the output matrix.
+        vocab_size: rows of the embedding, which is also the output matrix unless `config.block.tied` is false.
     """
 
     block: ClassVar[type[TransformerBlock]] = TransformerBlock
@@ -126,9 +176,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.embedding = nn.Embedding(vocab_size, config.dim)
+        dim, block = config.dim, config.block
+        post_norm = block.norm == "post_layer"
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.positions = LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
+        self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
-        self.norm = Norm(config.dim)
+        self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
+        self.unembedding = None if block.tied else nn.Linear(dim, vocab_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -136,12 +191,13 @@ class GPT(nn.Module):
         """Draw all matrices anew; see the class."""
         std = 0.02
         into_residual = std / math.sqrt(2 * self.config.num_layers)
-        self.embedding.weight.normal_(std=std)
-        for block in self.blocks:
-            assert isinstance(block, TransformerBlock)
-            block.attention.qkv.weight.normal_(std=std)
-            block.attention.out.weight.normal_(std=into_residual)
-            block.ffn.init_normal(std, into_residual)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | StackedLinear | RowLinear) or module is self.unembedding:
+                module.weight.normal_(std=into_residual if isinstance(module, RowLinear) else std)
+            if isinstance(module, RowLinear) and module.bias is not None:
+                module.bias.zero_()
+            if isinstance(module, MoE | Dense):
+                module.init_normal(std, into_residual)
 
     def forward(
         self,
@@ -151,23 +207,45 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> GPTOutput:
-        """Predict the next token at every position.
+        """Predict the next token at every position; an encoder the token that belongs there.
 
         Args:
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64, -1 where there is nothing to predict.
-            mask: (batch, positions) bool, False for padding, which is kept out of routing.
+            mask: (batch, positions) bool, False for padding, which is kept out of routing and, in an encoder, of attention.
             caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
         """
-        x = self.embedding(tokens)
+        x = self.embed(tokens, 0 if caches is None else caches[0].length)
+        x, routings = self.run_blocks(range(len(self.blocks)), x, tokens, mask, caches)
+        logits = self.unembed(self.norm(x))
+        return GPTOutput(logits, None if targets is None else self.loss(logits, targets), routings)
+
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Return what enters the blocks, (batch, positions, dim); the first position is `start`."""
+        return embed(self, tokens, start)
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Return the logits, (batch, positions, vocab_size)."""
+        return unembed(x, (self.unembedding or self.embedding).weight)
+
+    def run_blocks(
+        self,
+        layers: Iterable[int],
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        caches: list[KeyValueCache] | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, list[Routing]]:
+        """Run blocks by their indices, one after another; arguments as of a block, and a cache per block of the model."""
         routings: list[Routing] = []
-        for index, block in enumerate(self.blocks):
+        for index in layers:
+            block = self.blocks[index]
             assert isinstance(block, TransformerBlock)
-            x, routing = self.run_block(block, x, tokens, mask, None if caches is None else caches[index])
+            x, routing = self.run_block(block, x, tokens, mask, None if caches is None else caches[index], **more)
             if routing is not None:
                 routings.append(routing)
-        logits = unembed(self.norm(x), self.embedding.weight)
-        return GPTOutput(logits, None if targets is None else self.loss(logits, targets), routings)
+        return x, routings
 
     def run_block(
         self,
@@ -192,8 +270,7 @@ class GPT(nn.Module):
             logits: (batch, positions, vocab_size).
             targets: (batch, positions) int64.
         """
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+        return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -217,7 +294,26 @@ class GPT(nn.Module):
         Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
         12 * num_layers * dim * length / 2 for causal attention.
         """
-        return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
+        return flops_per_token(self.config, self.num_active_parameters(), length)
+
+
+def embed(model: Any, tokens: Tensor, start: int = 0) -> Tensor:
+    """Return what enters the blocks of a GPT, or of a part of one that begins it; see `GPT.embed`."""
+    x = model.embedding(tokens)
+    x = model.embedding_norm(x if model.positions is None else model.positions(x, start))
+    dropout = model.config.block.dropout
+    return F.dropout(x, dropout, model.training) if dropout else x
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy; see `GPT.loss`."""
+    precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+
+
+def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
+    """Return the operations of one token through a model of so many active parameters; see `GPT.flops_per_token`."""
+    return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:
@@ -238,42 +334,58 @@ def make_moe(dim: int, config: MoEConfig) -> MoE:
 
 @torch.inference_mode()
 def generate(
-    model: GPT, prompt: list[int], *, num_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-) -> Iterator[int]:
-    """Yield the ids that continue a prompt.
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Return the ids that continue each prompt, `num_tokens` of each.
 
-    When the context is full, the later half of it is read again as a fresh context.
+    The rows read and write one position at a time together, so that prompts of any lengths need no padding; each draws for
+    itself, so that what else is in the batch does not matter while all fit the context. When it is full, the later half of
+    it is read again as a fresh context.
 
     Args:
-        model: in evaluation mode.
-        prompt: at least one id.
-        num_tokens: ids to yield.
+        model: a decoder, in evaluation mode.
+        prompts: at least one id each.
+        num_tokens: ids to add to each.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the so many likeliest tokens; None among all.
+        top_p: sample among the likeliest tokens that together have this probability.
         seed: of the draws.
     """
     device = model.embedding.weight.device
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    generators = [torch.Generator(device="cpu").manual_seed(seed) for _ in prompts]
     limit = model.config.seq_len
-    context = list(prompt)[-limit:]
+    rows = [list(prompt) for prompt in prompts]
+    ends = [len(row) + num_tokens for row in rows]
+    done = min(map(len, rows))
+    pending = min(done, limit)
     caches = [KeyValueCache() for _ in model.blocks]
-    pending = context
-    for _ in range(num_tokens):
-        if caches[0].length + len(pending) > limit:
+    while done < max(ends):
+        if caches[0].length + pending > limit:
             caches = [KeyValueCache() for _ in model.blocks]
-            context = context[-max(limit // 2, 1) :]
-            pending = context
-        logits = model(torch.tensor([pending], device=device), caches=caches).logits[0, -1].float().cpu()
-        token = _draw(logits, temperature, top_k, generator)
-        context.append(token)
-        pending = [token]
-        yield token
+            pending = max(limit // 2, 1)
+        batch = [(row + [0] * (done - len(row)))[done - pending : done] for row in rows]
+        logits = model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
+        for row, end, scores, generator in zip(rows, ends, logits, generators):
+            if len(row) == done and done < end:
+                row.append(_draw(scores, temperature, top_k, top_p, generator))
+        done, pending = done + 1, 1
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # no temperature overflows it
+    if top_p < 1:
+        found, order = probabilities.sort(descending=True, stable=True)
+        probabilities[order[found.cumsum(0) - found >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 class StackedLinear(nn.Module):
-    """`count` linear maps without bias, computed in one product.
+    """`count` linear maps, computed in one product.
 
     Queries, keys and values in one flat matrix would be cut across by tensor parallelism; stacked, its second dimension
     splits into heads.
@@ -26,49 +26,80 @@ class StackedLinear(nn.Module):
         count: how many maps.
         in_features: width of the input.
         out_features: width of each map's output.
+        bias: add biases, which start at zero.
     """
 
-    def __init__(self, count: int, in_features: int, out_features: int) -> None:
+    def __init__(self, count: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         bound = 1 / math.sqrt(in_features)  # as nn.Linear starts
         self.weight = nn.Parameter(torch.empty(count, out_features, in_features).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., count, out_features), of which a rank computes the part that its shard has."""
         weight = local_part(self.weight)
-        return F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        bias = None if self.bias is None else local_part(self.bias).flatten()
+        return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear` without bias. Where the weight is split over its inputs, the result is a part of a sum.
+    """`nn.Linear`. Where the weight is split over its inputs, the result is a part of a sum, with its part of the bias.
 
     Args:
         in_features: width of the input.
         out_features: width of the output.
+        bias: add a bias.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, local_part(self.weight))
+        bias = None if self.bias is None else part_of_sum(self.bias)
+        return F.linear(input, local_part(self.weight), bias)
 
 
 class Norm(nn.RMSNorm):
-    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions of their own: the weight's gradient is then summed.
+    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions or heads of their own: its gradient is then summed.
 
     Args:
-        dim: width of the residual stream.
+        dim: width of what is normalised.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
-        self.positions_over: DeviceMesh | None = None
-        """Over which ranks positions are split, by sequence parallelism; None for not at all."""
+        self.different_over: DeviceMesh | None = None
+        """Over which ranks what is normalised is split; None for not at all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.positions_over is None else use_differently(self.weight, self.positions_over)
+        weight = self.weight if self.different_over is None else use_differently(self.weight, self.different_over)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, the same.
+
+    Args:
+        dim: width of what is normalised.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.different_over: DeviceMesh | None = None
+        """As of `Norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.different_over is None:
+            return super().forward(input)
+        weight, bias = (use_differently(each, self.different_over) for each in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def part_of_sum(bias: Tensor) -> Tensor:
+    """Return what a rank adds of a bias: its share, where the ranks that split the weight sum their outputs."""
+    if not isinstance(bias, DTensor):  # beside a whole weight
+        return bias
+    return bias.to_local(grad_placements=[Partial()]) / bias.device_mesh.size()
 
 
 def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.configfile import override, read_table, suggestion
+from moesaic.configfile import override
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.hub import is_hub_config, read_shape
-from moesaic.plan.model_shape import ModelShape, MoEShape
+from moesaic.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,68 +113,6 @@ class Job:
             sparse_layers=model.num_layers - self.dense_layers,
             **model.around,  # type: ignore[arg-type]
         )
-
-
-PRESETS: dict[str, Job] = {
-    "demo": Job(
-        batch_size=8,
-        model=ModelShape(dim=128, num_layers=4, num_heads=4, seq_len=256, moe=MoEShape(num_experts=64, hidden=64)),
-    ),
-    "gpt-tiny": Job(
-        batch_size=4,
-        model=ModelShape(dim=32, num_layers=2, num_heads=2, seq_len=64, moe=MoEShape(num_experts=4, hidden=32)),
-    ),
-    "gpt-small": Job(
-        batch_size=16,
-        accumulation=4,
-        model=ModelShape(
-            dim=768, num_layers=12, num_heads=12, seq_len=1024, moe=MoEShape(num_experts=8, hidden=1024),
-            checkpoint_activations=True,
-        ),
-        data=DataShape(vocab_size=16_384),
-    ),
-}  # fmt: skip
-"""The sparse ones of `moesaic train --preset`, by the same names."""
-
-
-TOKENS = 1 << 22
-"""Tokens of an optimizer step of a model of the hub, about, unless the batch says otherwise."""
-
-
-def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
-    """Return a job.
-
-    Args:
-        name: a preset, or the path of a training configuration: TOML, or JSON as a run folder has it. Fields that change
-            neither time nor memory are passed over. A model's `config.json` of the hub is trained in bfloat16 with one
-            sequence per rank and micro-batch, and as many micro-batches as make about `TOKENS`.
-        seq_len: tokens of a sequence, of a model of the hub only.
-        world: ranks, of a model of the hub only.
-
-    Raises:
-        InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
-            value that cannot be.
-    """
-    if not name.endswith((".toml", ".json")):
-        if name not in PRESETS:
-            raise InputError(
-                f"model {name!r} is unknown{suggestion(name, list(PRESETS))}; or give a path that ends in .toml"
-            )
-        return PRESETS[name]
-    table = read_table(Path(name))
-    if is_hub_config(table):
-        shape = read_shape(table, f"model {name}", seq_len=seq_len)
-        batches = max(1, round(TOKENS / (world * seq_len)))
-        return Job(batch_size=world, accumulation=batches, model=shape, data=DataShape(vocab_size=shape.vocab))
-    known = [each.name for each in fields(Job)]
-    job = job_of(table, f"model {name}")
-    if not any(field in known for field in table):
-        raise InputError(
-            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file has none of them: "
-            "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
-            "Hugging Face hub"
-        )
-    return job
 
 
 def job_of(table: dict[str, Any], source: str) -> Job:

@@ -47,8 +47,44 @@ class MoEShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What the blocks of a model are made of."""
+
+    kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
+    """decoder: predicts the next token (GPT); encoder: predicts hidden tokens (BERT); encoder_decoder: the first half of the
+    blocks reads the first half of a sequence, the others write the second half of it (translation)."""
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by as many queries (grouped-query attention); None for one per head."""
+    head_dim: int | None = None
+    """Width of a head; None for model.dim over model.num_heads."""
+    tied: bool = True
+    """The embedding is the output matrix too."""
+    norm: Literal["rms", "layer", "post_layer"] = "rms"
+    """RMSNorm or LayerNorm in front of each layer, or LayerNorm behind the residual, as in BERT and the first Transformer."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Queries and keys are rotated by position, or a learned vector per position is added to the embedding."""
+    rope: tuple[float, float] = (10_000.0, 1.0)
+    """Of rotary positions: the base of the frequencies, and the factor by which positions are divided (linear scaling)."""
+    qk_norm: bool = False
+    """RMSNorm over each head's queries and keys, as in Qwen3."""
+    bias: bool = False
+    """Biases in attention and in dense feed-forward layers; experts have none."""
+    dropout: float = 0.0
+    """On the embedding, on attention's weights and on what a layer adds. Its draws depend on the mesh."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_at_least("model.block", self, name, 1)
+        if not 0 < min(self.rope) <= max(self.rope) < math.inf:
+            raise InputError(f"model.block.rope={self.rope}: both must be above 0 and finite")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"model.block.dropout={self.dropout}: choose a share from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer."""
+    """A transformer."""
 
     ffn: Literal["moe", "dense"] = "moe"
     """Feed-forward layers: sparse, or dense with the inner width `dense_hidden`."""
@@ -63,6 +99,8 @@ class ModelShape:
     dense_hidden: int | None = None
     """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
     so that a dense model has the active parameters of the sparse one."""
+    block: BlockConfig = field(default_factory=BlockConfig)
+    """What the blocks are made of."""
     moe: MoEShape = field(default_factory=MoEShape)
     """The sparse layers."""
     checkpoint_activations: bool = False
@@ -82,7 +120,20 @@ class ModelShape:
 
     def check_heads(self) -> None:
         """Raise InputError unless the width splits into the heads."""
-        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
+        kv_heads = self.block.kv_heads or self.num_heads
+        if self.num_heads % kv_heads:
+            raise InputError(
+                f"model.block.kv_heads={kv_heads} does not divide model.num_heads={self.num_heads}: choose a divisor of it"
+            )
+        if self.block.kind == "encoder_decoder" and (self.num_layers % 2 or self.seq_len % 2):
+            raise InputError(
+                f"model.num_layers={self.num_layers} and model.seq_len={self.seq_len}: an encoder_decoder splits both in "
+                "halves: choose even numbers"
+            )
+        if self.block.head_dim is not None:
+            if self.block.head_dim % 2:
+                raise InputError(f"model.block.head_dim={self.block.head_dim}: choose an even width")
+        elif self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise InputError(
                 f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
                 f"choose dim as a multiple of {2 * self.num_heads}"
@@ -91,7 +142,23 @@ class ModelShape:
     @property
     def around(self) -> dict[str, float]:
         """What a step has around MoE layers where it is not the default of `StepModel`, by its names."""
-        return {}
+        block = self.block
+        width = self.head_dim * (self.num_heads + (block.kv_heads or self.num_heads))
+        crosses = 1.5 if block.kind == "encoder_decoder" else 1.0  # every second block attends twice
+        found: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
+        if block.head_dim is not None:
+            found["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
+        return found if found["attention_parameters"] != 4 * self.dim * self.dim else {}
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.block.head_dim or self.dim // self.num_heads
+
+    def is_decoder(self, layer: int) -> bool:
+        """Whether block `layer`, counted from 0, sees no later positions."""
+        kind = self.block.kind
+        return kind == "decoder" or (kind == "encoder_decoder" and layer >= self.num_layers // 2)
 
     @property
     def routing(self) -> dict[str, int]:

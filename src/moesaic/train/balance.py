@@ -29,6 +29,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
+from moesaic.models.seq2seq import make_language_model
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
@@ -90,8 +91,9 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
-    kind = MovingGPT if config.balance.moves_samples else GPT
-    return kind(config.model, vocab_size)
+    if config.balance.moves_samples:
+        return MovingGPT(config.model, vocab_size)
+    return make_language_model(config.model, vocab_size)
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
@@ -153,7 +155,7 @@ class ExpertMover:
     def __init__(
         self,
         config: TrainConfig,
-        model: GPT,
+        model: nn.Module,
         mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         element_bytes: int,
@@ -208,7 +210,7 @@ class DecisionMeter:
         element_bytes: of what crosses links.
     """
 
-    def __init__(self, model: GPT, element_bytes: int) -> None:
+    def __init__(self, model: nn.Module, element_bytes: int) -> None:
         self._model, self._element_bytes = model, element_bytes
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
         self._decisions: list[list[CallDecision]] = [[] for _ in self._layers]

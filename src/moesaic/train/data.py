@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.documents import holds_table, is_left_out, read_documents
-from moesaic.train.tokenizer import BYTES, LEAST_BPE, AbstractTokenizer, BPETokenizer, ByteTokenizer
+from moesaic.train.tokenizer import BYTES, LEAST_BPE, AbstractTokenizer, BPETokenizer, saved_tokenizer
 
 FEW_FILES = 20
 """Below this many files the validation data is the end of the text rather than whole files."""
@@ -26,6 +27,8 @@ SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What datasets.save_to_disk writes beside its tables; no training data."""
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
 """What of the training data is hashed at most."""
+HIDDEN_SHARE = 0.15
+"""Of the tokens that an encoder is to find (BERT)."""
 ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
 """What of a `.bin` file is searched at most for ids outside the vocabulary: all of it up to 256 MiB."""
 
@@ -39,13 +42,15 @@ class Corpus:
     val: np.ndarray
     """(tokens,)."""
     tokenizer: AbstractTokenizer | None
-    """How they were made; None for `.bin` files, whose text is not known."""
+    """How they were made; None for `.bin` files whose tokenizer is not named."""
     vocab_size: int
     """Ids are below it."""
     val_bytes: int
-    """Bytes of text behind `val`, to express losses per byte; its tokens for `.bin` files."""
+    """Bytes of text behind `val`, to express losses per byte; its tokens for `.bin` files, hidden tokens and pairs."""
     description: str
     """One line for people."""
+    mask: int | None = None
+    """The id that stands for hidden tokens, which a model is to find; None: it is to find the next token."""
 
 
 def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpus:
@@ -63,8 +68,8 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
         raise InputError("data.path and data.val_path: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
-        return _load_bin(config, files, val_files)
-    if config.vocab_size != BYTES and config.vocab_size < LEAST_BPE:
+        return _load_bin(config, files, val_files, tokenizer_file)
+    if not config.tokenizer and config.vocab_size != BYTES and config.vocab_size < LEAST_BPE:
         raise InputError(
             f"data.vocab_size={config.vocab_size}: text has {BYTES} tokens as bytes, a byte-level BPE at least {LEAST_BPE}: "
             "choose one of these"
@@ -77,7 +82,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
         train_documents, val_documents = [whole[:cut]], [whole[cut:]]
-    tokenizer = _make_tokenizer(config, train_documents, tokenizer_file)
+    tokenizer = make_tokenizer(config, train_documents, tokenizer_file)
     return Corpus(
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
@@ -193,6 +198,7 @@ class Batches:
         seed: of the order.
         part: (index, count): of each micro-batch only the index-th of count equal parts is given.
         name: of the data, for messages.
+        mask: as for `as_batch`; each epoch hides other tokens.
 
     Raises:
         InputError: if the data is shorter than one sequence and its target, or a micro-batch does not split.
@@ -206,13 +212,14 @@ class Batches:
         seed: int,
         part: tuple[int, int] = (0, 1),
         name: str = "training data",
+        mask: int | None = None,
     ) -> None:
         if batch_size % part[1]:
             raise InputError(
                 f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
                 f"choose a multiple of {part[1]}"
             )
-        self.part = part
+        self.part, self.mask = part, mask
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.num_windows = (len(tokens) - 1) // seq_len
         if self.num_windows < 1:
@@ -227,8 +234,8 @@ class Batches:
         """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts, seq_len) int64 each."""
         size = self.batch_size // self.part[1]
         first = index * self.batch_size + self.part[0] * size
-        windows = [self._window(place) for place in range(first, first + size)]
-        return as_batch(self.tokens, windows, self.seq_len)
+        places = range(first, first + size)
+        return as_batch(self.tokens, [self._window(place) for place in places], self.seq_len, self.mask, places)
 
     def _window(self, place: int) -> int:
         epoch, within = divmod(place, self.num_windows)
@@ -249,11 +256,41 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
     return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
 
 
-def as_batch(tokens: np.ndarray, windows: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return windows of the data as tokens and next tokens, (len(windows), seq_len) int64 each."""
+def as_batch(
+    tokens: np.ndarray, windows: list[int], seq_len: int, mask: int | None = None, seeds: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return windows of the data as tokens and what to find, (len(windows), seq_len) int64 each.
+
+    Args:
+        tokens: (tokens,) the data.
+        windows: which sequences of it.
+        seq_len: tokens of a sequence.
+        mask: None: the next tokens are to find. The id that hides a token: those are to find, -1 stands elsewhere.
+        seeds: of what each window hides; None for their numbers.
+    """
     rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
+    if mask is not None:
+        hidden = [_hide(row[:-1], mask, seed) for row, seed in zip(rows, windows if seeds is None else seeds)]
+        both = np.array(hidden, dtype=np.int64).reshape(-1, 2, seq_len)
+        return torch.from_numpy(both[:, 0].copy()), torch.from_numpy(both[:, 1].copy())
     batch = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, np.int64)).view(-1, seq_len + 1)
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def _hide(row: np.ndarray, mask: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a sequence of which `HIDDEN_SHARE` is hidden, and what was there, -1 elsewhere.
+
+    BERT's rule: 80 % of those become the mask, 10 % another token, 10 % stay. Always as many, so that means over sequences
+    are means over tokens on any mesh.
+    """
+    draw = np.random.default_rng(seed)
+    chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
+    kinds, others = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
+    found = np.full_like(row, -1)
+    found[chosen] = row[chosen]
+    seen = row.copy()
+    seen[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, others, row[chosen]))
+    return seen, found
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:
@@ -265,10 +302,9 @@ def _read(files: list[Path], field: str) -> list[bytes]:
     return documents
 
 
-def _make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
-    if config.vocab_size == BYTES:
-        return ByteTokenizer()
-    return BPETokenizer.load(file) if file else BPETokenizer.train(documents, config.vocab_size)
+def make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
+    """Return the tokenizer of a run: the one that is saved or named, one token per byte, or a BPE trained on documents."""
+    return saved_tokenizer(config, file) or BPETokenizer.train(documents, config.vocab_size)
 
 
 def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
@@ -279,7 +315,7 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
     return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
 
 
-def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path]) -> Corpus:
+def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None) -> Corpus:
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
@@ -287,7 +323,8 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path]) -> C
     else:
         cut = int(len(whole) * (1 - config.val_share))
         train, val = whole[:cut], whole[cut:]
-    return Corpus(train, val, None, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
+    tokenizer = saved_tokenizer(config, tokenizer_file) if config.tokenizer else None
+    return Corpus(train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
 
 
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:

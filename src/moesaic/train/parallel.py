@@ -26,18 +26,19 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
-from moesaic.models.attention import ShortConv
-from moesaic.models.gpt import GPT, Dense, TransformerBlock
-from moesaic.models.split import Norm
+from moesaic.models.attention import Attention, ShortConv
+from moesaic.models.gpt import GPT, Dense, LearnedPositions
+from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
 from moesaic.parallel import parallelize_layers, shard_over_data
 from moesaic.plan import Compiled, Plan
+from moesaic.train.pipeline import PipelinedGPT
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
 
 
 def parallelize(
-    model: GPT,
+    model: GPT | PipelinedGPT,
     mesh: Mesh,
     plan: Plan,
     *,
@@ -47,8 +48,8 @@ def parallelize(
     """Split a model over a mesh, in place.
 
     Args:
-        model: whole, on its device, the same on all ranks.
-        mesh: of more than one rank.
+        model: whole, on its device, the same on all ranks; or the parts that the ranks of a pipeline stage have.
+        mesh: of these ranks.
         plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
         policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
@@ -60,10 +61,11 @@ def parallelize(
     parallelize_layers(model, mesh, plan, policy_of)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
-    shard_over_data(model, mesh, model.blocks)
+    for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
+        shard_over_data(part, mesh, part.blocks.children())
 
 
-def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
+def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:
     """Split attention by heads, dense layers by their inner width, the embedding by vocabulary; the rest is replicated.
 
     Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. By position: its
@@ -76,29 +78,42 @@ def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
         by_position: split positions between the layers.
     """
     outside: Placement = Shard(1) if by_position else Replicate()
-    styles: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)}
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, TransformerBlock)
-        styles[f"blocks.{index}.attention.qkv"] = SplitParameters({"weight": 1}, takes=outside, gives=None)
-        styles[f"blocks.{index}.attention.out"] = SplitParameters({"weight": 1}, takes=None, gives=outside)
-        if isinstance(block.ffn, Dense):
-            styles[f"blocks.{index}.ffn"] = SplitParameters(DENSE_SHARDS, takes=outside, gives=outside)
+    styles: dict[str, ParallelStyle] = {}
+    if hasattr(model, "embedding"):
+        styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
+    if getattr(model, "unembedding", None) is not None:
+        styles["unembedding"] = SplitParameters({"weight": 0}, takes=None, gives=None)
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear):
+            # Cross attention reads what the encoder gave, which is whole.
+            whole = name.endswith(".cross.kv")
+            styles[name] = SplitParameters(
+                {"weight": 1, "bias": 1}, takes=Replicate() if whole else outside, gives=None
+            )
+        elif isinstance(module, RowLinear):
+            styles[name] = SplitParameters({"weight": 1}, takes=None, gives=outside)
+        elif isinstance(module, Dense):
+            styles[name] = SplitParameters(DENSE_SHARDS, takes=outside, gives=outside)
+        elif isinstance(module, Attention) and module.q_norm is not None and module.k_norm is not None:
+            module.q_norm.different_over = module.k_norm.different_over = tp
     parallelize_module(model, tp, styles, src_data_rank=None)
     if by_position:
         for module in model.modules():
-            if isinstance(module, Norm):
-                module.positions_over = tp
-            if isinstance(module, MoE | ShortConv):
+            if isinstance(module, Norm | LayerNorm):
+                module.different_over = tp
+            if isinstance(module, MoE | ShortConv | LearnedPositions):
                 module.register_forward_pre_hook(partial(_gather_positions, tp))
                 module.register_forward_hook(partial(_split_positions, tp))
-        model.norm.register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
+        for name in ("norm", "memory_norm"):
+            if hasattr(model, name):
+                getattr(model, name).register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
 
 
 class SplitParameters(ParallelStyle):
     """A module that computes on plain tensors with its part of its parameters: `ColwiseParallel`, `RowwiseParallel` or both.
 
     Args:
-        dims: parameter name (without the path) to the dimension that is split.
+        dims: parameter name (without the path) to the dimension that is split; others stay whole.
         takes: how its input lies on the ranks, which all need whole; None for one that is split as the weight wants it.
         gives: how the sum of the ranks' outputs shall lie on them; None for outputs that are no parts of a sum.
     """
@@ -126,6 +141,8 @@ class SplitParameters(ParallelStyle):
 
     def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if name not in self.dims:
+                continue
             place: Placement = Shard(self.dims[name])
             split = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split))

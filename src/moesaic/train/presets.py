@@ -1,12 +1,41 @@
-"""Presets: functions that return a configuration. `--preset NAME` starts from one; flags override it."""
+"""Presets: functions that return a configuration. `--preset NAME` starts from one; flags override it.
+
+The models are those of `plan/presets.py`; what a run needs besides stands here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
-from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.train.config import DataConfig, OptimizerConfig, TrainConfig
+from moesaic.configfile import override
+from moesaic.plan.presets import PRESETS as MODELS
+from moesaic.train.config import TrainConfig
+
+WARM = {"lr": 6e-4, "warmup_steps": 500}
+RUNS: dict[str, dict[str, Any]] = {
+    "demo": {"out": "runs/demo/moe", "steps": 600, "save_every": 300},
+    "gpt-tiny": {"steps": 50, "eval_every": 25, "eval_sequences": 8, "optimizer": {"lr": 1e-2, "warmup_steps": 10}},
+    "bert-tiny": {"steps": 600, "optimizer": {"lr": 5e-3}},
+    "seq2seq-tiny": {"steps": 300, "optimizer": {"lr": 5e-3}},
+    "gpt-small": {
+        "steps": 20_000, "eval_every": 500, "save_every": 1000, "model": {"moe": {"z_loss": 1e-3}}, "optimizer": WARM
+    },
+}  # fmt: skip
+"""How a model is trained, by its name; PUBLISHED for those that are not here."""
+PUBLISHED: dict[str, Any] = {
+    "steps": 100_000, "eval_every": 1000, "save_every": 1000, "model": {"conv_width": 1}, "optimizer": WARM,
+}  # fmt: skip
+
+
+def preset(name: str) -> TrainConfig:
+    """Return the configuration of a model of `plan/presets.py`."""
+    config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
+    if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
+        config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
+    return override(config, RUNS.get(name, PUBLISHED), source=name)
 
 
 def demo() -> TrainConfig:
@@ -14,17 +43,7 @@ def demo() -> TrainConfig:
 
     The experts are narrow on purpose: of the shapes tried, this one gained most over a dense model (docs/log.md).
     """
-    return TrainConfig(
-        out="runs/demo/moe",
-        steps=600,
-        batch_size=8,
-        eval_every=100,
-        save_every=300,
-        model=ModelConfig(
-            dim=128, num_layers=4, num_heads=4, seq_len=256, moe=MoEConfig(num_experts=64, top_k=2, hidden=64)
-        ),
-        optimizer=OptimizerConfig(lr=3e-3),
-    )
+    return preset("demo")
 
 
 def demo_dense() -> TrainConfig:
@@ -33,46 +52,6 @@ def demo_dense() -> TrainConfig:
     return replace(config, out="runs/demo/dense", model=replace(config.model, ffn="dense"))
 
 
-def gpt_tiny() -> TrainConfig:
-    """Return a model that trains in seconds: for tests and for trying things out."""
-    return TrainConfig(
-        out="runs/gpt-tiny",
-        steps=50,
-        batch_size=4,
-        eval_every=25,
-        eval_sequences=8,
-        model=ModelConfig(
-            dim=32, num_layers=2, num_heads=2, seq_len=64, moe=MoEConfig(num_experts=4, top_k=2, hidden=32)
-        ),
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=10),
-    )
-
-
-def gpt_small() -> TrainConfig:
-    """Return a GPT-2-small-sized sparse model (124 M active parameters, 8 experts) for one GPU, with a BPE tokenizer."""
-    return TrainConfig(
-        out="runs/gpt-small",
-        steps=20_000,
-        batch_size=16,
-        accumulation=4,
-        eval_every=500,
-        save_every=1000,
-        model=ModelConfig(
-            dim=768,
-            num_layers=12,
-            num_heads=12,
-            seq_len=1024,
-            moe=MoEConfig(num_experts=8, top_k=2, hidden=1024, z_loss=1e-3),
-            checkpoint_activations=True,
-        ),
-        data=DataConfig(vocab_size=16_384),
-        optimizer=OptimizerConfig(lr=6e-4, warmup_steps=500),
-    )
-
-
-PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    "demo": demo,
-    "demo-dense": demo_dense,
-    "gpt-tiny": gpt_tiny,
-    "gpt-small": gpt_small,
+PRESETS: dict[str, Callable[[], TrainConfig]] = {name: partial(preset, name) for name in MODELS} | {
+    "demo-dense": demo_dense
 }

@@ -46,7 +46,9 @@ class TrainingProgress:
         self._progress.stop()
 
     def advance(self, step: int, status: str | None = None) -> None:
-        """Show that `step` steps are done, with a short status."""
+        """Show that `step` steps are done, with a short status; where no terminal shows a bar, each status is a line."""
+        if status is not None and not self.console.is_terminal:
+            self.say(f"{self._label}: step {step}, {status}")
         if status is None:
             self._progress.update(self._task, completed=step)
         else:

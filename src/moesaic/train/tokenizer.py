@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.train.config import DataConfig
 
 BYTES, LEAST_BPE = 256, 300
 """Tokens of text as bytes, and the fewest of a byte-level BPE."""
@@ -88,9 +89,11 @@ class BPETokenizer(AbstractTokenizer):
         try:
             return cls(library.Tokenizer.from_str(path.read_text(encoding="utf-8")))
         except FileNotFoundError as error:
-            raise InputError(f"{path}: the run's tokenizer is missing: restore it, or train anew") from error
+            raise InputError(
+                f"{path}: the tokenizer is missing: restore it, or name another with data.tokenizer"
+            ) from error
         except Exception as error:  # the library raises Exception itself for a file that does not parse
-            raise InputError(f"{path}: the run's tokenizer is damaged ({error}): restore it, or train anew") from error
+            raise InputError(f"{path}: the tokenizer is damaged ({error}): restore it, or name another") from error
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON."""
@@ -104,11 +107,51 @@ class BPETokenizer(AbstractTokenizer):
             if place % 2:
                 ids += [self._byte_ids[byte] for byte in part.encode("utf-8", errors="surrogateescape")]
             elif part:
-                ids += self._tokenizer.encode(part).ids
+                ids += self._tokenizer.encode(part, add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.uint16 if self.vocab_size <= 65_536 else np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids]))
+
+
+class GivenTokenizer(BPETokenizer):
+    """A tokenizer.json of somebody else, as models of the hub have it; special tokens in text stay text.
+
+    Bytes that are no UTF-8 become the replacement character where it has no tokens of single bytes.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; the first of `ENDS` that it has, else token 0, separates documents.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        ids = [tokenizer.token_to_id(name) for name in ENDS]
+        self.separator = next((each for each in ids if each is not None), 0)
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+
+    def encode(self, data: bytes) -> np.ndarray:
+        if None not in self._byte_ids:
+            return super().encode(data)
+        ids = self._tokenizer.encode(data.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.uint16 if self.vocab_size <= 65_536 else np.uint32)
+
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Tokens that end a text, in the vocabularies of the hub."""
+
+
+def saved_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer | None:
+    """Return the tokenizer of a run that needs no training data; None for a BPE that is still to be trained.
+
+    Args:
+        config: of the data.
+        file: the tokenizer in the run's folder; None before there is one.
+    """
+    if config.tokenizer:
+        return GivenTokenizer.load(file if file is not None and file.exists() else Path(config.tokenizer))
+    if config.vocab_size == BYTES:
+        return ByteTokenizer()
+    return BPETokenizer.load(file) if file else None
 
 
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")

@@ -1,0 +1,59 @@
+"""`moesaic tokenize`: text to a packed .bin file of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """What to write."""
+
+    path: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each is a source."""
+    out: str = "tokens.bin"
+    """The file of tokens."""
+    tokenizer: str = ""
+    """A tokenizer.json of the tokenizers library. Empty: as vocab_size says."""
+    vocab_size: int = 256
+    """256: one token per byte. 300 and more: a byte-level BPE, trained on all sources."""
+    text_field: str = "text"
+    """The field of JSON lines and tables that holds the text."""
+    weights: tuple[float, ...] = ()
+    """Share of each source in the tokens of a mixture. Empty: each source once, in turn."""
+    tokens: int | None = None
+    """Tokens of a mixture; None: until every source was read once."""
+
+    def __post_init__(self) -> None:
+        if not self.out.endswith(".bin"):
+            raise InputError(f"out={self.out}: files of tokens end in .bin")
+        if self.tokens is not None and (self.tokens < 1 or not self.weights):
+            raise InputError("tokens: must be at least 1, and goes with weights")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Tokenize; returns the exit code."""
+    options = parse(
+        TokenizeOptions, arguments, prog="moesaic tokenize", description="Turn text into a packed file of tokens."
+    )
+    from moesaic.train.config import DataConfig
+    from moesaic.train.tokenize import pack
+
+    data = DataConfig(tokenizer=options.tokenizer, vocab_size=options.vocab_size, text_field=options.text_field)
+    packed = pack(Path(options.out), options.path, data, options.weights, options.tokens)
+    for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
+        print(f"{source}: {tokens:,} tokens of {documents:,} documents")
+    named = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
+    print(
+        f"train on it with moesaic train --data.path {packed.path} --data.bin-dtype {packed.dtype} "
+        f"--data.vocab-size {packed.vocab_size}{named}"
+    )
+    return 0

@@ -1,0 +1,144 @@
+"""Models by name: those that `moesaic train --preset` trains in minutes, and those of papers in their published sizes.
+
+A model is a configuration of one block. Where a paper leaves a size open, the comment says what was taken; docs/papers.md
+holds the parameters against the published ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from moesaic.configfile import read_table, suggestion
+from moesaic.errors import InputError
+from moesaic.plan.hub import is_hub_config, read_shape
+from moesaic.plan.model import DataShape, Job, job_of
+from moesaic.plan.model_shape import BlockConfig, ModelShape, MoEShape
+
+GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
+"""GPT-2's block, without its dropout of 0.1, which large corpora do without."""
+BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
+"""BERT's block; the model has neither segments nor a pooler, and no layer in front of the output matrix."""
+TRANSFORMER = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", tied=False)
+"""The first Transformer's block; positions are learned as in its ablation."""
+GPT2_VOCAB, BERT_VOCAB = 50_257, 30_522
+
+
+def _job(
+    dim: int, num_layers: int, num_heads: int, seq_len: int, vocab: int, moe: dict[str, Any], block: BlockConfig,
+    batch_size: int = 16,
+) -> Job:  # fmt: skip
+    shape = ModelShape(
+        dim=dim, num_layers=num_layers, num_heads=num_heads, seq_len=seq_len, block=block, moe=MoEShape(**moe),
+        checkpoint_activations=dim >= 768,
+    )  # fmt: skip
+    return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
+
+
+def _plain(num_experts: int, top_k: int, hidden: int, **more: Any) -> dict[str, Any]:
+    """Return MoE layers whose experts have two matrices."""
+    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "experts": "gelu", **more}
+
+
+def _gated(num_experts: int, top_k: int, hidden: int) -> dict[str, Any]:
+    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden}
+
+
+def _ours() -> dict[str, Job]:
+    """Return what trains in seconds or minutes, and one for a GPU."""
+    modern = BlockConfig()
+    small = _job(768, 12, 12, 1024, 16_384, _gated(8, 2, 1024), modern)
+    return {
+        "demo": _job(128, 4, 4, 256, 256, _gated(64, 2, 64), modern, 8),
+        "gpt-tiny": _job(32, 2, 2, 64, 256, _gated(4, 2, 32), modern, 4),
+        "bert-tiny": _job(64, 2, 4, 64, 256, _gated(16, 2, 64), BlockConfig(kind="encoder"), 16),
+        "seq2seq-tiny": _job(64, 4, 4, 128, 256, _gated(16, 2, 64), BlockConfig(kind="encoder_decoder"), 16),
+        "gpt-small": Job(batch_size=16, accumulation=4, model=small.model, data=small.data),
+    }
+
+
+def _papers() -> dict[str, Job]:
+    """Return the models of the five papers."""
+    found = {
+        # Parm: k is not given; E is that of its testbed B.
+        "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072), BERT),
+        "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072), GPT2),
+        # ScheMoE: vocabularies are not given; these are those that meet its counts (Megatron pads GPT-2's to 51,200).
+        "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048), TRANSFORMER),
+        "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64), GPT2, 4),
+        "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096), BERT),
+    }
+    for layers in (12, 16, 20, 24):
+        # Its counts grow by 8 D^2 per layer: the mean of an encoder's and a decoder's attention, and one dense layer beside.
+        moe = _plain(32, 1, 512, shared_hidden=512)
+        found[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
+    for name, layers, experts, dim, block in (
+        ("gpt-s", 12, 16, 1024, GPT2), ("gpt-base", 12, 16, 2048, GPT2), ("gpt-l", 12, 16, 4096, GPT2),
+        ("bert-deep", 24, 16, 1024, BERT), ("bert-deep-l", 24, 16, 4096, BERT),
+        ("bert-wide", 12, 64, 1024, BERT), ("bert-wide-l", 12, 64, 2048, BERT),
+    ):  # fmt: skip
+        vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
+        found[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
+    # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
+    for name, layers, heads, dim in (
+        ("s", 12, 12, 768), ("m", 24, 16, 1024), ("l", 36, 20, 1280), ("xl", 48, 25, 1600), ("xxl", 32, 32, 4096),
+    ):  # fmt: skip
+        found[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
+    return found
+
+
+def _hub() -> dict[str, Job]:
+    """Return models of the hub that our block builds; others train in transformers with our layer."""
+    million = (1_000_000.0, 1.0)
+    mixtral = BlockConfig(kv_heads=8, tied=False, rope=million)
+    qwen = BlockConfig(kv_heads=4, head_dim=128, tied=False, rope=million, qk_norm=True)
+    return {
+        "mixtral-8x7b": _job(4096, 32, 32, 4096, 32_000, _gated(8, 2, 14_336), mixtral),
+        "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), BlockConfig(tied=False, qk_norm=True)),
+        "qwen3-30b-a3b": _job(2048, 48, 32, 4096, 151_936, _gated(128, 8, 768), qwen),
+    }
+
+
+PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
+"""The sparse models of `moesaic train --preset`, by the same names."""
+
+
+TOKENS = 1 << 22
+"""Tokens of an optimizer step of a model of the hub, about, unless the batch says otherwise."""
+
+
+def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
+    """Return a job.
+
+    Args:
+        name: a preset, or the path of a training configuration: TOML, or JSON as a run folder has it. Fields that change
+            neither time nor memory are passed over. A model's `config.json` of the hub is trained in bfloat16 with one
+            sequence per rank and micro-batch, and as many micro-batches as make about `TOKENS`.
+        seq_len: tokens of a sequence, of a model of the hub only.
+        world: ranks, of a model of the hub only.
+
+    Raises:
+        InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
+            value that cannot be.
+    """
+    if not name.endswith((".toml", ".json")):
+        if name not in PRESETS:
+            raise InputError(
+                f"model {name!r} is unknown{suggestion(name, list(PRESETS))}; or give a path that ends in .toml"
+            )
+        return PRESETS[name]
+    table = read_table(Path(name))
+    if is_hub_config(table):
+        shape = read_shape(table, f"model {name}", seq_len=seq_len)
+        batches = max(1, round(TOKENS / (world * seq_len)))
+        return Job(batch_size=world, accumulation=batches, model=shape, data=DataShape(vocab_size=shape.vocab))
+    known = [each.name for each in fields(Job)]
+    job = job_of(table, f"model {name}")
+    if not any(field in known for field in table):
+        raise InputError(
+            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file has none of them: "
+            "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
+            "Hugging Face hub"
+        )
+    return job

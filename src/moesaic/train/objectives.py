@@ -1,0 +1,132 @@
+"""What a model learns besides the next token: hidden tokens, by an encoder, and pairs of texts, by an encoder-decoder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig
+from moesaic.models.seq2seq import PADDING
+from moesaic.train.config import DataConfig
+from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
+
+CATALOGUE = b"\xde\x12\x04\x95"
+"""The first bytes of a compiled gettext catalogue, little-endian."""
+
+
+def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) -> Corpus:
+    """Return the data of a run, as its model wants it.
+
+    Args:
+        model: its kind decides; an encoder's vocabulary has one id more, for what is hidden.
+        data: what to read.
+        tokenizer_file: as for `load_corpus`.
+
+    Raises:
+        InputError: as `load_corpus`, and for an encoder-decoder if there are no pairs.
+    """
+    if model.block.kind == "encoder_decoder":
+        return load_pairs(data, model.seq_len, tokenizer_file)
+    corpus = load_corpus(data, tokenizer_file)
+    if model.block.kind == "encoder":
+        return replace(corpus, vocab_size=corpus.vocab_size + 1, mask=corpus.vocab_size, val_bytes=len(corpus.val))
+    return corpus
+
+
+def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> Corpus:
+    """Read pairs of texts: one row of `seq_len` tokens each, as `EncoderDecoder` takes them.
+
+    Args:
+        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`; empty: the French
+            catalogues of the installed Django.
+        seq_len: tokens of a row; pairs that are longer than its halves are left out.
+        tokenizer_file: as for `load_corpus`.
+
+    Raises:
+        InputError: if there are none, or too few to set some aside.
+    """
+    files = find_files(data.path, "data.path") if data.path else django_catalogues()
+    # One translation per source, or the same sentence could be in both parts.
+    pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
+    if data.val_path:
+        held = sorted(dict(p for path in find_files(data.val_path, "data.val_path") for p in read_pairs(path)).items())
+    else:
+        draws = [int.from_bytes(hashlib.sha256(source).digest()[:8], "big") / 2**64 for source, _ in pairs]
+        held = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
+        pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
+    tokenizer = make_tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
+    half = seq_len // 2
+
+    def rows(some: list[tuple[bytes, bytes]]) -> np.ndarray:
+        found = []
+        for source, target in some:
+            read, written = tokenizer.encode(source), tokenizer.encode(target)
+            if len(read) <= half and len(written) <= half - 2:
+                row = np.full(seq_len, PADDING, dtype=np.uint32)
+                row[: len(read)], row[half + 1 : half + 1 + len(written)] = read, written
+                found.append(row)
+        return np.concatenate([*found, np.zeros(1, dtype=np.uint32)])  # the last row has a next token too
+
+    train, val = rows(pairs), rows(held)
+    if len(train) <= seq_len or len(val) <= seq_len:
+        raise InputError(
+            f"data: {len(pairs)} pairs to train on and {len(held)} to validate with, of which at least one each must fit "
+            f"{half} tokens a side: give more in data.path, or a larger model.seq_len"
+        )
+    kept = f"{len(train) // seq_len:,} of {len(pairs):,} pairs fit"
+    return Corpus(train, val, tokenizer, tokenizer.vocab_size, len(val), f"{len(files)} files, {kept}")
+
+
+def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
+    """Return the pairs of a file: messages and their translations, or `source` and `target` of JSON lines; none is empty.
+
+    Raises:
+        InputError: if it is of another kind, or damaged.
+    """
+    content = path.read_bytes()
+    try:
+        if content[:4] == CATALOGUE:
+            pairs = list(_messages(content))
+        else:
+            rows = [json.loads(line) for line in content.splitlines() if line.strip()]
+            pairs = [(row["source"].encode(), row["target"].encode()) for row in rows]
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        raise InputError(
+            f"data: {path} holds no pairs ({type(error).__name__}: {error}): give gettext catalogues (.mo), or JSON lines with "
+            "the texts source and target"
+        ) from error
+    return [(source, target) for source, target in pairs if source and target]
+
+
+def _messages(content: bytes) -> Iterable[tuple[bytes, bytes]]:
+    """Yield messages and translations of a compiled catalogue; of plural forms the first, of a context what follows it."""
+    count, sources, targets = struct.unpack_from("<3I", content, 8)
+    for index in range(count):
+        texts = []
+        for table in (sources, targets):
+            length, start = struct.unpack_from("<2I", content, table + 8 * index)
+            texts.append(content[start : start + length].split(b"\0")[0].split(b"\4")[-1])
+        yield texts[0], texts[1]
+
+
+def django_catalogues() -> list[Path]:
+    """Return the French message catalogues of the installed Django, which are BSD-licensed.
+
+    Raises:
+        InputError: if Django is not installed.
+    """
+    found = find_spec("django")
+    if found is None or found.origin is None:
+        raise InputError(
+            'data.path: without one, pairs are the French messages of Django: pip install "moesaic[translation]", or name '
+            "catalogues (.mo) or JSON lines with source and target"
+        )
+    return sorted(Path(found.origin).parent.rglob("locale/fr/LC_MESSAGES/*.mo"))

@@ -1,0 +1,131 @@
+"""Text to a packed `.bin` file of tokens, from one source or a mixture of several by weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.train.config import DataConfig
+from moesaic.train.data import find_files
+from moesaic.train.documents import read_documents
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_tokenizer
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was written."""
+
+    path: Path
+    dtype: str
+    vocab_size: int
+    tokens: tuple[int, ...]
+    """Per source, separators included."""
+    documents: tuple[int, ...]
+    """Per source."""
+    tokenizer: Path | None
+    """A copy of the tokenizer beside the tokens; None for bytes."""
+
+
+class Source:
+    """The documents of some files, again and again, in the order of the files.
+
+    Args:
+        pattern: a file, glob or folder.
+        field: as for `read_documents`.
+    """
+
+    def __init__(self, pattern: str, field: str) -> None:
+        self.files, self.field = find_files((pattern,), "path"), field
+        self.passes = 0
+        """Times that all of it was read."""
+
+    def once(self) -> Iterator[bytes]:
+        """Yield each document once."""
+        for path in self.files:
+            yield from read_documents(path, self.field)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            empty = True
+            for document in self.once():
+                empty = False
+                yield document
+            if empty:
+                raise InputError(f"path: {self.files[0]} holds no text: leave it out")
+            self.passes += 1
+
+
+def pack(
+    out: Path, paths: Sequence[str], data: DataConfig, weights: Sequence[float] = (), num_tokens: int | None = None
+) -> Packed:
+    """Write documents one behind the other, the separator behind each, and a table beside them that says what they are.
+
+    A mixture takes the next document from the source that is furthest behind its weight, and reads a source again when it is
+    through, so that every part of the file has the mixture's shares.
+
+    Args:
+        out: the `.bin` file; `.json` and `.tokenizer.json` beside it take its name.
+        paths: the sources.
+        data: `tokenizer`, `vocab_size` and `text_field` count.
+        weights: one per source; empty: each source once, in turn.
+        num_tokens: stop at so many of a mixture; None: when every source was read once, or would have been.
+
+    Raises:
+        InputError: for sources without text, and weights that do not fit them.
+    """
+    if weights and (len(weights) != len(paths) or min(weights) <= 0):
+        raise InputError(f"weights={tuple(weights)}: give one above 0 for each of the {len(paths)} paths")
+    sources = [Source(path, data.text_field) for path in paths]
+    tokenizer = saved_tokenizer(data, None) or BPETokenizer.train(
+        (document for source in sources for document in source.once()), data.vocab_size
+    )
+    dtype = np.dtype(
+        "uint8" if tokenizer.vocab_size <= 256 else "uint16" if tokenizer.vocab_size <= 65_536 else "uint32"
+    )
+    counts = np.zeros((len(sources), 2), dtype=np.int64)
+    with out.open("wb") as file:
+        for index, document in _mixed(sources, weights, counts, num_tokens):
+            ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(dtype.newbyteorder("<"))
+            ids.tofile(file)
+            counts[index] += (len(ids), 1)
+    return _described(out, dtype.name, tokenizer, counts)
+
+
+def _mixed(
+    sources: list[Source], weights: Sequence[float], counts: np.ndarray, num_tokens: int | None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of a source and a document of it; `counts`, (sources, 2), is what is written of each so far."""
+    if not weights:
+        for index, source in enumerate(sources):
+            for document in source.once():
+                yield index, document
+        return
+    shares = np.asarray(weights) / sum(weights)
+    readers = [iter(source) for source in sources]
+    while num_tokens is None or counts[:, 0].sum() < num_tokens:
+        index = int((counts[:, 0] / shares).argmin())
+        document = next(readers[index])
+        if num_tokens is None and min(source.passes for source in sources):
+            return
+        yield index, document
+
+
+def _described(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
+    if not counts[:, 0].sum():
+        raise InputError(f"path: no text in it, {out} is empty: name files with text")
+    beside = None
+    if isinstance(tokenizer, BPETokenizer):
+        beside = out.with_suffix(".tokenizer.json")
+        tokenizer.save(beside)
+    packed = Packed(
+        out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), beside
+    )
+    table = {"dtype": dtype, "vocab_size": packed.vocab_size, "separator": tokenizer.separator, "tokens": packed.tokens,
+             "documents": packed.documents}  # fmt: skip
+    out.with_suffix(".json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    return packed

@@ -1,0 +1,98 @@
+"""Every kind of model and block trains on four ranks, tensor-parallel ones among them, as it does in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.plan.algorithm1 import choose
+from moesaic.plan.model import job_of
+from moesaic.program.grid import Grid
+from moesaic.train.config import TrainConfig
+from runs import lines, run_quietly, skip_measuring, tiny
+from train.worlds import Outcome, assert_same_run, train_on
+
+GPT2 = {"norm": "layer", "positions": "learned", "bias": True}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt2": {"block": GPT2, "ffn": "dense", "dense_hidden": 32},
+    "modern": {"block": {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "tied": False}, "conv_width": 1},
+    "bert": {"block": GPT2 | {"kind": "encoder", "norm": "post_layer"}, "moe": {"every": 2}},
+    "pairs": {"block": GPT2 | {"kind": "encoder_decoder", "tied": False}, "num_layers": 4, "moe": {"every": 2}},
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2, "ep": 2},
+    "positions": {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True},
+}
+
+
+def write_pairs(path: Path) -> Path:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcd", k=draw.randint(1, 5))) for _ in range(400)]
+    path.write_text("".join(json.dumps({"source": word, "target": word[::-1]}) + "\n" for word in words))
+    return path
+
+
+def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
+    more: dict[str, Any] = {"mesh": MESHES[mesh]} if mesh else {}
+    if block == "pairs":
+        more["data"] = {"path": [str(write_pairs(folder / "pairs.jsonl"))], "val_share": 0.2}
+    model = {"num_heads": 4, **BLOCKS[block]}
+    return tiny(
+        folder, steps=3, batch_size=4, precision="float64", eval_sequences=5, model=model,
+        out=str(folder / f"{block}-{mesh}"), **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+    folder = tmp_path_factory.mktemp("blocks")
+    cells = [(block, mesh) for block in BLOCKS for mesh in MESHES]
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        for block in BLOCKS:
+            run_quietly(config_of(folder, block))
+    return folder, dict(zip(cells, train_on(4, [config_of(folder, *cell) for cell in cells])))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_trains_on_four_ranks_as_alone(world, block, mesh):
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[block, mesh]] == [""] * 4
+    assert_same_run(Path(config_of(folder, block).out), Path(config_of(folder, block, mesh).out))
+    losses = [line["loss"] for line in lines(Path(config_of(folder, block, mesh).out), "train")]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.slow
+def test_a_rule_of_algorithm_1_chooses_the_schedule_that_runs(tmp_path):
+    mesh = {"tp": 2, "ep": 2, "etp": 2, "ranks_per_node": 4}
+    rules = {
+        rule: tiny(
+            tmp_path,
+            steps=2,
+            batch_size=4,
+            mesh=mesh,
+            planner={"plan": rule, "cluster": "25gbe"},
+            out=str(tmp_path / rule),
+        )
+        for rule in ("parm", "parm_printed")
+    }
+    outcomes = train_on(4, list(rules.values()))
+    assert [[outcome.refusal for outcome in each] for each in outcomes] == [[""] * 4] * 2
+    run_quietly(tiny(tmp_path, steps=2, batch_size=4, out=str(tmp_path / "one")))
+    expected = [line["loss"] for line in lines(tmp_path / "one", "train")]
+    simulator = Simulator(read_cluster("25gbe", nodes=1))
+    for rule, config in rules.items():
+        saved = json.loads((tmp_path / rule / "config.json").read_text())
+        layer = job_of(asdict(config), "run").step_model(simulator.cluster, 2).layer
+        chosen = choose(rule, simulator, layer, Grid(world=4, **mesh))
+        assert saved["plan"]["schedule"] == chosen.schedule
+        assert [line["loss"] for line in lines(tmp_path / rule, "train")] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,86 @@
+"""Packed tokens: what training reads from them is what it reads from the text; mixtures have their weights throughout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.train.config import DataConfig
+from moesaic.train.data import load_corpus
+from moesaic.train.documents import read_documents
+from moesaic.train.tokenize import pack
+from runs import run_quietly, tiny, write_text
+
+
+def write_documents(path: Path, letter: str, count: int) -> str:
+    path.write_text("".join(json.dumps({"text": letter * (5 + number % 3)}) + "\n" for number in range(count)))
+    return str(path)
+
+
+def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: Path, capsys) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        write_text(texts / f"{number}.txt", seed=number)
+    table = pyarrow.table({"text": ["one document", "another one"]})
+    pyarrow.parquet.write_table(table, texts / "rows.parquet")
+    out = tmp_path / "tokens.bin"
+    assert main(["tokenize", str(texts), "--out", str(out), "--vocab-size", "300"]) == 0
+    said = capsys.readouterr().out
+    assert f"{texts}: " in said
+    assert "of 5 documents" in said
+    beside = tmp_path / "tokens.tokenizer.json"
+    assert f"--data.vocab-size 300 --data.tokenizer {beside}" in said
+    data = {"path": (str(out),), "vocab_size": 300, "tokenizer": str(beside)}
+    packed = load_corpus(DataConfig(**data))
+    documents = [document for path in sorted(texts.iterdir()) for document in read_documents(path, "text")]
+    whole = np.concatenate([packed.train, packed.val])
+    expected = [np.append(packed.tokenizer.encode(document), packed.tokenizer.separator) for document in documents]
+    assert whole.tolist() == np.concatenate(expected).tolist()
+    run_quietly(tiny(tmp_path, steps=1, data=data))
+    assert main(["sample", str(tmp_path / "run"), "--prompt", "one", "--tokens", "3"]) == 0
+
+
+def test_a_mixture_has_its_weights_in_every_part(tmp_path: Path) -> None:
+    sources = [write_documents(tmp_path / f"{letter}.jsonl", letter, 50) for letter in "ab"]
+    packed = pack(tmp_path / "mix.bin", sources, DataConfig(), (3.0, 1.0), 4000)
+    tokens = np.fromfile(tmp_path / "mix.bin", dtype=np.uint8)
+    assert 4000 <= len(tokens) == sum(packed.tokens) < 4010
+    for part in np.split(tokens[:4000], 4):
+        assert float((part == ord("a")).sum() / (part != 0).sum()) == pytest.approx(0.75, abs=0.02)
+    assert json.loads((tmp_path / "mix.json").read_text())["tokens"] == list(packed.tokens)
+
+
+def test_a_mixture_without_a_number_ends_when_every_source_was_read(tmp_path: Path) -> None:
+    sources = [write_documents(tmp_path / "a.jsonl", "a", 10), write_documents(tmp_path / "b.jsonl", "b", 10)]
+    packed = pack(tmp_path / "mix.bin", sources, DataConfig(), (2.0, 1.0))
+    assert packed.documents[1] == 10
+    assert packed.documents[0] == pytest.approx(20, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--weights", "1"), "give one above 0 for each of the 2 paths"),
+        (("--tokens", "5"), "goes with weights"),
+        (("--out", "a.txt"), "files of tokens end in .bin"),
+        (("--tokenizer", "no.json"), "no.json: the tokenizer is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, capsys, arguments, words) -> None:
+    sources = [write_documents(tmp_path / f"{letter}.jsonl", letter, 3) for letter in "ab"]
+    assert main(["tokenize", *sources, "--out", str(tmp_path / "a.bin"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(InputError, match="no text in it"):
+        pack(tmp_path / "a.bin", [str(tmp_path / "a.txt")], DataConfig())
