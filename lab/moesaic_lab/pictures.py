@@ -29,6 +29,9 @@ COLOURS = (
     "#c9a227",
     "#7fb069",
     "#d46a6a",
+    "#101010",
+    "#00a2a2",
+    "#b0b0b0",
 )
 """By series, in the order in which they first appear; after the last one the first again."""
 BOUND = "#111827"

@@ -206,10 +206,9 @@ def test_tables_and_pictures_show_every_part() -> None:
     assert "virtual compute" in text
     assert "share of forced balance" in text
     drawn = panels([], [], shares)
-    assert [each.title for each in drawn] == ["dgx-h100, 64 ranks, simulated"]
+    assert [each.title for each in drawn] == ["dgx-h100, 64 ranks, recorded loads"]
     assert [series.name for series in drawn[0].series] == [PLAIN, OURS]
-    assert drawn[0].series[0].x == (0.6,)
-    assert drawn[0].series[0].y == (0.5,)
+    assert (drawn[0].series[0].x, drawn[0].series[0].y) == ((0.5, 0.7), (0.5, 0.5))
     assert "Simulated" in text
     made = panels(cells, forecasts)
     titles = [panel.title for panel in made]

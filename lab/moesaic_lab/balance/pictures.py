@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.run import BalanceCell
-from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.balance.shares import Share
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.pictures import Panel, PlottedSeries
 
@@ -19,11 +19,13 @@ VIRTUAL = "virtual compute"
 
 
 def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()) -> list[Panel]:
-    """Return the panels of what was run: one per cluster of shares of forced balance, two per bed, one for all recorded cases,
-    three for all beds, one per simulated cluster."""
+    """Return the panels of what was run: one per cluster and kind of load of shares of forced
+    balance, two per bed, one for all recorded cases, three for all beds, one per simulated cluster."""
     made = []
-    for cluster, ranks in dict.fromkeys((each.cluster, each.ranks) for each in shares):
-        made.append(_shares([each for each in shares if (each.cluster, each.ranks) == (cluster, ranks)]))
+    drawn = [each for each in shares if each.ratio == BASE_RATIO]
+    for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
+        found = [each for each in drawn if (each.cluster, each.ranks, each.load) == (cluster, ranks, load)]
+        made.append(_shares(found, load))
     skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
     places = list(dict.fromkeys(cell.job.case.place for cell in skewed))
     for place in places:
@@ -40,30 +42,15 @@ def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: 
     return made
 
 
-def _shares(shares: Sequence[Share]) -> Panel:
-    """Draw the share of forced balance over MaxVio; recorded loads are a spread at their median."""
-    common = min(shares, key=lambda each: each.ratio != BASE_RATIO).ratio
+def _shares(shares: Sequence[Share], load: str) -> Panel:
+    """Draw the share of forced balance over MaxVio under one kind of load, a point for each call."""
     series = []
     for name in dict.fromkeys(each.method for each in shares):
-        mine = [each for each in shares if each.method == name and each.ratio == common]
-        loads: dict[float, list[float]] = {}
-        for each in mine:
-            at = (
-                statistics.median(e.max_vio for e in mine if e.load == RECORDED)
-                if each.load == RECORDED
-                else each.max_vio
-            )
-            loads.setdefault(round(at, 2), []).append(each.of_forced)
-        x = tuple(sorted(loads))
-        series.append(
-            PlottedSeries(
-                name=name, x=x, y=tuple(statistics.median(loads[at]) for at in x),
-                low=tuple(min(loads[at]) for at in x), high=tuple(max(loads[at]) for at in x),
-            )
-        )  # fmt: skip
-    cluster, ranks = shares[0].cluster, shares[0].ranks
+        mine = sorted((each for each in shares if each.method == name), key=lambda each: each.max_vio)
+        x, y = tuple(each.max_vio for each in mine), tuple(each.of_forced for each in mine)
+        series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{cluster}, {ranks} ranks, simulated", x_title="MaxVio of ranks (recorded loads at their median)",
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load} loads", x_title="MaxVio of ranks",
         y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 
