@@ -27,6 +27,7 @@ from moesaic_testbed.messages import (
     Line,
     Open,
     RunFunction,
+    RunInside,
     output_files,
 )
 
@@ -123,23 +124,29 @@ class Cluster:
             InputError: for a function or arguments that do not pickle.
             RankError: if a rank raises or dies; the others are ended first. The bed can be used again.
         """
-        try:
-            call = pickle.dumps((function, args))
-        except Exception as error:
-            raise InputError(
-                f"{function!r} cannot be sent to ranks ({error}): define it at the top level of a module, and pass "
-                "arguments that pickle"
-            ) from error
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
-        request = RunFunction(
-            call=call,
-            main=_main_script() if b"__main__" in call else None,
-            path=list(sys.path),
-            cwd=os.getcwd(),
-            threads=threads,
-        )
-        return [pickle.loads(result) for result in self._ask(request)]
+        return [pickle.loads(result) for result in self._ask(_request(RunFunction, function, args, threads))]
+
+    def run_inside(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function once, in the bed's own process: for what starts and disturbs ranks by itself.
+
+        It may fork; what it leaves behind lives until the bed is closed.
+
+        Args:
+            function: of a module; its first argument is the bed's `Wiring`.
+            args: the others; anything that pickles.
+
+        Returns:
+            what it returned.
+
+        Raises:
+            InputError: for a function or arguments that do not pickle.
+            RankError: if it raises.
+        """
+        (result,) = self._ask(_request(RunInside, function, args, 1))
+        returned: T = pickle.loads(result)
+        return returned
 
     def command(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None
@@ -282,6 +289,18 @@ def refusal() -> str | None:
     except InputError as error:
         return str(error)
     return None
+
+
+def _request(kind: type[RunFunction], function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> RunFunction:
+    try:
+        call = pickle.dumps((function, args))
+    except Exception as error:
+        raise InputError(
+            f"{function!r} cannot be sent to ranks ({error}): define it at the top level of a module, and pass "
+            "arguments that pickle"
+        ) from error
+    main = _main_script() if b"__main__" in call else None
+    return kind(call=call, main=main, path=list(sys.path), cwd=os.getcwd(), threads=threads)
 
 
 def _main_script() -> dict[str, Any]:

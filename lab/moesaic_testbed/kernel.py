@@ -18,7 +18,7 @@ NEW_MOUNTS, NEW_USER, NEW_PROCESSES, NEW_NET = 0x00020000, 0x10000000, 0x2000000
 _PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
 _NO_SUID_DEV_EXEC = 2 | 4 | 8
 _BIND = 1 << 12
-_DIE_WITH_PARENT = 1
+_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 _NET_ADMIN, _SYS_ADMIN = 12, 21
 
 ADVICE = (
@@ -99,6 +99,20 @@ def own_mounts() -> bool:
     except OSError:
         return False
     return True
+
+
+def mount_memory(folder: Path, size: int) -> None:
+    """Mount a file system of `size` bytes that lies in memory; it goes with the mount namespace. Needs `own_mounts` first.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), f"size={size}".encode())
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of whatever its children leave behind."""
+    _call("prctl", ctypes.c_int(_ADOPT_ORPHANS), ctypes.c_ulong(1))
 
 
 def name_hosts(names: Mapping[str, str]) -> None:

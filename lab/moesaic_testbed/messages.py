@@ -36,6 +36,11 @@ class RunFunction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunInside(RunFunction):
+    """Call a function once, in the bed's own process, with its wiring before the arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """Run a command on every rank."""
 

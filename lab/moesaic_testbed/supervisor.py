@@ -15,7 +15,7 @@ from typing import Any
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.command_round import CommandRound
 from moesaic_testbed.function_round import FunctionRound
-from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, RunFunction
+from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, RunFunction, RunInside
 from moesaic_testbed.rank import failure_of
 from moesaic_testbed.wiring import Wiring, WiringError
 
@@ -58,12 +58,21 @@ class Supervisor:
                 function, arguments = _load(request)
             except BaseException as error:
                 return Answer(failure=failure_of(None, error))
+            if isinstance(request, RunInside):
+                return _called(function, (self._wiring, *arguments))
             return FunctionRound(self._wiring, self._line, port, files, request, function, arguments).run()
         if isinstance(request, Command):
             return CommandRound(self._wiring, self._line, port, files, request).run()
         if isinstance(request, Count):
             return Answer(value=self._wiring.traffic())
         return Answer()
+
+
+def _called(function: Any, arguments: tuple[Any, ...]) -> Answer:
+    try:
+        return Answer(value=[pickle.dumps(function(*arguments))])
+    except BaseException as error:
+        return Answer(failure=failure_of(None, error))
 
 
 def _load(request: RunFunction) -> tuple[Any, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ burst lets short messages through at once, and a shorter queue drops.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -220,6 +221,14 @@ class Wiring:
         """Set both ends of a node's link to a rate; None is the rate that the bed began with."""
         for name, line in changing(self.bed, node, rate).items():
             self._tool("tc", name, [line])
+
+    def switch(self, node: int, on: bool) -> None:
+        """Cut a node's link at its switch, or mend it; for beds of one switch, whose routes come back by themselves."""
+        self._tool("ip", ROOT, [f"link set dev {node_name(node)} {'up' if on else 'down'}"])
+
+    def namespaces(self) -> list[int]:
+        """Return the numbers by which the kernel knows the bed's network namespaces."""
+        return [os.fstat(handle).st_ino for handle in self._nets.values()]
 
     def traffic(self) -> dict[str, Carried]:
         """Return what every end of every link has sent: "node0 up", "node0 down", "node0 inside", "leaf0 up", ..."""

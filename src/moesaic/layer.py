@@ -440,8 +440,9 @@ class MoE(InjectsLosses, RoutingCached):
             return self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
         routing = routed.routing
         permutation = sort_by_expert(
-            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
-        )
+            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token,
+            has_unsent=routing.has_unsent,
+        )  # fmt: skip
         run = partial(self.experts.compute_tokens, permutation=permutation, weight_first=self.apply_weight == "before")
         return self.experts(
             x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.eplb import EPLB
+from moesaic.balance.replication.laer import LAER, layout
+from moesaic.balance.replication.lplb import LPLB, least_busiest_flow
 from moesaic.balance.replication.policy import Replicated
 from moesaic.balance.replication.shadow import Published, Shadow
 from moesaic.balance.replication.spill import LeastLoaded, Spill
+from moesaic.balance.replication.tables import Replications, rows_of
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -168,3 +174,61 @@ def test_given_lendings_are_cut_to_what_there_is():
     load = CallLoad(Grid(world=2, ep=2), np.array([[3, 1], [2, 0]]), 2, units=1, dim=1)
     replicated = Replicated(np.full((2, 2, 2), 2)).decide(load)
     assert replicated.tolist() == [[[2, 1], [1, 0]], [[2, 0], [0, 0]]]
+
+
+def flat(loads: list[int], ep: int, ranks_per_node: int = 2) -> CallLoad:
+    """Every expert's copies lie evenly over the places."""
+    copies = np.tile(np.array(loads) // ep, (ep, 1))
+    return CallLoad(Grid(world=ep, ep=ep, ranks_per_node=ranks_per_node), copies, len(loads), 4, 4)
+
+
+def busiest(load: CallLoad, replicated: np.ndarray) -> int:
+    (replica,) = replica_loads(load, ReplicationCosts())
+    rows = rows_of(replica, Replications.of(replicated))
+    return int((rows.home + rows.replicated).sum(0).max())
+
+
+def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
+    load = flat([800, 80, 80, 80, 400, 80, 80, 80], ep=4)
+    found = EPLB().decide(load)
+    # four redundant experts: 800 -> 400 -> 266 beside 400 -> 200, then 266 -> 200: expert 0 is held by all, expert 4 twice
+    assert found.sum(0).tolist()[0] == [0, 200, 200, 200]
+    assert found.sum(0)[4].sum() == 200
+    assert (found.sum((0, 2)) > 0).tolist() == [True, False, False, False, True, False, False, False]
+
+
+def test_lplb_is_the_optimum_of_its_edges_by_hand():
+    load = flat([200, 200, 0, 0, 0, 0, 0, 0], ep=4)
+    found = LPLB().decide(load)
+    # place 1 holds its neighbour's heaviest expert and place 2 its mate's second one, so three places have 400 / 3 each
+    assert found.sum(0)[:2].tolist() == [[0, 133, 0, 0], [0, 0, 133, 0]]
+    assert busiest(load, found) == 134
+    loads, source, target = np.array([10, 0, 2]), np.array([0, 0]), np.array([1, 2])
+    assert least_busiest_flow(loads, source, target, np.array([3, 9])).tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lplb_flows_are_no_worse_than_any_search_finds(seed: int):
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, 9, 3)
+    source, target = np.array([0, 1, 2]), np.array([1, 2, 0])
+    most = np.minimum(loads, 5)
+    flow = least_busiest_flow(loads, source, target, most)
+
+    def top(flow: np.ndarray) -> float:
+        return float((loads - flow + flow[[2, 0, 1]]).max())
+
+    every = (np.array(each) for each in product(*(range(m + 1) for m in most)))
+    assert top(flow) <= min(map(top, every)) + 1  # whole copies of a fractional optimum
+
+
+def test_laer_computes_experts_anywhere_within_room_and_near_their_tokens():
+    load = flat([800, 80, 80, 80, 400, 80, 80, 80], ep=4)
+    holds = layout(load.copies.sum(0), load.home, 4, room=3)
+    assert holds.sum(0).max() <= 3
+    assert holds.any(1).all()
+    assert holds.sum(1)[0] == 4
+    found = LAER().decide(load)
+    assert busiest(load, found) <= 1.1 * load.copies.sum() / 4
+    for origin, node in enumerate((0, 0, 1, 1)):  # expert 0 is everywhere: nobody's copies leave the node
+        assert found[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0

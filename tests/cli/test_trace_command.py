@@ -64,7 +64,7 @@ def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["draw"], "unknown word draw: write show, make or counts"),
+        (["draw"], "unknown word draw: write show, make, counts, check, convert"),
         (["show"], "Missing from moesaic trace show"),
         (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
         (["make", "a.txt"], "trace a.txt: choose a name that ends in .npz"),
@@ -108,3 +108,21 @@ def test_zero_drift_keeps_the_busiest_expert(tmp_path, capsys):
     found = shown(capsys, path)
     assert [len(set(layer["busiest"])) for layer in found["layers"]] == [1, 1]
     assert np.argmax(found["layers"][0]["shares"]) == found["layers"][0]["busiest"][0]
+
+
+def test_check_and_convert(tmp_path, capsys):
+    path, folder, back = tmp_path / "a.npz", tmp_path / "megatron", tmp_path / "b.npz"
+    assert main(["trace", "make", str(path), "--skew", "1", "--tokens", *MAKE]) == 0
+    assert main(["trace", "convert", str(path), "--to", "megatron", "--out", str(folder)]) == 0
+    assert main(["trace", "convert", str(folder), "--from", "megatron", "--num-experts", "16", "--out", str(back)]) == 0
+    assert (Trace.open(back).experts(1, 3) == Trace.open(path).experts(1, 3)).all()
+    capsys.readouterr()
+    assert main(["trace", "check", str(back)]) == 0
+    assert "no faults; tokens, steps 0 to 3, 2 layers, 16 experts, top 2" in capsys.readouterr().out
+    laer = tmp_path / "l.csv"
+    laer.write_text("rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n0,A,m,0,1,2\n1,A,m,0,1,1\n")
+    assert main(["trace", "check", str(laer), "--from", "laer"]) == 1
+    assert "sums: layer 0: 1 sequences do not have 4 copies" in capsys.readouterr().out
+    for wrong in (["--from", "lear"], ["--from", "laer"], []):
+        assert main(["trace", "convert", str(laer), "--out", str(tmp_path / "x.csv"), *wrong]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -157,3 +159,27 @@ def test_real_processes(world, name, tmp_path, monkeypatch):
             "network interface that all ranks reach, or choose transport=gloo"
         )
         assert saw["transports differ"] == f"transport differs: gloo on rank 0, sockets on {others}: {same}"
+
+
+TO_THE_END = """
+import sys
+import torch
+import torch.distributed as dist
+from moesaic import Mesh
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+mesh = Mesh.create()
+large = [[number] for number in range(300_000)]  # the interpreter takes a while to end
+for _ in range(50):
+    dist.all_reduce(torch.ones(4))  # a thread drops the tensor after the wait has returned
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_ends_well_while_threads_of_gloo_still_drop_tensors(tmp_path):
+    """Without the pause at exit every second of these processes aborts."""
+    commands = [[sys.executable, "-c", TO_THE_END, str(tmp_path / f"store{n // 2}"), str(n % 2)] for n in range(4)]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for run in runs:
+        error = run.communicate(timeout=300)[1]
+        assert run.returncode == 0, error

@@ -11,7 +11,7 @@ from cost.clusters import DEVICE, flat
 from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.memory import Memory
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import Estimate, StepCostModel, StepModel, reduce_seconds
+from moesaic.cost.step import Estimate, StepCostModel, StepModel, all_reduce_seconds, reduce_seconds
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -109,6 +109,17 @@ def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
     assert reduce_seconds(SPEC, GRID, size, 1, 4) == pytest.approx(inside + 2e-6, rel=1e-3)
     assert reduce_seconds(SPEC, GRID, size, 4, 2) == pytest.approx(2 * 1 / 2 * size / 5e9 + 5e-6, rel=1e-3)
     assert reduce_seconds(SPEC, GRID, size, 1, 1) == 0.0
+
+
+def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> None:
+    """Four ranks of a node at 50 GB/s: 1.25 of the bytes and two latencies, in place of a ring's 1.5; a pair has nothing to
+    save, and groups that leave the node have no switch in common."""
+    size, adding = 1e8, replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
+    assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6)
+    for ranks in (1, 2, 8):
+        assert all_reduce_seconds(adding, GRID, size, ranks) == reduce_seconds(SPEC, GRID, size, 1, ranks)
+    assert all_reduce_seconds(adding, GRID, 8.0, 4) == reduce_seconds(SPEC, GRID, 8.0, 1, 4)
+    assert all_reduce_seconds(SPEC, GRID, size, 4) == reduce_seconds(SPEC, GRID, size, 1, 4)
 
 
 def test_collectives_by_hand() -> None:

@@ -8,7 +8,7 @@ from kernel_references import unpermute_reference
 from torch import Tensor
 
 from moesaic.kernels.permute import Permutation, permute, sort_by_expert, unpermute
-from moesaic.routing.route import count
+from moesaic.routing.capacity import count
 
 SHAPES = [(0, 4, 2), (1, 1, 1), (1, 4, 4), (5, 1, 1), (7, 3, 2), (13, 5, 5), (64, 8, 2)]
 """(tokens, experts, rows per token)."""

@@ -34,7 +34,8 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
         ({"backward_codec": ""}, "plan.backward_codec='' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
         (
             {"replication": "most"},
-            "plan.replication='most' is unknown: choose one of none, shadow, published, spill, least_loaded, arbiter",
+            "plan.replication='most' is unknown: choose one of none, shadow, published, spill, least_loaded, eplb, lplb, laer, "
+            "arbiter",
         ),
         ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
         ({"schedule": "s9"}, f"plan.schedule='s9' is unknown: choose one of {', '.join(SCHEDULES)}"),

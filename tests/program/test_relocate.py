@@ -142,8 +142,8 @@ def test_a_token_is_found_where_its_sample_is_now() -> None:
     copies = np.zeros((4, 2, 8), dtype=np.int64)
     copies[1, 1, 6] = 2
     sizes, layout = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical).slot(INDEX).layout
-    assert sizes.token_bases(Layout(flow="tokens"), layout, 3).tolist() == [-LENGTH, -LENGTH]
-    assert sizes.token_bases(Layout(flow="tokens"), layout, 1).tolist() == []
+    assert sizes.token_bases(Layout(flow="tokens"), layout, 3).rows.tolist() == [-LENGTH, -LENGTH]
+    assert sizes.token_bases(Layout(flow="tokens"), layout, 1).rows.tolist() == []
 
 
 @pytest.mark.parametrize(

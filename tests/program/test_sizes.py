@@ -84,11 +84,11 @@ def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
     for rank in range(grid.world):
         total = sizes.num_rows(whole, rank)
         parts = [Layout(spread=("ep", "etp"), experts="rank", chunk=chunk) for chunk in range(num_chunks)]
-        rows = np.concatenate([sizes.part_rows(part, whole, rank) for part in parts])
+        rows = np.concatenate([sizes.part_rows(part, whole, rank).rows for part in parts])
         assert sorted(rows.tolist()) == list(range(total))
-        assert [len(sizes.part_rows(part, whole, rank)) for part in parts] == [sizes.num_rows(p, rank) for p in parts]
+        assert [sizes.part_rows(part, whole, rank).total for part in parts] == [sizes.num_rows(p, rank) for p in parts]
         for part in parts:
-            assert np.all(np.diff(sizes.part_rows(part, whole, rank)) > 0), "a part keeps the order"
+            assert np.all(np.diff(sizes.part_rows(part, whole, rank).rows) > 0), "a part keeps the order"
         runs = np.array([np.diff(sizes.offsets(part, rank)) for part in parts])
         if runs.size:
             assert (runs.max(0) - runs.min(0) <= 1).all()
@@ -180,13 +180,13 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
         for rank in range(grid.world):
             out, back = sizes.outgoing(move, rank), sizes.incoming(move, rank)
             assert set(out.peers) | set(back.peers) <= set(grid.group(rank, move.group))
-            assert len(out.rows) == sum(out.counts)
-            assert len(out.rows) == 0 or out.rows.max() < sizes.num_rows(move.source, rank)
+            assert len(out.runs.rows) == sum(out.counts)
+            assert len(out.runs.rows) == 0 or out.runs.rows.max() < sizes.num_rows(move.source, rank)
             for peer, count in zip(out.peers, out.counts):
                 theirs = sizes.incoming(move, peer)
                 assert dict(zip(theirs.peers, theirs.counts)).get(rank, 0) == count == sizes.num_moved(move, rank, peer)
                 assert sent_pieces(sizes, move, rank, peer) == received_pieces(sizes, move, rank, peer)
-            placed = Counter(back.rows.tolist())
+            placed = Counter(back.runs.rows.tolist())
             assert sorted(placed) == list(range(sizes.num_rows(move.target, rank))), "every row of the target is filled"
             if not move.reduce:
                 assert set(placed.values()) <= {1}
@@ -241,7 +241,7 @@ def test_nothing_at_all_is_fine() -> None:
     for program, task in movements(compile_plan(Plan(schedule="s2", chunks=3), grid)):
         move = move_of(task, {slot.name: slot for slot in program.slots})
         for rank in range(4):
-            assert sum(sizes.outgoing(move, rank).counts) == len(sizes.incoming(move, rank).rows) == 0
+            assert sum(sizes.outgoing(move, rank).counts) == sizes.incoming(move, rank).runs.total == 0
 
 
 def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> None:
@@ -312,6 +312,6 @@ def test_copies_find_their_stops_and_stops_their_node_tokens() -> None:
         per_piece = np.diff(sizes.offsets(rows, rank))
         to = [(origin, expert // 2, chunk) for origin, expert, chunk in pieces(sizes.shapes, rows, rank)]
         expected = np.repeat([starts[piece] for piece in to], per_piece)
-        assert sizes.token_bases(tokens, rows, rank).tolist() == expected.tolist()
+        assert sizes.token_bases(tokens, rows, rank).rows.tolist() == expected.tolist()
     assert sizes.num_rows(at_mate["node_tokens"], 3) == table[[1, 3], 1].sum()
     assert sizes.num_rows(at_rank["rank_tokens"], 2) == table[:, 2 + 2].sum()

@@ -73,33 +73,33 @@ def test_an_unknown_order_is_refused(make) -> None:
 def test_first_choices_come_before_second_choices() -> None:
     choice = choice_of([[0, 1], [1, 0], [1, 0]])
     # expert 0: token 0 first, then tokens 1 and 2 second; expert 1: tokens 1 and 2 first, then token 0 second
-    assert admit(choice, None, torch.tensor(2), None, 2).tolist() == [0, 2, 3, 4]
+    assert admit(choice, None, torch.tensor(2), None, 2).nonzero().flatten().tolist() == [0, 2, 3, 4]
 
 
 def test_by_score_the_larger_best_weight_comes_first() -> None:
     choice = choice_of([[0], [0], [0], [0]])
     best = torch.tensor([0.2, 0.9, 0.5, 0.9])
-    assert admit(choice, None, torch.tensor(1), best, 2).tolist() == [1]
-    assert admit(choice, None, torch.tensor(3), best, 2).tolist() == [1, 2, 3]
+    assert admit(choice, None, torch.tensor(1), best, 2).nonzero().flatten().tolist() == [1]
+    assert admit(choice, None, torch.tensor(3), best, 2).nonzero().flatten().tolist() == [1, 2, 3]
 
 
 def test_by_score_equal_weights_go_by_position() -> None:
     choice = choice_of([[0], [0], [0]])
-    assert admit(choice, None, torch.tensor(2), torch.full((3,), 0.5), 1).tolist() == [0, 1]
+    assert admit(choice, None, torch.tensor(2), torch.full((3,), 0.5), 1).nonzero().flatten().tolist() == [0, 1]
 
 
 def test_copies_held_back_take_no_room() -> None:
     choice = choice_of([[0], [0], [0]])
     alive = torch.tensor([False, True, True])
-    assert admit(choice, alive, torch.tensor(2), None, 1).tolist() == [1, 2]
-    assert admit(choice, alive, None, None, 1).tolist() == [1, 2]
+    assert admit(choice, alive, torch.tensor(2), None, 1).nonzero().flatten().tolist() == [1, 2]
+    assert admit(choice, alive, None, None, 1).nonzero().flatten().tolist() == [1, 2]
     assert admit(choice, None, None, None, 1) is None
 
 
 def test_no_copies_and_no_room_admit_nobody() -> None:
     empty = choice_of([])
-    assert admit(empty, None, torch.tensor(2), None, 3).tolist() == []
-    assert admit(choice_of([[0], [1]]), None, torch.tensor(0), None, 3).tolist() == []
+    assert admit(empty, None, torch.tensor(2), None, 3).nonzero().flatten().tolist() == []
+    assert admit(choice_of([[0], [1]]), None, torch.tensor(0), None, 3).nonzero().flatten().tolist() == []
 
 
 @given(data=st.data())
@@ -123,7 +123,8 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
         if a
     ]
     expected = sorted((c.token, c.slot, c.expert) for c in reference_admission(copies, limit, order))
-    kept = admit(choice, alive, torch.tensor(limit), best if order == "score" else None, num_experts)
+    sent = admit(choice, alive, torch.tensor(limit), best if order == "score" else None, num_experts)
+    kept = sent.nonzero().flatten()
     actual = [(int(choice.token[i]), int(choice.slot[i]), int(choice.expert[i])) for i in kept]
     assert actual == expected
 

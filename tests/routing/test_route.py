@@ -7,7 +7,8 @@ import torch
 
 from helpers import DETERMINISTIC, Scripted, ids_for, make_router
 from moesaic import Capacity, Dropless, LoadBalance
-from moesaic.routing.route import Routed, TokenInfo, count, route
+from moesaic.routing.capacity import count
+from moesaic.routing.route import Routed, TokenInfo, route
 from moesaic.routing.routers import ROUTERS
 
 

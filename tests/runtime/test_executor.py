@@ -94,9 +94,9 @@ def test_splits_are_whole_only_if_they_are_all_rows_in_order() -> None:
     for rank in range(4):
         out, back = sizes.outgoing(move, rank), sizes.incoming(move, rank)
         assert out.is_whole
-        assert out.rows.tolist() == list(range(int(copies[rank].sum())))
+        assert out.runs.rows.tolist() == list(range(int(copies[rank].sum())))
         assert not back.is_whole
-        assert sorted(back.rows.tolist()) == list(range(int(copies[:, 2 * rank : 2 * rank + 2].sum())))
+        assert sorted(back.runs.rows.tolist()) == list(range(int(copies[:, 2 * rank : 2 * rank + 2].sum())))
         assert back.counts == tuple(copies[:, 2 * rank : 2 * rank + 2].sum(1).tolist())
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.program.sizes import Splits
+from moesaic.program.sizes import Runs, Splits
+from moesaic.runtime.indices import Indices
 from moesaic.runtime.messages import Bundle
 
 KINDS = {
@@ -22,7 +23,8 @@ KINDS = {
 
 def lot(peers: list[int], counts: list[int], rows: list[int] | None = None) -> Splits:
     places = np.arange(sum(counts)) if rows is None else np.array(rows, dtype=np.int64)
-    return Splits(tuple(peers), tuple(counts), places, rows is None)
+    runs = Runs(places, np.ones(len(places), dtype=np.int64))
+    return Splits(tuple(peers), tuple(counts), runs, rows is None)
 
 
 def values_of(kinds: list[tuple[int, torch.dtype]], rows: list[int], seed: int = 0) -> list[Tensor]:
@@ -34,7 +36,7 @@ def values_of(kinds: list[tuple[int, torch.dtype]], rows: list[int], seed: int =
 
 
 def written(splits: list[Splits], values: list[Tensor]) -> dict[int, Tensor]:
-    bundle = Bundle(splits, values)
+    bundle = Bundle(splits, values, Indices())
     memory, messages = bundle.buffer()
     memory.fill_(77)
     bundle.write(memory, values)
@@ -44,7 +46,7 @@ def written(splits: list[Splits], values: list[Tensor]) -> dict[int, Tensor]:
 def read(
     splits: list[Splits], like: list[Tensor], messages: dict[int, Tensor], *, in_place: bool = True
 ) -> list[Tensor]:
-    bundle = Bundle(splits, like)
+    bundle = Bundle(splits, like, Indices())
     memory, buffers = bundle.buffer()
     memory.fill_(55)
     for peer, buffer in buffers.items():

@@ -13,13 +13,22 @@ from moesaic.experts import GatedExperts, PlainExperts
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split import split_capacity, split_peers
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import transpose
+from moesaic.runtime.indices import Indices
 from moesaic.runtime.tasks import Call, Environment, Indexed, compute, kept, placed, stable_order, take, transport_lane
 
 DIM = 4
 ONE = Grid(world=1)
+
+
+def runs_of(rows: list[int]) -> Runs:
+    return Runs(np.array(rows, dtype=np.int64), np.ones(len(rows), dtype=np.int64))
+
+
+def bases_of(rows: list[int]) -> Runs:
+    return Runs(np.array(rows, dtype=np.int64), np.ones(len(rows), dtype=np.int64), is_constant=True)
 
 
 def call_of(counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, **options: bool) -> Call:
@@ -104,14 +113,14 @@ def test_sixteen_bit_rows_are_summed_in_float32() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, torch.full((1, DIM), 257.0).bfloat16())
     many = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
-    assert float(placed([many], np.zeros(300, dtype=np.int64), 1, True)) == 300.0
+    assert float(placed([many], runs_of([0] * 300), 1, True, Indices())) == 300.0
 
 
 def test_placed_puts_rows_in_their_places_or_sums_them() -> None:
     rows = torch.tensor([[1.0], [2.0], [4.0]])
-    assert placed([rows[:1], rows[1:]], np.array([2, 0, 1]), 3, False).flatten().tolist() == [2.0, 4.0, 1.0]
-    assert placed([rows[:1], rows[1:]], np.array([1, 1, 0]), 3, True).flatten().tolist() == [4.0, 3.0, 0.0]
-    assert take(rows, np.array([2, 2, 0])).flatten().tolist() == [4.0, 4.0, 1.0]
+    assert placed([rows[:1], rows[1:]], runs_of([2, 0, 1]), 3, False, Indices()).flatten().tolist() == [2.0, 4.0, 1.0]
+    assert placed([rows[:1], rows[1:]], runs_of([1, 1, 0]), 3, True, Indices()).flatten().tolist() == [4.0, 3.0, 0.0]
+    assert take(rows, runs_of([2, 2, 0]), Indices()).flatten().tolist() == [4.0, 4.0, 1.0]
 
 
 def test_take_cuts_every_run_and_join_puts_it_together() -> None:
@@ -201,28 +210,28 @@ def test_equal_numbers_keep_their_order(most: int) -> None:
 def test_each_tokens_rows_are_summed_and_tokens_without_rows_are_zero(dtype: torch.dtype) -> None:
     index = torch.tensor([3, 0, 3, 1, 0, 3]).unsqueeze(1)
     rows = torch.tensor([1.0, 2, 4, 8, 16, 32], dtype=dtype).unsqueeze(1).expand(6, 3).contiguous()
-    at = Indexed.of(index, np.zeros(6, dtype=np.int64), 5, has_empty=False)
+    at = Indexed.of(index, bases_of([0] * 6), 5, Indices(), has_empty=False)
     assert at.sum(rows)[:, 1].tolist() == [18.0, 8.0, 0.0, 37.0, 0.0]
     assert at.sum(rows).dtype == dtype
 
 
 def test_rows_are_added_in_their_order() -> None:
     """In float32 the sum of 1, 1e8 and -1e8 depends on it."""
-    at = Indexed.of(torch.zeros(3, 1, dtype=torch.int64), np.zeros(3, dtype=np.int64), 1, has_empty=False)
+    at = Indexed.of(torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False)
     assert float(at.sum(torch.tensor([[1.0], [1e8], [-1e8]]))) == 0.0
     assert float(at.sum(torch.tensor([[1e8], [-1e8], [1.0]]))) == 1.0
 
 
 def test_an_index_counts_from_where_its_origins_tokens_start() -> None:
     index = torch.tensor([1, 0, 1, -1]).unsqueeze(1)
-    at = Indexed.of(index, np.array([0, 2, 2, 0]), 4, has_empty=True)
+    at = Indexed.of(index, bases_of([0, 2, 2, 0]), 4, Indices(), has_empty=True)
     assert at.places.tolist() == [1, 2, 3, 0]
     assert at.is_full is not None
     assert at.is_full.flatten().tolist() == [True, True, True, False]
-    assert Indexed.of(index[:3], np.zeros(3, dtype=np.int64), 2, has_empty=False).is_full is None
+    assert Indexed.of(index[:3], bases_of([0] * 3), 2, Indices(), has_empty=False).is_full is None
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 3), (0, 0)])
 def test_an_index_without_rows_or_tokens_sums_to_zeros(rows: int, tokens: int) -> None:
-    at = Indexed.of(torch.zeros(rows, 1, dtype=torch.int64), np.zeros(rows, dtype=np.int64), tokens, has_empty=False)
+    at = Indexed.of(torch.zeros(rows, 1, dtype=torch.int64), bases_of([0] * rows), tokens, Indices(), has_empty=False)
     assert torch.equal(at.sum(torch.ones(rows, 4)), torch.zeros(tokens, 4))

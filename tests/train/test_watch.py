@@ -11,13 +11,13 @@ from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.run_folder import HANG, RunFolder
-from moesaic.train.watch import Position, Watch, describe_hang, read_hang
+from moesaic.train.roll import Roll
+from moesaic.train.run_folder import HANG
+from moesaic.train.watch import Position, describe_hang, read_hang
 from runs import tiny
 from train.test_launch import ours, start
 
@@ -99,14 +99,13 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
 
 
 @pytest.mark.parametrize("counts_on", [False, True])
-def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(tmp_path, monkeypatch, counts_on):
-    watch = Watch(nn.Module(), RunFolder(tmp_path), 600, lambda: "step 3", lambda: "go on")
-    watch._rank, watch._world, watch._pause, watch._store = 0, 2, 0.01, dist.HashStore()
-    watch._store.set("watch/process/1", "process 1 on elsewhere")
-    watch._store.set("watch/beats/1", "3")
-    monkeypatch.setattr(time, "sleep", lambda _: watch._store.set("watch/beats/1", "4") if counts_on else None)
+def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(monkeypatch, counts_on):
+    store = dist.HashStore()
+    store.set("roll/process/1", "process 1 on elsewhere")
+    Roll(store, 1, 2).count(3)
+    monkeypatch.setattr(time, "sleep", lambda _: Roll(store, 1, 2).count(4) if counts_on else None)
     gone = {} if counts_on else {1: "does not answer (process 1 on elsewhere): it died, or its node is cut off"}
-    assert watch._dead() == gone
+    assert Roll(store, 0, 2).dead() == gone
 
 
 STEADY = """

@@ -126,7 +126,9 @@ MISSES = """What is off, and why as far as we know:
 - Expert stages on L40S come out twice as fast as measured: the only framework measured there runs them at half the rate of
   plain products, on which the preset's rate agrees.
 - DeepEP with one or two experts per token is slower than the links: its kernels have a cost per token that the preset has not.
-- A ring inside a node is 5 to 10 % faster than an all-to-all of as many bytes, and the switch adds up in all-reduces of eight.
+- A ring of eight inside a node is 5 to 10 % faster than an all-to-all of as many bytes, a ring of two 15 % slower than one of
+  two, whose messages are the same. So many senders to one receiver are not the reason: a share of the rate for them, fitted to
+  the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
 - Of steps, those of transformers (its own unfused layers and attention) and of gpt-oss (much of its set-up is not published)
   are predicted two to three times too fast. The steps of B200 have no measured preset, LAER's steps no published layout: they
   are left out, and so is the makespan of DeepSeek's trace, which has no licence to be committed here."""

@@ -12,6 +12,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import all_reduce_seconds
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
@@ -52,12 +53,11 @@ def alone(cluster: ClusterSpec, ranks: int, *messages: np.ndarray) -> float:
 
 
 def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: float) -> float:
-    """Return the seconds of one of NCCL's operations inside a node; rings but for the all-to-all."""
-    if operation == "alltoall":
-        return alone(cluster, ranks, *everybody(ranks, num_bytes))
-    source, target, sent, messages = ring(ranks, num_bytes)
-    rounds = 2 if operation == "all_reduce" else 1
-    return alone(cluster, ranks, source, target, rounds * sent, rounds * messages)
+    """Return the seconds of one of NCCL's operations inside a node; all-gathers and reduce-scatters are rings."""
+    if operation == "all_reduce":
+        grid = Grid(world=ranks, ranks_per_node=ranks)
+        return cluster.host.task_us * 1e-6 + all_reduce_seconds(cluster, grid, num_bytes, ranks)
+    return alone(cluster, ranks, *(everybody if operation == "alltoall" else ring)(ranks, num_bytes))
 
 
 def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:

@@ -25,10 +25,11 @@ from moesaic.plan import Compiled, compile_plan
 from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.grid import Axis, Grid
+from moesaic.program.sizes import Runs
 from moesaic.program.task import Op, Program, State, Task
 from moesaic.routing import peers
 from moesaic.routing import route as route_module
-from moesaic.routing.capacity import Capacity
+from moesaic.routing.capacity import Capacity, count
 from moesaic.routing.losses import LoadBalance, RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
 from moesaic.routing.peers import Gathered
@@ -39,6 +40,7 @@ from moesaic.runtime.balance import experts as moving_experts
 from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.indices import Indices
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
@@ -343,7 +345,7 @@ def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
 def own_copies(layer: MoE, routed: Any) -> Tensor:
     """Return the copies of this rank's tokens alone, (num_experts,)."""
     choice = routed.record.choice
-    return route_module.count(choice.expert, choice.sent, layer.num_experts)
+    return count(choice.expert, choice.sent, layer.num_experts)
 
 
 def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
@@ -497,18 +499,19 @@ def counted_over_tp() -> AbstractContextManager[object]:
 # Moving and computing
 
 
-def last_shard_only(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+def last_shard_only(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
     """Rows that several shards sent overwrite each other."""
     if not sums:
-        return tasks.placed(parts, places, num_rows, False)
+        return tasks.placed(parts, runs, num_rows, False, indices)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
-    return out.index_copy_(0, tasks.index_like(places, out), torch.cat([*parts]))
+    return out.index_copy_(0, torch.from_numpy(runs.rows), torch.cat([*parts]))
 
 
-def sorted_again(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+def sorted_again(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
     """Rows are put back by the order that sorted them, where its inverse is due."""
-    is_order = not sums and len(places) == num_rows and len(set(places.tolist())) == num_rows
-    return tasks.placed(parts, np.argsort(places) if is_order else places, num_rows, sums)
+    is_order = not sums and runs.total == num_rows and len(set(runs.rows.tolist())) == num_rows
+    wrong = Runs(np.argsort(runs.rows), np.ones(runs.total, dtype=np.int64)) if is_order else runs
+    return tasks.placed(parts, wrong, num_rows, sums, indices)
 
 
 class StrideByColumns(Hier2D):

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertRates, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.eplb import EPLB
+from moesaic.balance.replication.laer import LAER
+from moesaic.balance.replication.lplb import LPLB
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.replication.shadow import Published, Shadow
 from moesaic.balance.replication.spill import LeastLoaded, Spill
@@ -17,6 +20,9 @@ REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplication
     "published": Published,
     "spill": Spill,
     "least_loaded": lambda _: LeastLoaded(),
+    "eplb": lambda _: EPLB(),
+    "lplb": lambda _: LPLB(),
+    "laer": lambda _: LAER(),
     "arbiter": lambda costs: Arbiter(costs=costs),
 }
 """Which experts are replicated: what builds a policy from the rates of a machine and a layer, by the name that

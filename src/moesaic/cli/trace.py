@@ -1,4 +1,4 @@
-"""`moesaic trace`: look at recorded routing, make some up, take counts out of it. No torch needed."""
+"""`moesaic trace`: look at recorded routing, make some up, take counts out of it, check and convert it. No torch needed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
+from moesaic.configfile import suggestion
 from moesaic.errors import InputError
+from moesaic.traces.check import faults
+from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
-from moesaic.traces.trace import Trace, steps_in_words, write_segment
+from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
 
 USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace make FILE.npz [options]
        moesaic trace counts FILE --out FILE.csv [options]
+       moesaic trace check FILE [--from FORMAT] [options]
+       moesaic trace convert FILE --out FILE (--from FORMAT | --to FORMAT) [options]
 
   show    how uneven a trace is, how it drifts, how local it is to sequences
   make    make up a trace with a given skew or MaxVio, drift and locality
   counts  write one call's copies per rank and expert, a row per rank, for the simulator
+  check   say what is wrong with a trace: sums, top-k, layers, gaps; the exit code is 1 if anything is
+  convert read what Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE recorded, or write it
 
 FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
 moesaic trace show --help tells what it takes."""
@@ -70,19 +77,35 @@ class CountsOptions:
     """Ranks (data-parallel groups) to deal the sequences to; None for as many as the run had."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(ReadOptions):
+    """What to check."""
+
+    file: Annotated[str, tyro.conf.Positional]
+    """A trace, the folder of a run that recorded one, or with --from what other software recorded."""
+    from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """laer, megatron, vllm, sglang, llama.cpp or smartmoe; a trace of Moesaic's own if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(CheckOptions):
+    """What to convert."""
+
+    out: str
+    """What to write: an .npz file, or with --to a file or folder of that format."""
+    to: str | None = None
+    """laer, megatron, vllm, sglang, llama.cpp or smartmoe; a trace of Moesaic's own if not given."""
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Show, make or take counts; returns the exit code."""
+    """Show, make, take counts, check or convert; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    word, rest = arguments[0], arguments[1:]
-    if word == "show":
-        return _show(rest)
-    if word == "make":
-        return _make(rest)
-    if word == "counts":
-        return _counts(rest)
-    raise InputError(f"unknown word {word}: write show, make or counts")
+    words = {"show": _show, "make": _make, "counts": _counts, "check": _check, "convert": _convert}
+    if arguments[0] not in words:
+        raise InputError(f"unknown word {arguments[0]}: write {', '.join(words)}")
+    return words[arguments[0]](arguments[1:])
 
 
 def _show(arguments: Sequence[str]) -> int:
@@ -136,6 +159,56 @@ def _counts(arguments: Sequence[str]) -> int:
         raise InputError(f"--out {path}: cannot be written ({error.strerror}): choose another place") from error
     print(f"{path}: layer {options.layer}, step {step}, {table.shape[0]} ranks x {table.shape[1]} experts")
     return 0
+
+
+def _check(arguments: Sequence[str]) -> int:
+    options = parse(CheckOptions, arguments, prog="moesaic trace check", description="Say what is wrong with a trace.")
+    trace = _opened(options)
+    found, shape = faults(trace), trace.shape
+    for line in found:
+        print(line)
+    print(
+        f"{trace.name}: {len(found) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
+        f"{shape.num_layers} layers, {shape.num_experts} experts, top {shape.top_k}, "
+        f"{shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
+    )
+    return 1 if found else 0
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    description = "Convert a trace from, or to, what other software records."
+    options = parse(ConvertOptions, arguments, prog="moesaic trace convert", description=description)
+    out = Path(options.out)
+    if options.to is not None:
+        write = _format(options.to).write
+        try:
+            write(_opened(options), out)
+        except OSError as error:
+            raise InputError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+    elif options.from_format is None:
+        raise InputError("trace convert: give --from, --to or both: there is nothing to convert")
+    elif out.suffix != ".npz":
+        raise InputError(f"--out {out}: choose a name that ends in .npz")
+    else:
+        write_segment(_read(options), out)
+    print(out)
+    return 0
+
+
+def _opened(options: CheckOptions) -> Trace:
+    """Open a trace, Moesaic's own or another's."""
+    return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
+
+
+def _read(options: CheckOptions) -> TraceSegment:
+    assert options.from_format is not None
+    return _format(options.from_format).read(Path(options.file), options)
+
+
+def _format(name: str) -> TraceFormat:
+    if name not in FORMATS:
+        raise InputError(f"format {name}: is unknown{suggestion(name, list(FORMATS))}")
+    return FORMATS[name]
 
 
 def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:

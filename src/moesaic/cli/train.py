@@ -33,7 +33,8 @@ def run(arguments: Sequence[str]) -> int:
 
     place = launch()
     try:
-        result = train(_configured(arguments))
+        with place.starting():  # what happens later is told by the watch over the run
+            result = train(_configured(arguments))
     except Exception as error:
         if _should_say(place, error):
             raise

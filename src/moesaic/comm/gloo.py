@@ -6,6 +6,9 @@ collectives of one group issued in different orders swap data silently. Tagged m
 
 from __future__ import annotations
 
+import atexit
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +29,8 @@ class Gloo(AbstractTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        atexit.unregister(_let_threads_end)  # once for all transports
+        atexit.register(_let_threads_end)
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post all receives, then all sends. Messages without bytes are not sent; both sides know that."""
@@ -40,9 +45,26 @@ class Gloo(AbstractTransport):
 
     def wait(self, handle: Handle) -> None:
         """Wait for all messages of a transfer."""
+        senders = (peer for peer, buffer in handle.transfer.receives.items() if buffer.numel())
         for work in handle.works:
+            peer, started = next(senders, None), time.perf_counter()
             work.wait()
+            if peer is not None:
+                self.waited[peer] += time.perf_counter() - started
         handle.works.clear()
+
+    def note_wait(self, transfer: Transfer, seconds: float) -> None:
+        """Count nothing: `wait` has done so, message by message."""
+
+
+def _let_threads_end() -> None:
+    """Let go of the interpreter once before it ends.
+
+    Gloo's threads drop the tensors of a collective after its wait has returned. One that does so in an interpreter that takes
+    itself apart aborts the process, "terminate called without an active exception" (pytorch/pytorch#179291), also after
+    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group.
+    """
+    time.sleep(0.1)
 
 
 def _plain(tensor: Tensor) -> Tensor:

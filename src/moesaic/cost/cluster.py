@@ -48,6 +48,9 @@ class Link:
     """Devices that use a shared medium at once, ascending, at which `users_share` is given; () where they only divide it."""
     users_share: tuple[float, ...] = ()
     """Share of `gbps` that so many devices reach together."""
+    adds: bool = False
+    """Whether the switch behind it adds up: an all-reduce of more than two devices of a node then sends each value up once and
+    gets the sum once, as NVLink SHARP does."""
     units: tuple[int, ...] = ()
     """Which of these links each node hangs on, where nodes do not fill them in equal runs; () where they do."""
 

@@ -337,7 +337,7 @@ class StepCostModel:
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rows = np.array([float(tokens)])
         # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
-        over_tp = reduce_seconds(self.cluster, grid, tokens * dim * size, 1, grid.tp)
+        over_tp = all_reduce_seconds(self.cluster, grid, tokens * dim * size, grid.tp)
 
         def product(flops_per_row: float, weights: float) -> float:
             return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])
@@ -545,3 +545,25 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
         np.concatenate([np.full(per_node, float(steps[number])) for number in keep]),
     )
     return load.alone
+
+
+def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:
+    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that adds up.
+
+    In a switch each rank sends its values once and its share of the sums once more to all, and receives as much. A sum comes
+    down before it goes up again, so the latency counts twice.
+
+    Args:
+        cluster: the links.
+        grid: the mesh.
+        num_bytes: of one rank's values.
+        ranks: of a group.
+    """
+    by_rings, per_node = reduce_seconds(cluster, grid, num_bytes, 1, ranks), grid.ranks_per_node or grid.world
+    if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
+        return by_rings
+    here = np.arange(per_node)
+    sent, messages = np.full(per_node, (1 + 1 / ranks) * num_bytes), np.full(per_node, 2.0)
+    topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
+    load = topology.loads(here, here // ranks * ranks + (here + 1) % ranks, sent, messages)
+    return min(by_rings, load.alone + load.latency)

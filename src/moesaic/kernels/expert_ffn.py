@@ -59,12 +59,13 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, def
 @torch.library.custom_op("moesaic::expert_forward", mutates_args=())
 def expert_forward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
-    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
     down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Return the result and the pre-activations; the arguments are an `ExpertWork`, flat."""
     work = _work(
-        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, clamp, gates_first
+        x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_biases, down, down_bias, activation, clamp,
+        gates_first,
     )  # fmt: skip
     y, pre = expert_kernel(x.device).forward(work, out_dtype)
     return [y, *pre]
@@ -73,7 +74,7 @@ def expert_forward(
 @expert_forward.register_fake
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
-    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
     down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     num_rows = x.shape[0] if token is None else token.shape[0]
@@ -81,7 +82,7 @@ def _(
 
 
 @register_flop_formula(torch.ops.moesaic.expert_forward)
-def _(x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, *_, **__) -> int:  # type: ignore[no-untyped-def]
+def _(x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_biases, down, *_, **__) -> int:  # type: ignore[no-untyped-def]
     """One product per matrix, of all rows; arguments are shapes."""
     return (len(ups) + 1) * _product_flops(x, token, down)
 
@@ -89,13 +90,14 @@ def _(x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, 
 @torch.library.custom_op("moesaic::expert_backward", mutates_args=())
 def expert_backward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
-    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
     down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
     wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of x, gates, ups, their biases, down and its bias; empty ones for what is not wanted."""
     work = _work(
-        x, gates, token, by_token, starts, per_token, ends, ups, up_biases, down, down_bias, activation, clamp, gates_first
+        x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_biases, down, down_bias, activation, clamp,
+        gates_first,
     )  # fmt: skip
     wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
     found = expert_kernel(x.device).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
@@ -106,7 +108,7 @@ def expert_backward(
 @expert_backward.register_fake
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
-    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
     down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
     wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
@@ -118,9 +120,9 @@ def _(
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
 def _(
-    x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, ends: Any, ups: Any, up_biases: Any, down: Any,
-    down_bias: Any, activation: Any, clamp: Any, gates_first: Any, pre: Any, dy: Any, wants_x: Any, wants_gates: Any,
-    wants_weights: Any, **_: Any,
+    x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, has_unsent: Any, ends: Any, ups: Any,
+    up_biases: Any, down: Any, down_bias: Any, activation: Any, clamp: Any, gates_first: Any, pre: Any, dy: Any,
+    wants_x: Any, wants_gates: Any, wants_weights: Any, **_: Any,
 ) -> int:  # fmt: skip
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
@@ -136,14 +138,16 @@ def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence
 
 def _work(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
-    per_token: int, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
+    per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
     down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool,
 ) -> ExpertWork:  # fmt: skip
     dispatch = None
     if token is not None:
         assert by_token is not None
         assert starts is not None
-        dispatch = Dispatch(token=token, by_token=by_token, starts=starts, per_token=per_token or None)
+        dispatch = Dispatch(
+            token=token, by_token=by_token, starts=starts, per_token=per_token or None, has_unsent=has_unsent
+        )
     return ExpertWork(
         x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, ups=ups, up_biases=up_biases,
         down=down, down_bias=down_bias, activation=activation, clamp=Clamp(*clamp) if clamp else None,
@@ -165,6 +169,7 @@ class _Form:
     num_biases: int
     per_token: int
     """0 where it varies."""
+    has_unsent: bool
     activation: str
     clamp: Clamp | None
     gates_first: bool
@@ -174,8 +179,9 @@ class _Form:
     def of(cls, work: ExpertWork, out_dtype: torch.dtype) -> _Form:
         per_token = 0 if work.dispatch is None else work.dispatch.per_token or 0
         return cls(
-            len(work.ups), len(work.up_biases), per_token, work.activation, work.clamp, work.gates_first, out_dtype
-        )
+            len(work.ups), len(work.up_biases), per_token, work.dispatch is not None and work.dispatch.has_unsent,
+            work.activation, work.clamp, work.gates_first, out_dtype,
+        )  # fmt: skip
 
     def arguments(self, *tensors: Tensor | None) -> list[Any]:
         """Return the arguments of `expert_forward`."""
@@ -196,7 +202,7 @@ class _Form:
     def _shared(self, *tensors: Tensor | None) -> list[Any]:
         x, gates, token, by_token, starts, ends, *weights = tensors
         ups, biases, (down, down_bias) = self.weights(weights)
-        routing = [x, gates, token, by_token, starts, self.per_token, ends]
+        routing = [x, gates, token, by_token, starts, self.per_token, self.has_unsent, ends]
         clamp = [] if self.clamp is None else self.clamp.numbers
         return [*routing, ups, biases, down, down_bias, self.activation, clamp, self.gates_first]
 

@@ -1,8 +1,9 @@
 """Grouped matmul: each expert's rows times that expert's matrix, in one call.
 
 Forward `y = x @ w[e].T`; backward `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped. Saved: x and w.
-`torch.nn.functional.grouped_mm` serves where it can (float32 and 16-bit, row strides of a multiple of 16 bytes); a loop
-over experts serves the rest (float64, odd widths). No copy of the weights is made. The two products are custom ops with fake
+`torch.nn.functional.grouped_mm` serves where it can (row strides of a multiple of 16 bytes; on a GPU bfloat16 alone, since for
+others it loops over experts on the host), then the Triton kernels where a GPU has them; a loop over experts serves the rest
+(float64, odd widths). No copy of the weights is made. The two products are custom ops with fake
 implementations: torch's own shape function for `grouped_mm` refuses float32, which its CPU kernel takes, and the loop
 reads the row counts on the host; as ops of ours both compile without a graph break.
 """
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from moesaic.kernels.pick import kind_of
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -37,6 +40,10 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
     if len(x) and _is_supported(x, w) and _is_aligned(w):
         return F.grouped_mm(_packed(x), w, offs=ends)
+    if _has_kernel(x):
+        from moesaic.kernels.triton.expert_stage import rows_times_any
+
+        return rows_times_any(x, w, ends)
     out = x.new_empty(len(x), w.shape[2])
     start = 0
     for e, end in enumerate(ends.tolist()):
@@ -60,7 +67,12 @@ def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
     if len(x) and _is_supported(dy, x):
-        return F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
+        found: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
+        return found if dy.device.type == "cpu" else found.masked_fill_(_has_no_rows(ends), 0)
+    if _has_kernel(x):
+        from moesaic.kernels.triton.expert_stage import outer_products_any
+
+        return outer_products_any(dy, x, ends)
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
     for e, end in enumerate(ends.tolist()):
@@ -85,10 +97,20 @@ def _is_supported(*operands: Tensor) -> bool:
     dtype = operands[0].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if operands[0].device.type == "cuda" and dtype == torch.float32:
+    if operands[0].device.type == "cuda" and dtype != torch.bfloat16:
         return False
     per_16_bytes = 16 // dtype.itemsize
     return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Whether the Triton kernels multiply these rows."""
+    return rows.dtype != torch.float64 and kind_of(rows.device) == "triton"
+
+
+def _has_no_rows(ends: Tensor) -> Tensor:
+    """Return which experts have no rows, (E, 1, 1) bool: on Blackwell `F.grouped_mm` leaves their products as they come."""
+    return (ends.diff(prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
 def _is_aligned(w: Tensor) -> bool:

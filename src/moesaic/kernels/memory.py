@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,3 +67,9 @@ def _function(name: str, *types: type) -> Callable[..., int] | None:
     function.argtypes, function.restype = types, ctypes.c_int
     found: Callable[..., int] = function
     return found
+
+
+def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device; the host does not wait for a GPU."""
+    there = torch.from_numpy(numbers)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -47,7 +47,13 @@ class Permutation:
 
 
 def sort_by_expert(
-    token: Tensor, expert: Tensor, counts: Tensor, num_tokens: int, rows_per_token: int | None
+    token: Tensor,
+    expert: Tensor,
+    counts: Tensor,
+    num_tokens: int,
+    rows_per_token: int | None,
+    *,
+    has_unsent: bool = False,
 ) -> Permutation:
     """Order rows by expert, rows of one expert by their place in the routing.
 
@@ -57,6 +63,7 @@ def sort_by_expert(
         counts: (E,) int64 rows per expert.
         num_tokens: T.
         rows_per_token: R / T when every token has that many rows, token after token; else None.
+        has_unsent: some copies have the expert E, which is none: they come last, and no token has their rows.
     """
     if kind_of(expert.device) == "triton":
         from moesaic.kernels.triton.rows.sort import sort
@@ -77,9 +84,12 @@ def sort_by_expert(
             by_token = torch.empty_like(order)
             by_token[order] = torch.arange(len(order), device=order.device)
         starts = torch.arange(num_tokens, device=order.device) * rows_per_token
-    return Permutation(
-        order, counts, Dispatch(token=of_rows, by_token=by_token, starts=starts, per_token=rows_per_token)
+    if has_unsent:
+        by_token = by_token.masked_fill(by_token >= counts.sum(), -1)
+    dispatch = Dispatch(
+        token=of_rows, by_token=by_token, starts=starts, per_token=rows_per_token, has_unsent=has_unsent
     )
+    return Permutation(order, counts, dispatch)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
@@ -133,9 +143,12 @@ def sum_rows(
         from moesaic.kernels.triton.rows.permute import sum_tokens
 
         return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
-    by_token = rows.index_select(0, dispatch.by_token).to(accumulate)
+    by_token = rows.index_select(0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token)
+    by_token = by_token.to(accumulate)
     if weights is not None:
-        by_token *= weights.index_select(0, dispatch.by_token).unsqueeze(1)
+        by_token *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
+    if dispatch.has_unsent:
+        by_token.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
     if dispatch.per_token is not None:
         return by_token.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
     ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])

@@ -62,12 +62,20 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
     weights = wanted.weights
     return Gradients(
         x=d_rows if wanted.x else None,
-        gates=None if d_gates is None or work.gates is None else d_gates.to(work.gates.dtype),
+        gates=None if d_gates is None or work.gates is None else of_sent(d_gates, work).to(work.gates.dtype),
         ups=[outer_products(each, read, work.ends) for each in grads] if weights else [],
         up_biases=[_sums(each, work) for each in grads] if weights and work.up_biases else [],
         down=outer_products(dy_rows, hidden, work.ends) if weights else None,
         down_bias=_sums(dy_rows, work) if weights and work.down_bias is not None else None,
     )
+
+
+def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
+    """Return gradients of routing weights with zeros for copies that are not sent, whose rows hold anything."""
+    if work.dispatch is None or not work.dispatch.has_unsent:
+        return d_gates
+    row = torch.arange(len(d_gates), device=d_gates.device)
+    return d_gates.masked_fill(row >= work.ends[-1], 0.0)
 
 
 def _taken(x: Tensor, work: ExpertWork) -> Tensor:
@@ -80,7 +88,8 @@ def _counts(work: ExpertWork) -> Tensor:
 
 def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return each row's expert's bias: (E, width) -> (R, width)."""
-    return biases.repeat_interleave(_counts(work), dim=0, output_size=work.num_rows)
+    row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
+    return biases.index_select(0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1))
 
 
 def _sums(rows: Tensor, work: ExpertWork) -> Tensor:

@@ -18,11 +18,14 @@ class Dispatch:
     token: Tensor
     """(R,) int64: each row's token. A token has at most one row at an expert."""
     by_token: Tensor
-    """(R,) int64: the rows of token 0, then those of token 1 and so on."""
+    """(R,) int64: the rows of token 0, then those of token 1 and so on; -1 for a copy that is not sent."""
     starts: Tensor
     """(T,) int64: where each token's rows start in `by_token`."""
     per_token: int | None
     """How many rows every token has; None if that varies."""
+    has_unsent: bool = False
+    """Some copies may not be sent: they stand behind the rows of all experts, from `ExpertWork.ends[-1]` on, and hold anything.
+    A GPU keeps them there, since to take them out the host would have to wait for their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class ExpertWork:
     gates_first: bool
     """Whether the routing weight multiplies the expert's input rather than its result."""
     ends: Tensor
-    """(E,) int32: one past the last row of each expert; the last is R."""
+    """(E,) int32: one past the last row of each expert; the last is R, or less where `dispatch.has_unsent`."""
     ups: Sequence[Tensor]
     """(E, H, D) each: one matrix that reads the token, or two, where the first gates the second."""
     up_biases: Sequence[Tensor]

@@ -118,9 +118,9 @@ class Plan(StaticPlan):
     replication: Replication = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
     (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
-    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; arbiter:
-    none, shadow, spill, both, another gather_weights or the smart schedule, whichever is fastest by the cost model,
-    which measured times correct."""
+    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; eplb,
+    lplb, laer: those systems' rules, to compare with; arbiter: none, shadow, spill, both, another gather_weights or the smart
+    schedule, whichever is fastest by the cost model, which measured times correct."""
     token_budget: int | None = None
     """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
     plans that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.

@@ -291,6 +291,39 @@ def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Rows of a slot as runs of neighbours: some hundred numbers where there are many thousand rows."""
+
+    starts: np.ndarray
+    """(runs,) int64: the first row of each; where `is_constant`, its only one."""
+    sizes: np.ndarray
+    """(runs,) int64: how many rows each has."""
+    is_constant: bool = False
+    """Each run is one number over and over."""
+
+    @cached_property
+    def total(self) -> int:
+        """How many rows there are."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """(total,) int64: row after row."""
+        if self.is_constant:
+            return np.repeat(self.starts, self.sizes)
+        return np.arange(self.total) + np.repeat(self.offsets, self.sizes)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """(runs,) int64: what is added to a row's place among all to have the row."""
+        return self.starts if self.is_constant else self.starts - (self.sizes.cumsum() - self.sizes)
+
+    def are_all_of(self, num_rows: int) -> bool:
+        """Whether these are the rows 0, 1, ... num_rows - 1."""
+        return self.total == num_rows and not self.offsets[self.sizes > 0].any()
+
+
+@dataclass(frozen=True)
 class Splits:
     """The rows that a rank sends to, or receives from, its peers, peer after peer."""
 
@@ -298,8 +331,8 @@ class Splits:
     """Ascending, the rank itself among them; a peer may have no row."""
     counts: tuple[int, ...]
     """Rows per peer."""
-    rows: np.ndarray
-    """(sum of counts,) int64: rows of the rank's slot, in the order in which they travel."""
+    runs: Runs
+    """Rows of the rank's slot, in the order in which they travel."""
     is_whole: bool
     """These are all rows of the slot, in its order."""
 
@@ -367,8 +400,9 @@ class CallSizes:
             nodes = sum(grid.cast_levels) - grid.ep
             self._rows["node_tokens"], self._rows["rank_tokens"] = node_tokens[:, :nodes], node_tokens[:, nodes:]
         self._offsets: dict[tuple[Layout, int], np.ndarray] = {}
-        self._bases: dict[tuple[Layout, Layout, int], np.ndarray] = {}
-        self._parts: dict[tuple[Layout, Layout, int], np.ndarray] = {}
+        self._bases: dict[tuple[Layout, Layout, int], Runs] = {}
+        self._parts: dict[tuple[Layout, Layout, int], Runs] = {}
+        self._ends: dict[tuple[Layout, int], np.ndarray] = {}
         self._helped: dict[int, np.ndarray] = {}
         self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
@@ -431,24 +465,32 @@ class CallSizes:
         per_expert = np.bincount(expert, weights=rows, minlength=self.num_experts).astype(np.int64)
         return per_expert[self.held(layout, rank)]
 
-    def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return where the tokens of each copy's origin start in a slot of tokens, visits or stops, (copies,) int64.
+    def ends(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return one past the last row of each expert in a slot of copies, (experts of the layout,) int64."""
+        key = (layout, rank)
+        if key not in self._ends:
+            self._ends[key] = self.rows_per_expert(layout, rank).cumsum()
+        return self._ends[key]
+
+    def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> Runs:
+        """Return where the tokens of each copy's origin start in a slot of tokens, visits or stops.
 
         A tensor group that routes as one numbers its tokens together, so its copies start at 0; the visits of a node, and
         the stops at a place of ep, are numbered per origin and chunk.
         """
         key = (tokens, copies, rank)
         if key not in self._bases:
-            self._bases[key] = self._find_bases(tokens, copies, rank)
+            starts = self._find_bases(tokens, copies, rank)
+            self._bases[key] = Runs(starts, np.diff(self.offsets(copies, rank)), is_constant=True)
         return self._bases[key]
 
-    def part_rows(self, part: Layout, whole: Layout, rank: int) -> np.ndarray:
-        """Return which rows of a whole slot a part of it holds, in the part's order, (rows of the part,) int64."""
+    def part_rows(self, part: Layout, whole: Layout, rank: int) -> Runs:
+        """Return which rows of a whole slot a part of it holds, in the part's order."""
         key = (part, whole, rank)
         if key not in self._parts:
             where = find(self.shapes.pieces(whole, rank), self.shapes.pieces(part, rank).number)
             assert (where >= 0).all(), "a part that its whole does not hold"
-            self._parts[key] = _expand(self.offsets(whole, rank)[:-1][where], np.diff(self.offsets(part, rank)))
+            self._parts[key] = Runs(self.offsets(whole, rank)[:-1][where], np.diff(self.offsets(part, rank)))
         return self._parts[key]
 
     def outgoing(self, move: Move, rank: int) -> Splits:
@@ -492,19 +534,16 @@ class CallSizes:
         ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
-        rows = np.arange(ends[-1]) if is_whole else _expand(offsets[matched.places], sizes)
-        return Splits(matched.peers, counts, rows, is_whole)
+        return Splits(matched.peers, counts, Runs(offsets[matched.places], sizes), is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        offsets = self.offsets(copies, rank)
-        later = self.shapes.tokens_later(copies, rank)
+        """Return the base of each piece of the copies."""
+        of_copies, later = self.shapes.pieces(copies, rank), self.shapes.tokens_later(copies, rank)
         if later is not None:
-            return np.repeat(later, np.diff(offsets))
-        if copies.whole_tp or tokens.whole_tp:
-            return np.zeros(int(offsets[-1]), dtype=np.int64)
-        held, of_copies = self.shapes.pieces(tokens, rank), self.shapes.pieces(copies, rank)
-        if len(held.number) == 1:
-            return np.zeros(int(offsets[-1]), dtype=np.int64)
+            return later
+        held = self.shapes.pieces(tokens, rank)
+        if copies.whole_tp or tokens.whole_tp or len(held.number) == 1:
+            return np.zeros(len(of_copies.number), dtype=np.int64)
         if tokens.flow in ONCE:
             grid = self.grid
             stop = (
@@ -514,11 +553,4 @@ class CallSizes:
             place = find(held, self.shapes.number(of_copies.origin, to, of_copies.chunk))
         else:
             place = np.searchsorted(held.origin, of_copies.origin)
-        return np.repeat(self.offsets(tokens, rank)[:-1][place], np.diff(offsets))
-
-
-def _expand(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the concatenation of arange(start, start + size)."""
-    ends = sizes.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - ends + sizes, sizes)
+        return self.offsets(tokens, rank)[:-1][place]

@@ -178,7 +178,7 @@ def admit(
     num_experts: int,
     before_KE: Tensor | None = None,
 ) -> Tensor | None:
-    """Return which copies are sent, ascending indices into the choice, or None for all of them.
+    """Return which copies are sent, (N,) bool, or None for all of them. No shape depends on values: the host need not wait.
 
     Args:
         choice: the N copies.
@@ -190,26 +190,33 @@ def admit(
             several ranks queue; None where these are all copies.
     """
     if rows is None:
-        return None if alive_N is None else alive_N.nonzero().squeeze(1)
-    copies = torch.arange(len(choice.token), device=choice.token.device)
-    if alive_N is not None:
-        copies = copies[alive_N]
-    token, expert, slot = choice.token[copies], choice.expert[copies], choice.slot[copies]
+        return alive_N
+    token, expert, slot = choice.token, choice.expert, choice.slot
     turn = token
     if best_weight_T is not None:
         turn = torch.empty_like(best_weight_T, dtype=torch.int64)
         by_score = best_weight_T.argsort(descending=True, stable=True)
         turn[by_score] = torch.arange(len(by_score), device=by_score.device)
         turn = turn[token]
+    at = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)  # what is held back queues nowhere
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
     queue = (slot * num_turns + turn).argsort(stable=True)
-    queue = queue[expert[queue].argsort(stable=True)]
-    load_E = torch.bincount(expert, minlength=num_experts)
+    queue = queue[at[queue].argsort(stable=True)]
+    load_E = count(at, None, num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
-    place = torch.arange(len(queue), device=queue.device) - start_E[expert[queue]]
+    place = torch.arange(len(queue), device=queue.device) - start_E[at[queue]]
     if before_KE is not None:
+        cells = before_KE.numel()
         cell = slot * num_experts + expert
-        load_KE = torch.bincount(cell, minlength=before_KE.numel()).view_as(before_KE)
+        cell = cell if alive_N is None else cell.masked_fill(~alive_N, cells)
+        load_KE = count(cell, None, cells + 1)[:cells].view_as(before_KE)
         shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
-        place = place + shift_KE.flatten()[cell[queue]]
-    return copies[queue[place < rows]].sort().values
+        place = place + shift_KE.flatten()[cell[queue].clamp_max(cells - 1)]
+    is_sent = (place < rows) & (at[queue] < num_experts)
+    return torch.empty_like(is_sent).scatter_(0, queue, is_sent)
+
+
+def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
+    """Return the copies per expert, (num_experts,) int64, without a host sync; `alive_N` (N,) bool says which count."""
+    ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
+    return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(0, expert_N, ones)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,8 @@ from moesaic.comm.agree import as_text, check_same
 from moesaic.comm.collectives import all_gather
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
+from moesaic.kernels.memory import uploaded
+from moesaic.kernels.pick import waits
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
@@ -49,6 +51,8 @@ class Gathered:
     num_experts: int
     num_more: int
     """m: of `Peers.also`."""
+    sent: Tensor | None = None
+    """(P, E) int64 copies that each rank sends to each expert, once that is decided."""
 
     @classmethod
     def exchange(
@@ -76,7 +80,7 @@ class Gathered:
         sizes[2] = nonfinite
         if num_valid is not None:
             sizes[0] = num_valid
-        digest = peers.digest.to(sizes.device)
+        digest = peers.digest_on(sizes.device)
         sums = [] if local is None else [local.packed().detach().double()]
         message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, more.to(digest), digest])
         return cls(
@@ -118,9 +122,21 @@ class Gathered:
         return self.values[:, -_DIGEST - self.num_more : -_DIGEST]
 
     @cached_property
+    def _all_on_host(self) -> np.ndarray:
+        """(P, n + E) float64: the values and `sent`, brought to the host at once: the one wait of a call."""
+        parts = [self.values] if self.sent is None else [self.values, self.sent.double()]
+        return torch.cat(parts, 1).cpu().numpy()
+
+    @property
     def on_host(self) -> np.ndarray:
-        """(P, n) float64: the values, brought to the host once."""
-        return self.values.cpu().numpy()
+        """(P, n) float64: the values, on the host."""
+        return self._all_on_host[:, : self.values.shape[1]]
+
+    @cached_property
+    def sent_on_host(self) -> np.ndarray:
+        """(P, E) int64: `sent`, on the host."""
+        assert self.sent is not None
+        return self._all_on_host[:, self.values.shape[1] :].astype(np.int64)
 
     @property
     def digests_on_host(self) -> np.ndarray:
@@ -224,6 +240,7 @@ class Peers:
         self._of_plan = digest
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
+        self._digest_there = (torch.empty(0), torch.empty(0))
         self._find = find if self.number == transport.world else None
         self._slots_of, self._tell = slots, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
@@ -234,35 +251,54 @@ class Peers:
         self.length = 2 + len(self.digest)
         self.skips_digests = False
 
-    def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
+    def also(
+        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
+    ) -> Tensor:
         """Return what else this rank tells in the exchange of counts: its counts of node tokens, then what `tell` returns.
 
         Whatever the plan, the message has room for both: ranks that brought different plans must be able to tell so.
 
         Args:
-            choice: the copies of this rank's tokens; None if the capacity may drop some.
+            choice: the copies of this rank's tokens.
             alive_N: (N,) bool, which of them are sent; None for all.
             num_tokens: how many tokens this rank routes.
+            num_experts: how many experts the layer has.
+            may_drop: the capacity may drop some copies, so that nobody knows yet which are sent.
 
         Returns:
             (m,) float64; m is the same in every call on every rank.
         """
-        node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens)
-        return torch.cat([node_tokens, torch.tensor(self._tell(), dtype=torch.float64, device=node_tokens.device)])
+        node_tokens = torch.zeros(self._room, dtype=torch.float64, device=choice.expert.device)
+        if self._find is not None and not may_drop:
+            node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
+        told = np.array(self._tell(), dtype=np.float64)
+        numbers = uploaded(told, node_tokens.device) if told.any() else node_tokens.new_zeros(len(told))
+        return torch.cat([node_tokens, numbers])
 
-    def _counts_of_node_tokens(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
-        if self._find is not None and choice is not None:
-            token, expert = choice.token, self._slots_of(choice.expert)
-            if alive_N is not None:
-                token, expert = token[alive_N], expert[alive_N]
-            order = stable_order(expert)
-            self._sorted = (expert, order)
-            node_tokens = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
-            empty = self._room - node_tokens.counts.numel()
-            if empty >= 0:
-                self._found = (choice, node_tokens)
-                return F.pad(node_tokens.counts.flatten().double(), (0, empty))
-        return torch.zeros(self._room, dtype=torch.float64)
+    def _counts_of_node_tokens(
+        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, room: Tensor
+    ) -> Tensor:
+        """Return the counts of this rank's node tokens, as long as `room`; room itself where they do not fit."""
+        assert self._find is not None
+        token, expert = choice.token, self._slots_of(choice.expert)
+        if alive_N is not None and waits(expert.device):
+            expert = expert.masked_fill(~alive_N, num_experts)
+        elif alive_N is not None:
+            token, expert = token[alive_N], expert[alive_N]
+        order = stable_order(expert)
+        self._sorted = (expert, order)
+        node_tokens = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
+        empty = len(room) - node_tokens.counts.numel()
+        if empty < 0:
+            return room
+        self._found = (choice, node_tokens)
+        return F.pad(node_tokens.counts.flatten().double(), (0, empty))
+
+    def digest_on(self, device: torch.device) -> Tensor:
+        """Return `digest` on a device; it goes there once."""
+        if self._digest_there[0] is not self.digest:
+            self._digest_there = self.digest, self.digest.to(device)
+        return self._digest_there[1]
 
     def order(self, expert: Tensor) -> Tensor:
         """Return the stable order of rows by expert, (rows,) int64; where `also` has sorted the same ones, without work."""
@@ -283,7 +319,7 @@ class Peers:
             return None
         mine = found[1]
         of_all = gathered.more_on_host[:, : mine.counts.numel()].astype(np.int64)
-        return replace(mine, of_all=of_all.reshape(-1, *mine.counts.shape))
+        return mine.told(of_all.reshape(-1, *mine.counts.shape), self.place)
 
     def gather(self, message: Tensor) -> Tensor:
         """Return every rank's message, (P, n) float64, from this rank's, (n,) float64; the same on all ranks.

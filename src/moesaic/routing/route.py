@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.routing.capacity import AbstractCapacity, Dropless, admit
+from moesaic.kernels.pick import waits
+from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
 from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter
@@ -31,8 +32,8 @@ class RoutingRecord(NamedTuple):
     """() int64: copies whose routing weight is NaN or infinite, of all ranks."""
     capacity: Tensor | None
     """() int64: rows an expert may take; None when dropless."""
-    kept: Tensor | None
-    """Ascending indices of the copies that are sent; None for all of them."""
+    sent: Tensor | None
+    """(N,) bool, which of the copies are sent; None for all of them."""
     earlier_counts: Tensor | None
     """(E,) int64: copies of the optimizer step before this call; None where no loss asks for them."""
     gathered: Gathered | None
@@ -158,12 +159,6 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}), record, None)
 
 
-def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
-    """Return the copies per expert, (num_experts,) int64, without a host sync; `alive_N` (N,) bool says which count."""
-    ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
-    return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(0, expert_N, ones)
-
-
 def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
     """Return the tokens in float32 at least, padding as zeros: it may hold anything, and 0 * nan is nan."""
     x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -194,8 +189,7 @@ def _decide(
         choices = top_k if capacity.spans_mesh else 1
         cell = choice.slot * num_experts + choice.expert if choices > 1 else choice.expert
         counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
-        told = choice if capacity.never_drops else None
-        more = peers.also(told, alive_N, num_tokens)
+        more = peers.also(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
         gathered = Gathered.exchange(
             peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, more
         )
@@ -209,10 +203,11 @@ def _decide(
     best_T = None
     if capacity.admits_by_score and rows is not None:
         best_T = _best_weight(weight_N, choice, num_tokens)
-    kept = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
-    return RoutingRecord(
-        None, choice, requested, num_valid, nonfinite, rows, kept, None, gathered, _by_rank(gathered, capacity, top_k)
-    )
+    sent = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
+    by_rank = _by_rank(gathered, capacity, top_k)
+    if gathered is not None:
+        gathered = replace(gathered, sent=by_rank)
+    return RoutingRecord(None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank)
 
 
 def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) -> Tensor | None:
@@ -235,16 +230,23 @@ def _routing(
     record: RoutingRecord, weight_N: Tensor, num_tokens: int, num_experts: int, losses: dict[str, Tensor]
 ) -> Routing:
     """Return the rows that this rank sends."""
-    choice, kept = record.choice, record.kept
-    expert = choice.expert if kept is None else choice.expert[kept]
-    if record.capacity is None and (kept is None or record.by_rank is not None):
+    choice, sent = record.choice, record.sent
+    token, expert, weight = choice.token, choice.expert, weight_N
+    has_unsent = sent is not None and waits(expert.device)
+    if sent is not None and has_unsent:
+        expert = expert.masked_fill(~sent, num_experts)
+    elif sent is not None:
+        kept = sent.nonzero().squeeze(1)
+        token, expert, weight = token[kept], expert[kept], weight[kept]
+    if record.capacity is None and (sent is None or record.by_rank is not None):
         counts = record.requested  # nothing is dropped
     else:
-        counts = count(expert, None, num_experts) if record.by_rank is None else record.by_rank.sum(0)
+        here = count(expert, None, num_experts + 1)[:num_experts]
+        counts = here if record.by_rank is None else record.by_rank.sum(0)
     return Routing(
-        token=choice.token if kept is None else choice.token[kept],
+        token=token,
         expert=expert,
-        weight=weight_N if kept is None else weight_N[kept],
+        weight=weight,
         num_tokens=num_tokens,
         num_experts=num_experts,
         counts=counts,
@@ -252,7 +254,8 @@ def _routing(
         num_valid=record.num_valid,
         nonfinite=record.nonfinite,
         capacity=record.capacity,
-        rows_per_token=choice.per_token if kept is None else None,
+        rows_per_token=choice.per_token if sent is None or has_unsent else None,
+        has_unsent=has_unsent,
         losses=losses,
     )
 

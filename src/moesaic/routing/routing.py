@@ -47,7 +47,8 @@ class Choice(NamedTuple):
 class Routing:
     """One row per token copy that is sent to an expert: what dispatch, experts and combine read.
 
-    Top-k, expert-choice and dropped tokens are one thing here: a dropped copy has no row, and its gate no gradient.
+    Top-k, expert-choice and dropped tokens are one thing here: a dropped copy has no row, and its gate no gradient (but see
+    `has_unsent`).
     """
 
     token: Tensor
@@ -76,6 +77,9 @@ class Routing:
     divides by; None elsewhere."""
     rows_per_token: int | None
     """K when every token has exactly K rows, in token order; None otherwise."""
+    has_unsent: bool = False
+    """Some rows may be of copies that no expert takes; their `expert` is E. So it is on a GPU under a capacity or a mask: to
+    take them out, the host would have to wait for their number."""
     logits: Tensor | None = None
     """(T, E) float32, differentiable: the router's, for losses of your own; of the tokens that this rank routed. None where
     the experts were chosen elsewhere."""

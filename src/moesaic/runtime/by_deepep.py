@@ -27,12 +27,11 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         )
     routing, gathered = routed.routing, routed.record.gathered
     assert gathered is not None
-    kept = routed.record.kept
-    expert = routed.record.choice.expert
-    if kept is not None:
-        expert = torch.full_like(expert, -1).index_copy(0, kept, routing.expert)
-    weight = routing.weight.new_zeros(len(expert))
-    weight = routing.weight if kept is None else weight.index_copy(0, kept, routing.weight)
+    sent = routed.record.sent
+    expert, weight = routed.record.choice.expert, routing.weight
+    if sent is not None:
+        expert = expert.masked_fill(~sent, -1)
+        weight = weight if routing.has_unsent else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
     most_tokens = int(gathered.tokens.max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ from torch.autograd.function import once_differentiable
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
+from moesaic.kernels.pick import waits
 from moesaic.plan.compile import Compiled
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.program.validate import reduces
-from moesaic.runtime.messages import Packets, pack, start, start_hop, unpack
-from moesaic.runtime.tasks import Call, Environment, Value, compute, kept, rows, transport_lane
+from moesaic.runtime.messages import Packets, move_of, pack, start, start_hop, unpack
+from moesaic.runtime.tasks import Call, Environment, Value, compute, kept, rows, tables, transport_lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class TaskGroup:
     """One, or movements that travel as one."""
     moves: tuple[Move, ...]
     """Of tasks that are movements, one each."""
+    tables: tuple[tuple[Task, tuple[Move, ...]], ...]
+    """Each task with the movement that it is, or is a part of."""
     reads: tuple[str, ...]
     """Of all tasks."""
     unread: tuple[str, ...]
@@ -83,6 +87,7 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
             number=bundle[0],
             tasks=tasks,
             moves=tuple(_move(task, slots) for task in tasks if task.op is Op.MOVE),
+            tables=tuple((task, _moves_of(task, slots)) for task in tasks),
             reads=tuple(name for task in tasks for name in task.reads),
             unread=tuple(unread),
         )
@@ -94,6 +99,12 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
 def _move(task: Task, slots: Mapping[str, Slot]) -> Move:
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     return Move(source.layout, target.layout, task.group, reduces(source, target))
+
+
+def _moves_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Move, ...]:
+    if task.op is Op.MOVE:
+        return (_move(task, slots),)
+    return (move_of(task, slots),) if task.op in (Op.PACK, Op.UNPACK) else ()
 
 
 def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
@@ -222,12 +233,20 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
     """Run one rank to its end on a transport that blocks, as each process of a real world does."""
     answer: Handle | None = None
     while True:
+        started = perf_counter()
         try:
             request = steps.send(answer)
         except StopIteration as end:
+            transport.compute += perf_counter() - started
             result: Environment = end.value
             return result
-        answer = transport.issue(request) if isinstance(request, Transfer) else transport.wait(request)
+        now = perf_counter()
+        transport.compute += now - started
+        if isinstance(request, Transfer):
+            answer = transport.issue(request)
+        else:
+            answer = transport.wait(request)
+            transport.note_wait(request.transfer, perf_counter() - now)
         del request  # its messages need not live until the next one
 
 
@@ -278,6 +297,7 @@ class RunProgram(torch.autograd.Function):
         """LayerRun the forward program; keep what the backward one reads, if there will be one."""
         names = kept_names(run.compiled) if has_grad and any(ctx.needs_input_grad) else []
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
+        bring_tables(run, x.device)
         environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
@@ -297,6 +317,15 @@ class RunProgram(torch.autograd.Function):
             run = replace(run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
         return None, None, None, *run_backward(run, _take_kept(ctx), dy)
+
+
+def bring_tables(run: LayerRun, device: torch.device) -> None:
+    """Bring all that both programs of a call read of its sizes to its device, in one copy."""
+    if waits(device):
+        scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
+        groups = (each for script in scripts for step in script.steps for each in step.tables)
+        slots = {slot.name: slot for p in (run.compiled.backward, run.compiled.forward) for slot in p.slots}
+        run.call.indices.bring([t for task, moves in groups for t in tables(task, moves, slots, run.call)], device)
 
 
 def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:

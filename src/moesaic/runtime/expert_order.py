@@ -52,10 +52,10 @@ class ExpertOrder:
         check_order(experts, len(self.experts))
         self.experts = np.array(experts, dtype=np.int64)
         plain = np.array_equal(self.experts, np.arange(len(self.experts)))
-        self._slot = None if plain else torch.from_numpy(np.argsort(self.experts))
+        self._slot = None if plain else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
 
     def slots(self, experts: Tensor) -> Tensor:
-        """Return the slot of each expert, int64 as they are."""
+        """Return the slot of each expert, int64 as they are; that of no expert is none."""
         if self._slot is None:
             return experts
         if self._slot.device != experts.device:

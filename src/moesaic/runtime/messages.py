@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.transport import Transfer
+from moesaic.kernels.pick import waits
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Move, Splits
 from moesaic.program.task import Kind, Slot, Task
 from moesaic.program.validate import reduces
-from moesaic.runtime.tasks import Call, Environment, Value, index_like, placed, take, transport_lane
+from moesaic.runtime.indices import Indices
+from moesaic.runtime.tasks import Call, Environment, Value, placed, take, transport_lane
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,18 @@ def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: En
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-    value = _as_rows(source, environment, call, travels=bool(len(outgoing.rows)))
+    value = _as_rows(source, environment, call, travels=bool(outgoing.runs.total))
     # States tell of sums over axes of size 1 too. Rows of tokens all arrive, so as many as there are arrive once each.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
-        sums = len(incoming.rows) != sizes.num_rows(target.layout, rank)
+        sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
         return PendingMove(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
     held, experts = environment[source.name], sizes.num_held(target.layout, rank)
     none_held = call.experts.first(held, 0) if experts == 0 and not isinstance(held, Tensor) else None
 
     def finish(parts: list[Tensor]) -> Value:
-        if move.reduce and not len(incoming.rows):
+        if move.reduce and not incoming.runs.total:
             return ()  # nobody has computed anything for this rank's experts: no gradient, rather than one of zeros
         if none_held is not None:
             return none_held
@@ -84,13 +86,13 @@ def start(
         tag: the tag of the transfer.
     """
     exchanges = [_exchange(*each, slots, environment, call) for each in zip(tasks, moves)]
-    rank, lane = call.rank, transport_lane(tasks[0])
+    rank, lane, indices = call.rank, transport_lane(tasks[0]), call.indices
     if len(exchanges) == 1:
-        sends, receives, settle = _alone(exchanges[0], rank)
+        sends, receives, settle = _alone(exchanges[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
     values = [exchange.value for exchange in exchanges]
-    leaving = Bundle([exchange.outgoing for exchange in exchanges], values)
-    arriving = Bundle([exchange.incoming for exchange in exchanges], values)
+    leaving = Bundle([exchange.outgoing for exchange in exchanges], values, indices)
+    arriving = Bundle([exchange.incoming for exchange in exchanges], values, indices)
     (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
@@ -119,17 +121,19 @@ def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tenso
     """Return the slot that is written, of what came and what stayed; no copy where that is the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
-    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), sums)
+    return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), sums, call.indices)
 
 
-def _alone(exchange: PendingMove, rank: int) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
+def _alone(
+    exchange: PendingMove, rank: int, indices: Indices
+) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
     """Return messages by peer, buffers by peer, and what makes the slot, of a movement by itself.
 
     All messages are cut from one tensor, which is the value itself where its rows leave in order. All buffers are cut from
     one too, with the rows that stay copied to their place in it: it is the slot where rows arrive in order.
     """
     value, outgoing, incoming = exchange.value, exchange.outgoing, exchange.incoming
-    leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.rows)
+    leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
     counts = [0 if exchange.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
     joined = value.new_empty(sum(counts), value.shape[1])
@@ -177,9 +181,11 @@ class Bundle:
     Args:
         splits: the rows of each movement, by peer.
         values: (rows, width) of each movement, of this side or the other one, since only width and dtype count; not kept.
+        indices: of the call.
     """
 
-    def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor]) -> None:
+    def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices) -> None:
+        self._indices = indices
         self.splits, size = splits, min(value.element_size() for value in values)
         self._unit, self._device = _UNITS[size], values[0].device
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
@@ -204,19 +210,24 @@ class Bundle:
 
     def write(self, memory: Tensor, values: Sequence[Tensor]) -> None:
         """Gather the rows of all movements into their messages."""
+        if waits(memory.device):
+            for number, (split, value) in enumerate(zip(self.splits, values)):
+                units = take(value.contiguous(), split.runs, self._indices).view(self._unit).reshape(-1)
+                parts = units.split([count * self._widths[number] for count in split.counts])
+                torch._foreach_copy_(self._messages(memory, number), list(parts))
+            return
         split, width = self.splits[self._widest], self._widths[self._widest]
-        if len(split.rows):
+        if split.runs.total:
             source = np.zeros(
                 self._size // width, dtype=np.int64
             )  # of what comes to stand between messages nobody reads
-            source[self._places(self._widest) // width] = split.rows
+            source[self._places(self._widest) // width] = split.runs.rows
             units = values[self._widest].contiguous().view(self._unit)
-            torch.index_select(units, 0, index_like(source, memory), out=memory.view(-1, width))
+            torch.index_select(units, 0, torch.from_numpy(source), out=memory.view(-1, width))
         for number, (split, value) in enumerate(zip(self.splits, values)):
-            if number != self._widest and len(split.rows):
-                units = value.contiguous().view(self._unit)
-                chosen = units if split.is_whole else units.index_select(0, index_like(split.rows, memory))
-                memory.scatter_(0, self._numbers(number, self._places(number), memory), chosen.reshape(-1))
+            if number != self._widest and split.runs.total:
+                units = take(value.contiguous(), split.runs, self._indices).view(self._unit)
+                memory.scatter_(0, self._numbers(number, self._places(number)), units.reshape(-1))
 
     def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor:
         """Return the rows of a movement: (rows, width).
@@ -227,28 +238,42 @@ class Bundle:
             dtype: the dtype of its rows.
             in_place: return the rows as they stand in the slot that is written, rather than peer after peer.
         """
-        split, width, at = self.splits[number], self._widths[number], self._places(number)
+        split, width = self.splits[number], self._widths[number]
+        if waits(memory.device):
+            joined = torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width).view(dtype)
+            if not in_place or split.is_whole:
+                return joined
+            return joined.index_select(0, self._indices.inverse(split.runs, memory.device))
+        at = self._places(number)
         if in_place and not split.is_whole:
             at_row = np.empty_like(at)
-            at_row[split.rows] = at
+            at_row[split.runs.rows] = at
             at = at_row
         if number == self._widest:
-            units = memory.view(-1, width).index_select(0, index_like(at // width, memory))
+            units = memory.view(-1, width).index_select(0, torch.from_numpy(at // width))
         else:
-            units = memory.index_select(0, self._numbers(number, at, memory)).view(-1, width)
+            units = memory.index_select(0, self._numbers(number, at)).view(-1, width)
         return units.view(dtype)
+
+    def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
+        """Return each peer's part of a movement, peer after peer, in numbers of the memory."""
+        split, begins = self.splits[number], self._begins[number]
+        return [
+            memory.narrow(0, begins[peer], count * self._widths[number])
+            for peer, count in zip(split.peers, split.counts)
+        ]
 
     def _places(self, number: int) -> np.ndarray:
         """Return where each row of a movement starts, peer after peer, in numbers of the memory."""
         split, width = self.splits[number], self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
         begins = np.array([self._begins[number][peer] for peer in split.peers], dtype=np.int64)
-        return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(len(split.rows)) * width
+        return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
 
-    def _numbers(self, number: int, places: np.ndarray, like: Tensor) -> Tensor:
+    def _numbers(self, number: int, places: np.ndarray) -> Tensor:
         """Return where each number of rows stands that start at `places`."""
         width = self._widths[number]
-        return index_like(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1), like)
+        return torch.from_numpy(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1))
 
 
 Pair = tuple[int, int]
@@ -289,8 +314,8 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Pa
     """Encode what this rank sends, message by message."""
     codec = call.codecs(task.codec or "none")
     packets = Packets(value.shape[1], value.dtype, value.device, task.codec or "none")
-    outgoing = call.sizes.outgoing(_move_of(task, slots), call.rank)
-    for peer, rows in zip(outgoing.peers, take(value, outgoing.rows).split(outgoing.counts)):
+    outgoing = call.sizes.outgoing(move_of(task, slots), call.rank)
+    for peer, rows in zip(outgoing.peers, take(value, outgoing.runs, call.indices).split(outgoing.counts)):
         if peer == call.rank:
             packets.own = rows
         elif len(rows):
@@ -302,7 +327,7 @@ def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: 
     """Join the packets that go to a peer in this hop to one message, and make buffers for those that come."""
     arriving = Packets(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
     at_hand = {pair: item for packets in held for pair, item in packets.items.items()}
-    codec, move = call.codecs(arriving.codec), _move_of(task, slots)
+    codec, move = call.codecs(arriving.codec), move_of(task, slots)
     leaving: dict[int, list[Tensor]] = {}
     order: dict[int, list[tuple[Pair, int]]] = {}
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
@@ -324,7 +349,7 @@ def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: 
 
 def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call) -> Tensor:
     """Decode what arrived and put it in place; rows that several ranks sent are summed in the order of the ranks."""
-    codec, first, move = call.codecs(task.codec or "none"), held[0], _move_of(task, slots)
+    codec, first, move = call.codecs(task.codec or "none"), held[0], move_of(task, slots)
     items = {pair: item for packets in held for pair, item in packets.items.items()}
     incoming = call.sizes.incoming(move, call.rank)
     parts = []
@@ -335,10 +360,10 @@ def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Cal
         elif count:
             parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
     parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
-    return placed(parts, incoming.rows, call.sizes.num_rows(move.target, call.rank), move.reduce)
+    return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), move.reduce, call.indices)
 
 
-def _move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
+def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
     """Return the movement that a task is a part of."""
     assert task.of is not None
     source, target = (slots[name] for name in task.of)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,14 +18,20 @@ from torch import Tensor
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
-from moesaic.program.sizes import CallSizes
+from moesaic.kernels.permute import sum_rows
+from moesaic.kernels.pick import waits
+from moesaic.kernels.work import Dispatch
+from moesaic.program.sizes import CallSizes, Move, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
+from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
+from moesaic.runtime.indices import Indices
 
 Value = Tensor | Weights
 """Of a slot: rows, or parameters of experts."""
 Environment = dict[str, Value]
 """Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+Slots = Mapping[str, Slot]
 Codecs = Callable[[str], AbstractCodec]
 """From a codec's name to what encodes."""
 
@@ -54,6 +60,8 @@ class Call:
     """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
     codecs: Codecs = known_codec
     """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    indices: Indices = field(default_factory=Indices, repr=False, compare=False)
+    """Of the rows that move, on the device that computes; a call of the same sizes may have the same ones."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
     call that is made from another one by `replace` starts without."""
@@ -65,6 +73,34 @@ class Call:
         for name in list(self.deferred_wgrad) if names is None else names:
             for work in self.deferred_wgrad.pop(name, ()):
                 work()
+
+
+def tables(task: Task, moves: Sequence[Move], slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
+    """Yield what a task reads of the sizes of a call, as `Indices` brings it to a device.
+
+    Args:
+        task: of a program.
+        moves: the movement that the task is, or is a part of; empty for other tasks.
+        slots: by name.
+        call: whose sizes they are.
+    """
+    sizes, rank = call.sizes, call.rank
+    for move in moves:
+        if task.op is not Op.UNPACK and not sizes.shapes.stays(move, rank):
+            yield sizes.outgoing(move, rank).runs
+        if task.op is not Op.PACK and not sizes.shapes.stays(move, rank):
+            yield sizes.incoming(move, rank).runs
+    if task.op in (Op.TAKE, Op.JOIN):
+        whole, parts = (task.reads[0], task.writes) if task.op is Op.TAKE else (task.writes[0], task.reads)
+        for part in parts:
+            yield sizes.part_rows(slots[part].layout, slots[whole].layout, rank)
+    if task.op in (Op.PERMUTE, Op.COMBINE):
+        tokens = task.reads[0] if task.op is Op.PERMUTE else task.writes[0]
+        bases = sizes.token_bases(slots[tokens].layout, slots[task.reads[1]].layout, rank)
+        if bases.starts.any():
+            yield bases
+    if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+        yield sizes.ends(slots[task.reads[task.op is Op.EXPERT_GRAD]].layout, rank)
 
 
 def kept(task_name: str) -> str:
@@ -86,9 +122,6 @@ def rows(value: Value) -> Tensor:
 _COTANGENT = "'"
 
 
-Slots = Mapping[str, Slot]
-
-
 def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> Environment:
     """Run a task that needs no other rank; returns what it writes."""
     reads = [environment[name] for name in task.reads]
@@ -106,31 +139,30 @@ def transport_lane(task: Task) -> TransportLane:
     return "intra" if task.lane is Lane.INTRA else "inter"
 
 
-def take(value: Tensor, places: np.ndarray) -> Tensor:
-    """Return rows by their places, contiguous; the value itself where these are all its rows in order."""
-    if value.is_contiguous() and in_order(places, len(value)):
+def take(value: Tensor, runs: Runs, indices: Indices) -> Tensor:
+    """Return some rows of a value, contiguous; the value itself where these are all its rows in order."""
+    if value.is_contiguous() and runs.are_all_of(len(value)):
         return value
-    return value.index_select(0, index_like(places, value))
+    return value.index_select(0, indices.of(runs, value.device))
 
 
-def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: bool) -> Tensor:
+def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
     """Return rows put in their places, which are all filled; with `sums` rows of one place are summed in order.
 
     16-bit rows are summed in float32. Rows that come in order are returned as they are.
 
     Args:
         parts: tensors of rows, at least one.
-        places: (rows of all parts,) int64.
+        runs: the places of the rows of all parts.
         num_rows: how many rows the result has.
-        sums: several rows may have one place.
+        sums: rows of several parts may have one place, of one part each its own: no two are added to it at a time.
+        indices: of the call.
     """
-    if in_order(places, num_rows):
+    if runs.are_all_of(num_rows):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if not sums and len(parts) == 1:  # to gather takes a quarter of the time of putting row after row in its place
-        inverse = np.empty_like(places)
-        inverse[places] = np.arange(len(places))
-        return parts[0].index_select(0, index_like(inverse, parts[0]))
-    cuts = index_like(places, parts[0]).split([len(part) for part in parts])
+        return parts[0].index_select(0, indices.inverse(runs, parts[0].device))
+    cuts = indices.of(runs, parts[0].device).split([len(part) for part in parts])
     dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
     make = torch.zeros if sums else torch.empty
     out = make(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
@@ -138,18 +170,8 @@ def placed(parts: Sequence[Tensor], places: np.ndarray, num_rows: int, sums: boo
         if sums:
             out.index_add_(0, cut, part.to(dtype))
         else:
-            out.index_copy_(0, cut, part)
+            out.index_copy_(0, cut.long(), part)
     return out.to(parts[0].dtype)
-
-
-def in_order(places: np.ndarray, num_rows: int) -> bool:
-    """Whether places are 0, 1, ... num_rows - 1: nothing has to be copied then."""
-    return len(places) == num_rows and bool((places[1:] > places[:-1]).all()) and (not num_rows or places[0] == 0)
-
-
-def index_like(places: np.ndarray, like: Tensor) -> Tensor:
-    """Return numpy places as a tensor where `like` is."""
-    return torch.as_tensor(places, device=like.device)
 
 
 def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
@@ -167,11 +189,13 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
         return [reads[0] * float(size) ** task.power if task.power else reads[0]]
     if task.op is Op.TAKE:
         whole = slots[task.reads[0]].layout
-        return [take(reads[0], call.sizes.part_rows(slots[name].layout, whole, call.rank)) for name in task.writes]
+        parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
+        return [take(reads[0], part, call.indices) for part in parts]
     assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
     joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
     for name, part in zip(task.reads, reads):
-        joined[index_like(call.sizes.part_rows(slots[name].layout, target.layout, call.rank), part)] = part
+        rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)
+        joined[call.indices.of(rows_of_part, part.device)] = part
     return [joined]
 
 
@@ -201,7 +225,7 @@ def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -
     if found is None:
         bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
         num_tokens = call.sizes.num_rows(layout, call.rank)
-        found = call.known[key] = Indexed.of(value, bases, num_tokens, has_empty=call.has_empty_rows)
+        found = call.known[key] = Indexed.of(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
     return found
 
 
@@ -253,12 +277,7 @@ def _parameters(value: Value) -> Weights:
 
 
 def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
-    key = ("ends", slot.layout)
-    if key not in call.known:
-        counts = call.sizes.rows_per_expert(slot.layout, call.rank)
-        call.known[key] = torch.from_numpy(counts.cumsum()).to(device=tokens.device, dtype=torch.int32)
-    ends: Tensor = call.known[key]
-    return ends
+    return call.indices.numbers(call.sizes.ends(slot.layout, call.rank), tokens.device)
 
 
 def _shards(slot: Slot, call: Call) -> int:
@@ -271,9 +290,9 @@ class Indexed:
     """Each row's token, and what follows from it; made once per call of a layer.
 
     Args:
-        index: (rows, 1) int64 as the program has it; negative for a row without token. It is kept, so that whoever looks
+        index: (rows, 1) as the program has it; negative for a row without token. It is kept, so that whoever looks
             this up by its address finds no other index there.
-        places: (rows,) int64 or (), each row's token among all tokens; of a row without token any.
+        places: (rows,), each row's token among all tokens; of a row without token any.
         is_full: (rows, 1) bool which rows have a token; None for all.
         num_tokens: how many tokens rows may belong to.
     """
@@ -282,37 +301,37 @@ class Indexed:
         self.index, self.places, self.is_full, self.num_tokens = index, places, is_full, num_tokens
 
     @classmethod
-    def of(cls, index: Tensor, bases: np.ndarray, num_tokens: int, *, has_empty: bool) -> Indexed:
+    def of(cls, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool) -> Indexed:
         """Make it of an index that counts tokens of each row's origin.
 
         Args:
             index: (rows, 1) int64 as the program has it; negative for a row without token.
-            bases: (rows,) int64 where the tokens of each row's origin start.
+            bases: where the tokens of each row's origin start.
             num_tokens: how many tokens all origins have.
+            indices: of the call.
             has_empty: some rows may have no token.
         """
         places, is_full = index.squeeze(1), None
         if has_empty:
             places, is_full = places.clamp_min(0), index >= 0
-        if bases.any():
-            places = places + torch.as_tensor(bases, device=index.device)
+        if bases.starts.any():
+            places = places + indices.of(bases, index.device)
         return cls(index, places, is_full, num_tokens)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
 
         16-bit rows are summed in float32. Others are on a CPU bags of rows, for which torch needs a quarter of the time that
-        it takes to add row after row in its place.
+        it takes to add row after row in its place. On a GPU that would add in any order.
         """
         accumulate = torch.promote_types(rows.dtype, torch.float32)
-        if rows.device.type == "cpu" and rows.dtype == accumulate and self.num_tokens and len(rows):
-            by_token, starts = self._bags
-            return torch.embedding_bag(rows, by_token, starts)[0]
+        if self.num_tokens and len(rows) and (waits(rows.device) or rows.dtype == accumulate):
+            return sum_rows(rows, self._dispatch)
         out = torch.zeros(self.num_tokens, rows.shape[1], dtype=accumulate, device=rows.device)
         return out.index_add_(0, self.places, rows.to(accumulate)).to(rows.dtype)
 
     @cached_property
-    def _bags(self) -> tuple[Tensor, Tensor]:
-        """The rows of token 0, of token 1 and so on, (rows,) int64, and where each token's start, (num_tokens,) int64."""
-        counts = np.bincount(self.places.numpy(), minlength=self.num_tokens)
-        return stable_order(self.places), torch.from_numpy(counts.cumsum() - counts)
+    def _dispatch(self) -> Dispatch:
+        counts = count(self.places.long(), None, self.num_tokens)
+        starts, order = counts.cumsum(0) - counts, stable_order(self.places)
+        return Dispatch(token=self.places, by_token=order, starts=starts, per_token=None)

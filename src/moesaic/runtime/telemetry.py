@@ -109,9 +109,9 @@ class LoadMeter:
 
 def expert_sets(routing: Routing) -> Tensor:
     """Return which experts each token uses, (tokens, num_experts) bool."""
-    used = torch.zeros(routing.num_tokens, routing.num_experts, dtype=torch.bool, device=routing.token.device)
+    used = torch.zeros(routing.num_tokens, routing.num_experts + 1, dtype=torch.bool, device=routing.token.device)
     used[routing.token, routing.expert] = True
-    return used
+    return used[:, : routing.num_experts]  # the last column is of copies that nobody takes
 
 
 def churn(before: Tensor, after: Tensor) -> float:

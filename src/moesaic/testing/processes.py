@@ -103,7 +103,7 @@ def _process(rank: int, world: int, jobs: list[ProcessCase], folder: str) -> Non
 def leave() -> None:
     """End a process whose work is on disk, once all ranks are there; it does not return.
 
-    Threads of process groups that were still referenced have aborted interpreters on their way out (about one in thirty).
+    It does not wait for the interpreter to take itself apart, which takes longer than most of what ranks do.
     """
     dist.barrier()
     sys.stdout.flush()

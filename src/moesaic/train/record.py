@@ -24,8 +24,9 @@ from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.moving import MovingGPT
+from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
-from moesaic.routing.route import RoutingRecord, count
+from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.samples.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.trace import (
@@ -78,16 +79,18 @@ class RoutingObserver:
                     self._recorder.check_continues()
 
     @contextmanager
-    def call(self, step: int, micro: int) -> Iterator[None]:
+    def call(self, step: int, micro: int, *, again: bool = False) -> Iterator[None]:
         """The forward pass of one micro-batch of training; all ranks enter it together.
 
         Args:
             step: optimizer steps taken before.
             micro: micro-batch of the step.
+            again: it was run before, so that it is recorded already.
         """
-        if self._recorder is not None and micro == 0 and self._recorder.is_full:
-            self._recorder.flush()
-        recording = nullcontext() if self._recorder is None else self._recorder.recording(step, micro, self._trip)
+        recorder = None if again else self._recorder
+        if recorder is not None and micro == 0 and recorder.is_full:
+            recorder.flush()
+        recording = nullcontext() if recorder is None else recorder.recording(step, micro, self._trip)
         replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
         with recording, replaying:
             yield

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
 from moesaic.train.run_folder import HANG, RunFolder
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class Watch:
         self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
+        self._answer = min(ANSWER_SECONDS, patience)
+        self._reading = 2 * self._pause + 1  # seconds in which every rank that answers has looked once
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,8 +91,9 @@ class Watch:
             store: Any = dist.distributed_c10d._get_default_store()
             self._store: Store = store.clone()
             self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
-            self._store.set(f"watch/process/{self._rank}", _process())
-            self._store.set(f"watch/beats/{self._rank}", "0")
+            self._roll = Roll(self._store, self._rank, self._world, self._pause)
+            self._roll.sign()
+            self._roll.count(0)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
@@ -103,11 +106,11 @@ class Watch:
         if isinstance(error, RuntimeError):
             if self._is_given_up():
                 self._thread.join()  # which ends the process: others have left because the run was given up
-            dead = self._dead()
-            if dead:
+            try:
+                with telling(self._roll, f"in {self._step()}; {self._advice()}"):
+                    raise error
+            finally:  # not before, since asking others may take for ever
                 self._ends.set()
-                ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
-                raise TrainingError(f"{ranks}, in {self._step()}; {self._advice()}") from error
         self._ends.set()
 
     def _run(self) -> None:
@@ -121,15 +124,19 @@ class Watch:
                 mark, since = now, time.monotonic()
             is_over = time.monotonic() - since > self._patience
             try:
-                self._store.set(f"watch/beats/{self._rank}", str(beats))
-                if self._store.add("watch/given_up", int(is_over)):
-                    self._give_up()
-            except RuntimeError:
+                if answered(partial(self._talk, beats, is_over), self._answer):
+                    answered(self._give_up, self._answer + 2 * self._reading)
+            except ConnectionError:
                 if is_over:
                     alone = (
                         f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
                     )
-                    self._end(f"{alone}, and nothing answers where the ranks' store was", [])
+                    self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
+
+    def _talk(self, beats: int, is_over: bool) -> bool:
+        """Give a sign of life, and give the run up where it is over; returns whether anybody has given it up."""
+        self._roll.count(beats)
+        return bool(self._store.add("watch/given_up", int(is_over)))
 
     def _is_given_up(self) -> bool:
         try:
@@ -140,15 +147,15 @@ class Watch:
     def _give_up(self) -> None:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
-        time.sleep(2 * self._pause + 1)
+        time.sleep(self._reading)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
         found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
         if found[0].rank == self._rank:
-            answered = {position.rank for position in found}
-            silent = {rank: self._fate(rank) for rank in range(self._world) if rank not in answered}
+            present = {position.rank for position in found}
+            silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
             line = describe_hang(self._step(), self._patience, found, silent)
             self._end(f"{line}; {self._advice()}; moesaic why-hung {self._folder.path} tells every rank's calls", found)
-        time.sleep(2 * self._pause + 1)  # the lowest rank speaks first
+        time.sleep(self._reading)  # the lowest rank speaks first
         os._exit(1)
 
     def _end(self, line: str, found: Sequence[Position]) -> None:
@@ -173,7 +180,7 @@ class Watch:
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
         ]
-        return Position(self._rank, _process(), at, waits_for, tuple(stack))
+        return Position(self._rank, own_name(), at, waits_for, tuple(stack))
 
     def _at(self) -> str:
         """Return what this rank is doing."""
@@ -201,33 +208,6 @@ class Watch:
         """Return what every other thread runs; the backward pass of a GPU has a thread of its own."""
         own = threading.get_ident()
         return {number: frame for number, frame in sys._current_frames().items() if number != own}
-
-    def _dead(self) -> dict[int, str]:
-        """Return ranks whose process is gone, with what is known of it."""
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        try:
-            before = {rank: self._store.get(f"watch/beats/{rank}") for rank in others}
-            for _ in range(10):  # the system takes a moment to end a process whose connections are closed already
-                dead = {rank: fate for rank in others if (fate := self._fate(rank)).startswith("died")}
-                if dead:
-                    return dead
-                time.sleep(0.1)
-            elsewhere = [rank for rank in others if self._host(rank) != socket.gethostname()]
-            if elsewhere:  # of whom only the counting tells
-                time.sleep(2 * self._pause)
-            return {r: self._fate(r) for r in elsewhere if self._store.get(f"watch/beats/{r}") == before[r]}
-        except RuntimeError:
-            return {}
-
-    def _fate(self, rank: int) -> str:
-        """Return what is known of a rank that does not answer."""
-        process = self._store.get(f"watch/process/{rank}").decode()
-        if self._host(rank) == socket.gethostname():
-            return _fate_here(int(process.split()[1]))
-        return f"does not answer ({process}): it died, or its node is cut off"
-
-    def _host(self, rank: int) -> str:
-        return self._store.get(f"watch/process/{rank}").decode().partition(" on ")[2]
 
 
 def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
@@ -284,28 +264,6 @@ def _task(frame: FrameType) -> str:
     program, call = inner.f_locals["program"], inner.f_locals["call"]
     number = request.transfer.tag - call.first_tag
     return f", task {number} ({program.tasks[number].name}) of its program" if number < len(program.tasks) else ""
-
-
-def _fate_here(number: int) -> str:
-    """Return what a process of this machine does."""
-    try:
-        fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    except OSError:
-        with suppress(ProcessLookupError):
-            os.kill(number, 0)
-            return f"does not answer (process {number})"
-        return f"died (process {number})"
-    state, code = fields[0], int(fields[-1])
-    if state in "ZX":
-        by = f" by {signal.Signals(code & 0x7F).name}" if code & 0x7F else ""
-        return f"died{by} (process {number})"
-    if state in "Tt":
-        return f"is stopped (process {number}: SIGSTOP, or a debugger)"
-    return f"does not answer (process {number})"
-
-
-def _process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.permute import sort_by_expert
-from moesaic.routing.route import count
+from moesaic.routing.capacity import count
 from moesaic.transformers.experts import refusal, run_tokens
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.selector import prepared
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -59,8 +60,11 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("noisy")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(grid: str, recompute: bool) -> None:
+def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(
+    grid: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh, calls = GRIDS[grid], 30
+    monkeypatch.setattr(prepared, "SMALL", 0 if recompute else 1024)
 
     def rank(transport: AbstractTransport) -> tuple[list[tuple[str, bool]], float]:
         layer = layer_on(transport, mesh, Arbiter(costs=DEAR, optimism=0.9))
@@ -79,6 +83,24 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(gr
     assert len(found[0][0]) == calls, "a recomputation decides nothing"
     assert len({option for option, _ in found[0][0]}) >= 3
     assert sum(trial for _, trial in found[0][0]) > 3
+
+
+def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
+    def rank(transport: AbstractTransport) -> str:
+        layer = layer_on(transport, GRIDS["ep"], Arbiter(costs=DEAR))
+        step(layer, tokens_of(transport.rank, 8))
+        assert layer.on_mesh is not None
+        selector = layer.on_mesh.calls.selector
+        made = selector._made[1].result()[1]
+        made.digest += transport.rank == 2
+        try:
+            step(layer, tokens_of(transport.rank, 8))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    said = run_ranks(4, rank)
+    assert said == ["arbiter: ranks [2] decided otherwise than the first one after call 1 of a layer"] * 4
 
 
 def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing() -> None:

@@ -125,6 +125,16 @@ class ReplicaLinks:
         """The same of a byte of weights."""
         return self._links(weights=True)
 
+    @cached_property
+    def row_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """`row_links` where they are not 0: pair of places (from times ep, plus to), link, seconds; and how many links."""
+        return _parts(self.row_links)
+
+    @cached_property
+    def weight_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """The same of `weight_links`."""
+        return _parts(self.weight_links)
+
     def _links(self, *, weights: bool) -> np.ndarray:
         """Without a cluster every place has a port out and one in."""
         if self.costs.cluster is not None:
@@ -217,8 +227,10 @@ class ReplicaLoad:
         via = self.links.via
         if via is None:
             return straight
-        comes_by = via[:, :, None] == np.arange(ep)
-        first = (by_home @ comes_by).sum(1)
+        home, expert, helper = np.nonzero(by_home)
+        gets = np.zeros(by_home.shape, dtype=bool)
+        gets[home, expert, via[home, helper]] = True
+        first = gets.sum(1)
         onward = np.bincount((via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep)
         weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
         np.fill_diagonal(weights, 0)
@@ -265,8 +277,14 @@ class ReplicaLoad:
         if self.costs.cluster is None:
             spent = moved * self.seconds_per_byte
             return float(max(spent.sum(0).max(), spent.sum(1).max()))
-        links = self.links.weight_links if kind else self.links.row_links
-        return float((moved.reshape(-1) @ links.reshape(moved.size, -1)).max(initial=0.0))
+        pair, link, seconds, num_links = self.links.weight_parts if kind else self.links.row_parts
+        return float(np.bincount(link, moved.reshape(-1)[pair] * seconds, num_links).max(initial=0.0))
+
+
+def _parts(links: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    by_pair = links.reshape(-1, links.shape[2])
+    pair, link = np.nonzero(by_pair)
+    return pair, link, by_pair[pair, link], links.shape[2]
 
 
 def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:

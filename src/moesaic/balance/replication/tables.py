@@ -266,10 +266,10 @@ def _matched(
         return NOTHING
     experts, taken = experts[given], taken[given]
     replicated = _overlaps(taken[None], np.maximum(most - loads[helpers], 0)[None])[0]
-    return _from_origins(replica, staying, experts, helpers, replicated)
+    return from_origins(replica, staying, experts, helpers, replicated)
 
 
-def _from_origins(
+def from_origins(
     replica: ReplicaLoad, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, replicated: np.ndarray
 ) -> Replications:
     """Return whose copies are replicated: the helper's own first, the giver's own last.

@@ -11,15 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
-from moesaic.balance.replication.tables import NOTHING, Replications, spread
+from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.cost import is_even
 from moesaic.balance.selector.options import ALONE, NO_CHANGE, THRESHOLDS, CallChoice, Option, Weigher, option_plans
+from moesaic.balance.selector.prepared import Pick, Prepared
 from moesaic.balance.selector.times import Times
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -66,22 +66,6 @@ class CallDecision:
     def copies_replicated(self) -> int:
         """Copies that another rank computes."""
         return 0 if self.replicated is None else int(self.replicated.sum())
-
-
-@dataclass(frozen=True)
-class Pick:
-    """What a call runs, decided before its counts were known, and the tables made from them."""
-
-    choice: CallChoice
-    found: tuple[ReplicaLoad, ...]
-    replicated: tuple[Replications, ...]
-    """By replica of the experts."""
-    is_trial: bool
-
-    @cached_property
-    def table(self) -> np.ndarray | None:
-        """What is replicated, (world, num_experts, ep) int64; None for nothing."""
-        return spread(self.found, self.replicated)
 
 
 def decision_of(
@@ -206,6 +190,8 @@ class Arbitration:
         self._contents: dict[str, bytes] = {}
         self._weighed_at, self._change = 0.0, np.inf
         self._calls_until = 0
+        self.prepared: Prepared | None = None
+        """What the next call runs; None before the first one."""
         self._asked: dict[int, _Asked] = {}
         self._ran: set[int] = set()
 
@@ -232,7 +218,7 @@ class Arbitration:
         seconds = {name: each.seconds for name, each in by_name.items()}
         self._settle(seconds, 0.0, among=by_name)
         chosen = by_name[self.last.name]
-        pick = Pick(chosen.choice, tuple(found), chosen.replicated, False)
+        pick = Pick(chosen.choice, tuple(found), spread(found, chosen.replicated))
         return decision_of(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: CallLoad) -> list[tuple[Option, np.ndarray | None]]:
@@ -248,15 +234,13 @@ class Arbitration:
         Args:
             load: of the call.
         """
-        found = self.weigher.replica_loads(load)
-        if not self._choices:
+        if self.prepared is None:
+            found = self.weigher.replica_loads(load)
             options = self._all(found, self.weigher.alone(found))
             self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
-        choice = self._trial or self.last
-        replicated = self.weigher.tables(choice.recipe, found)
-        if replicated is None:
-            return Pick(NO_CHANGE, tuple(found), (NOTHING,) * len(found), False)
-        return Pick(choice, tuple(found), replicated, self._trial is not None)
+            self._prepare(found)
+            assert self.prepared is not None
+        return self.prepared.fit(load)
 
     def hear(self, told: Mapping[int, float]) -> None:
         """Take down what earlier calls took; all ranks are told the same.
@@ -288,11 +272,16 @@ class Arbitration:
         options = self._all(found, alone) if self._is_due(load) else [alone, ran]
         thought = self._settle({each.name: each.seconds for each in options}, load)
         self._try(thought, load, may_try=call is not None)
+        self._prepare(found)
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
         decision = decision_of(pick, alone, ran, corrected)
         return replace(decision, weighing_seconds=time.thread_time() - started)
+
+    def _prepare(self, found: Sequence[ReplicaLoad]) -> None:
+        """Prepare the next call, as far as that is possible without its counts."""
+        self.prepared = Prepared(self.weigher, self._trial or self.last, self._trial is not None, found)
 
     def _ask(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
         """Wait for what a call takes, unless it is the first one of its program, which makes what later ones find."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from moesaic.kernels import whole_batch
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.outer import longest_first, outer_products
 from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile
@@ -119,18 +119,39 @@ def backward(
         dy, work.down, pre, ends, tile["down_grad"], activation=work.activation, weight=work.gates, token=token
     )
     if wanted.gates and work.gates is not None:
-        d_gates = parts.sum(1).to(work.gates.dtype)
+        d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
     d_down, d_ups = None, []
     if wanted.weights:
-        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token)
+        order = longest_first(ends)
+        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order)
     del hidden
     if wanted.weights:
-        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token) for each in d_pre]
+        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token, order=order) for each in d_pre]
     if wanted.x:
         rows = rows_times(d_pre, work.ups, ends, tile["rows_grad"], transposed=False)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
     return Gradients(x=d_x, gates=d_gates, ups=d_ups, up_biases=[], down=d_down, down_bias=None)
+
+
+def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix, with default tiles: (R, K) x (E, K, N) -> (R, N)."""
+    transposed = w.stride(2) != 1 and w.stride(1) == 1
+    shape = Shape(
+        product="down", rows=len(x), num_experts=len(ends), columns=w.shape[2], depth=w.shape[1], itemsize=x.itemsize
+    )
+    tile = default_tile(shape, device_of(x.device))
+    return rows_times([x], [w.transpose(1, 2) if transposed else w], ends, tile, transposed=transposed)
+
+
+def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows with each other, with default tiles: (R, N), (R, K) -> (E, N, K)."""
+    per_expert = max(1, len(x) // max(1, len(ends)))
+    shape = Shape(
+        product="weight_grad", rows=len(x), num_experts=len(ends), columns=x.shape[1], depth=per_expert,
+        itemsize=x.itemsize,
+    )  # fmt: skip
+    return outer_products(dy, x, ends, default_tile(shape, device_of(x.device)))
 
 
 def _token(work: ExpertWork) -> Tensor | None:

@@ -123,9 +123,9 @@ class CallClock:
         """Return the calls whose time all ranks know now, seconds of the slowest by number; and whether this one is timed.
 
         Args:
-            told: (ranks, NUMBERS) float64, what each rank told.
+            told: (ranks, numbers) float64, what each rank told, first what `tell` returned.
         """
-        for rank, (number, seconds, _) in enumerate(told.tolist()):
+        for rank, (number, seconds, _) in enumerate(told[:, :3].tolist()):
             if number:
                 self._heard.setdefault(int(number), {})[rank] = seconds
         known = {number: max(each.values()) for number, each in self._heard.items() if len(each) == self._ranks}

@@ -2,10 +2,11 @@
 
 Under most plans that is the plan's program; under plans that replicate, the policy's table decides whether the program with
 replication is needed at all; under `replication="arbiter"` the arbiter picks among several programs and tables. It does
-so in hidden
-time: a thread weighs the options from this call's counts, and from what earlier calls took, while the call runs, and the next
-call only makes its table. All ranks wait for the thread there, so they go over to another option in the same call. A
-recomputation finds what its forward pass decided: decisions depend on earlier ones, and both must run the same program.
+so in hidden time: a thread weighs the options from this call's counts, and from what earlier calls took, while the call runs,
+and prepares the next call, which only fits that to its own counts. With its counts every rank tells the last decision that its
+thread has finished, and a hash of it. A call runs the latest decision that all ranks have, so nobody waits unless some thread
+is `LAG` calls behind, and ranks that decided differently refuse to go on. A recomputation finds what its forward pass decided:
+decisions depend on earlier ones, and both must run the same program.
 
 Where samples may move, what that gains is known only when a call is over, since placement is solved while it runs. The next
 call of the layer weighs it against what the best of the arbiter's options saved last; where samples stay, placement is tried
@@ -20,6 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -28,8 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision, Pick
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import ALONE
+from moesaic.balance.selector.prepared import Pick, Prepared
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
@@ -41,12 +45,16 @@ from moesaic.runtime.expert_parallel import NUMBERS
 
 PAUSE = 0.1
 """Share of what a call took last that its messages are given before the thread begins."""
+LAG = 2
+"""Calls by which a decision may come late before all ranks wait for it."""
 KEPT = 1024
 """Decisions of a layer that are kept at most until somebody takes them."""
 
 
 RELOCATE = "relocate"
 """The option of moving samples."""
+Weighing: TypeAlias = "Future[tuple[CallDecision, Prepared]]"
+"""What the thread does during a call: what was decided for it, and what the next one runs."""
 
 
 @dataclass
@@ -93,8 +101,10 @@ class ProgramSelector:
         self._clock = CallClock(compiled.grid.world)
         self._thread: ThreadPoolExecutor | None = None
         self._pause = 0.0
-        self._weighing: Future[CallDecision] | None = None
-        self._decisions: deque[tuple[Future[CallDecision] | CallDecision, float]] = deque(maxlen=KEPT)
+        self._weighing: Weighing | None = None
+        self._made: dict[int, Weighing] = {}
+        self._number = 0
+        self._decisions: deque[tuple[Weighing | CallDecision, float]] = deque(maxlen=KEPT)
         self._of_call = WeakIdKeyDictionary()
 
     @property
@@ -106,7 +116,11 @@ class ProgramSelector:
 
     def tell(self) -> list[float]:
         """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
-        return self._clock.tell() if self._learns else [0.0] * NUMBERS
+        if not self._learns:
+            return [0.0] * NUMBERS
+        ready = max((number for number, made in self._made.items() if made.done()), default=0)
+        digest = self._made[ready].result()[1].digest if ready else 0
+        return [*self._clock.tell(), float(ready), float(digest)]
 
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
@@ -193,7 +207,7 @@ class ProgramSelector:
         """Return the arbiter's decisions since the last `take`, oldest first."""
         found = []
         for each, seconds in self._decisions:
-            decision = each.result() if isinstance(each, Future) else each
+            decision = each if isinstance(each, CallDecision) else each.result()[0]
             found.append(replace(decision, decision_seconds=seconds))
         self._decisions.clear()
         return found
@@ -207,20 +221,48 @@ class ProgramSelector:
         """Run what was decided during the last call, and begin to decide the next one."""
         assert self._arbitration is not None
         assert record.by_rank is not None
-        started = time.perf_counter()
-        self._finish()
+        started, told = time.perf_counter(), _told(record)
         call = self._clock.start(record.by_rank.device)
-        known, is_timed = self._clock.hear(_told(record))
-        self._arbitration.hear(known)
+        known, is_timed = self._clock.hear(told)
         arbitration = self._arbitration if is_timed else self._evaluating
-        pick = arbitration.pick(load)
+        prepared = self._agreed(told) if is_timed else None
+        if prepared is None:  # the first call, and calls in evaluation, which nobody times
+            self._finish()
+        pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
         decided = _Decided(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
         number = call.number if is_timed else None
-        self._weighing = self._thread.submit(_weigh, arbitration, pick, number, self._pause)
+        heard = partial(self._arbitration.hear, known)
+        self._weighing = self._thread.submit(_weigh, heard, arbitration, pick, number, self._pause)
+        if is_timed:
+            self._number += 1
+            self._made[self._number] = self._weighing
         self._decisions.append((self._weighing, time.perf_counter() - started))
         return decided
+
+    def _agreed(self, told: np.ndarray) -> Prepared | None:
+        """Return the latest decision that all ranks have; None before the first one.
+
+        Args:
+            told: (ranks, NUMBERS) float64, what each rank told with the counts of this call.
+
+        Raises:
+            RuntimeError: on every rank, if ranks told the same decision with different hashes.
+        """
+        ready = int(told[:, 3].min())
+        digests = told[told[:, 3] == ready, 4]
+        if (digests != digests[0]).any():
+            ranks = np.flatnonzero((told[:, 3] == ready) & (told[:, 4] != digests[0])).tolist()
+            raise RuntimeError(
+                f"arbiter: ranks {ranks} decided otherwise than the first one after call {ready} of a layer"
+            )
+        if not self._number:
+            return None
+        taken = max(ready, self._number - LAG, 1)
+        for number in [each for each in self._made if each < taken]:
+            del self._made[number]
+        return self._made[taken].result()[1]
 
     def _decide_now(self, load: CallLoad) -> _Decided:
         """Decide from the counts of the call itself, by the model."""
@@ -233,7 +275,7 @@ class ProgramSelector:
     def _finish(self) -> None:
         """Wait until the last call's thread has decided."""
         if self._weighing is not None:
-            self._moves.note_others(self._weighing.result())
+            self._moves.note_others(self._weighing.result()[0])
             self._weighing = None
 
 
@@ -320,10 +362,15 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
     return row_bits * seconds / 1e9 / move.before.ranks
 
 
-def _weigh(arbitration: Arbitration, pick: Pick, call: int | None, pause: float) -> CallDecision:
+def _weigh(
+    hear: Callable[[], None], arbitration: Arbitration, pick: Pick, call: int | None, pause: float
+) -> tuple[CallDecision, Prepared]:
     """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
     time.sleep(pause)
-    return arbitration.weigh(pick, call=call)
+    hear()
+    decision = arbitration.weigh(pick, call=call)
+    assert arbitration.prepared is not None
+    return decision, arbitration.prepared
 
 
 def _told(record: RoutingRecord) -> np.ndarray:

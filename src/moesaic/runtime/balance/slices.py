@@ -25,6 +25,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
 from moesaic.runtime.expert_parallel import UncutCall
+from moesaic.runtime.indices import Indices
 from moesaic.runtime.tasks import Environment
 
 
@@ -58,7 +59,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
         told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
-        node_tokens = [replace(each, of_all=told[:, number]) for number, each in enumerate(node_tokens)]
+        node_tokens = [each.told(told[:, number], transport.rank) for number, each in enumerate(node_tokens)]
 
     def slice_of(number: int) -> Slice:
         replicated, copies = cut.replicated(number), cut.copies(number)
@@ -100,7 +101,9 @@ class SlicedRun:
     def run(self, number: int, first_tag: int) -> LayerRun:
         """Return the run of a slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
-        call = replace(self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False)
+        call = replace(
+            self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False, indices=Indices()
+        )
         return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
 
 

@@ -1,0 +1,209 @@
+"""Faults over runs of the demo model, made small, on 2 x 2 ranks: kills, stops, links, disks, files, strangers, clocks.
+
+Each fault meets a run at an instant that the seed decides; then the run is started again from its folder. Ranks are processes
+on an emulated cluster of two nodes, or plain ones where it cannot be made, without the faults of links then. A fault is named
+where a line of a rank that lives says the rank or the cause, and nobody prints a traceback. Losses are compared bit by bit
+with those of an undisturbed run. A run that is asked to stop, or that was given up, has its patience of 5 s and 30 s more to
+say why and to leave; who takes longer is hung.
+
+moesaic chaos --json benchmarks/results/chaos.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, same, words_of
+from moesaic_lab.chaos.schedule import INTERVAL, KINDS, Fault, draw_faults, kinds_of
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
+from moesaic_testbed import Bed, Launcher, refusal
+
+LEAST_FAULTS = 200
+TRANSPORTS = ("gloo", "sockets")
+PER_COURSE = 8
+"""Faults that one run meets at most."""
+
+Play = Callable[[Any], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(BenchmarkOptions):
+    """What is done to runs; the defaults take about half an hour of two cores."""
+
+    faults: int = LEAST_FAULTS
+    """How many."""
+    seed: int = 0
+    """Of the schedule."""
+    kinds: str | None = None
+    """Only these, separated by commas; a wrong one is told."""
+    bed: bool = True
+    """Use an emulated cluster where this machine can make one."""
+    keep: str | None = None
+    """Keep what was found here, course by course, to go on from it, and the folders of runs in which something was wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What is to be played, and where."""
+
+    faults: Sequence[Fault]
+    on_bed: bool
+
+
+def cases(options: ChaosOptions) -> Schedule:
+    """Draw the schedule."""
+    if options.faults < 1:
+        raise InputError(f"--faults {options.faults}: must be at least 1")
+    on_bed = options.bed and refusal() is None
+    return Schedule(
+        faults=draw_faults(options.faults, options.seed, kinds_of(words_of(options.kinds), on_bed)), on_bed=on_bed
+    )
+
+
+def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[str, Any]]:
+    """Play the schedule; returns a row per fault."""
+    from moesaic_lab.chaos.stage import Course
+
+    rows: list[dict[str, Any]] = []
+    with keeping(options.keep) as folder, _stage(schedule.on_bed) as play, ThreadPoolExecutor(1) as pool:
+
+        def played(course: Course) -> list[dict[str, Any]]:
+            shutil.rmtree(course.folder, ignore_errors=True)
+            found = pool.submit(play, course)
+            while not found.done():
+                told(_progress(course, len(rows), schedule))
+                time.sleep(0.5)
+            (folder / "told").unlink(missing_ok=True)
+            return found.result()
+
+        whole = Course(folder=folder / "undisturbed", transport=TRANSPORTS[0], faults=(), told=folder / "told")
+        reference = kept(folder / "undisturbed.json", lambda: played(whole))[0]["losses"]
+        for number in itertools.count():
+            left = schedule.faults[len(rows) :]
+            if not left:
+                return sorted(rows, key=lambda row: row["number"])
+            course = Course(
+                folder=folder / f"course-{number}", transport=TRANSPORTS[number % len(TRANSPORTS)],
+                faults=tuple(left[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
+            )  # fmt: skip
+            rows += kept(folder / f"course-{number}.json", partial(played, course))
+
+
+def _progress(course: Any, done: int, schedule: Schedule) -> str:
+    if not course.faults:
+        return "the undisturbed run"
+    lines = course.told.read_text().splitlines() if course.told.exists() else []
+    now = course.faults[min(len(lines), len(course.faults) - 1)]
+    return f"fault {done + len(lines) + 1} of {len(schedule.faults)}: {now.kind} {now.way} of rank {now.rank}"
+
+
+@contextmanager
+def _stage(on_bed: bool) -> Iterator[Play]:
+    """Give what plays courses, on an emulated cluster or on plain processes; nothing of it is left afterwards."""
+    if on_bed:
+        with Launcher() as launcher, launcher.open(Bed()) as bed:
+            yield lambda course: bed.run_inside(_play, course)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moesaic_lab.chaos.stage"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+
+    def ask(course: Any) -> list[dict[str, Any]]:
+        ours.send(course)
+        found = ours.recv()
+        if isinstance(found, BaseException):
+            raise found
+        rows: list[dict[str, Any]] = found
+        return rows
+
+    try:
+        yield ask
+    finally:
+        ours.close()
+        process.join()
+
+
+def _play(wiring: Any, course: Any) -> list[dict[str, Any]]:
+    from moesaic_lab.chaos.stage import play
+
+    return play(wiring, course)
+
+
+def _serve(line: Connection) -> None:
+    """Play courses until the other end hangs up."""
+    while True:
+        try:
+            course = line.recv()
+        except EOFError:
+            return
+        try:
+            line.send(_play(None, course))
+        except Exception as error:
+            line.send(error)
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return what was promised, held against what happened."""
+
+    def none(name: str, count: int) -> Claim:
+        return Claim(name=f"chaos.{name}", value=count, unit="1", target=0, op="<=")
+
+    restarts = [row for row in rows if row["kind"] == "restart"]
+    return [
+        Claim(name="chaos.faults", value=len(rows), unit="1", target=LEAST_FAULTS, op=">="),
+        Claim(name="chaos.kinds", value=len({row["kind"] for row in rows}), unit="1", target=12, op=">="),
+        none("steps_lost_beyond_interval", sum(max(row["lost"] - INTERVAL, 0) for row in rows)),
+        none("hangs", sum(row["hung"] for row in rows)),
+        none("leftovers", sum(row["leftovers"] for row in rows)),
+        none("unnamed", sum(not row["named"] for row in rows)),
+        none("losses_that_differ", sum(not row["same"] for row in rows)),
+        none("not_recovered", sum(not row["recovered"] for row in rows)),
+        Claim(
+            name="chaos.restarts_recovered", value=sum(row["recovered"] for row in restarts), unit="1",
+            target=len(restarts), op=">=",
+        ),
+    ]  # fmt: skip
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Any]:
+    """Return a line per kind and way, and the faults after which something was wrong."""
+    summed = []
+    for kind, way in sorted({(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])):
+        these = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
+        summed.append(
+            {
+                "fault": f"{kind} {way}".strip(),
+                "count": len(these),
+                "lost_most": max(row["lost"] for row in these),
+                "seconds_most": max(row["seconds"] for row in these),
+                "recovered": sum(row["recovered"] for row in these),
+            }
+        )
+    wrong = [row for row in rows if row["is_wrong"]]
+    columns = [
+        Column(key=key, title=key, is_text=True) for key in ("number", "kind", "way", "rank", "transport", "line")
+    ]
+    return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(wrong)
+
+
+BENCHMARK = Benchmark(
+    name="chaos", description="Kill, stop, cut off and damage runs by a seeded schedule; hold what comes of it against what is "
+    "promised. Exit code 1 where a promise is broken.",
+    options=ChaosOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims, columns=tables,
+    is_proof=True,
+)  # fmt: skip

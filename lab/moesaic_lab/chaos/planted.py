@@ -1,0 +1,166 @@
+"""The life of a rank under fire: it becomes `moesaic train` with a fault planted where the schedule says."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from moesaic.cli.main import main
+from moesaic.runtime import executor
+from moesaic.train import loop
+from moesaic_lab.chaos.schedule import INTERVAL, Fault
+
+PACE_SECONDS = 0.05
+"""How long a step of a disturbed run takes at least, so that what lasts a while meets some."""
+INSTANTS = {"forward": 6, "backward": 6, "save": 40}
+"""Of how many instants of a kind one is drawn; where there are fewer, the last one is taken."""
+
+
+def become_rank(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    fault: Fault | None,
+    strikes_at: int,
+    tells: Path,
+    paced: bool,
+) -> NoReturn:
+    """Run a command as a rank; does not return.
+
+    Args:
+        words: of the command line, after `moesaic`.
+        environment: what a launcher would set.
+        fault: what is done to this rank from inside; None for nothing.
+        strikes_at: the step, counted from 1, in which.
+        tells: the file into which the first rank writes the number of its first step.
+        paced: whether steps last at least `PACE_SECONDS`.
+    """
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    step = _follow_steps(tells, PACE_SECONDS if paced else 0.0)
+    if fault is not None:
+        _plant(fault, strikes_at, step)
+    code = 1
+    try:
+        code = main(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def die() -> None:
+    """End at once, as whoever runs out of memory or electricity does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
+    instant = 1 + int(fault.chance * INSTANTS.get(fault.kind, 1))
+    if fault.kind in ("forward", "backward"):
+        _kill_between_messages(f"run_{fault.kind}", lambda: step() == strikes_at, instant)
+    elif fault.kind == "restart":
+        _kill_between_messages("run_forward", lambda: step() == strikes_at, instant)
+    elif fault.kind == "optimizer":
+        _kill_in_update(lambda: step() == strikes_at, fault.way)
+    elif fault.kind == "save":
+        _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
+    elif fault.kind == "disk":
+        limit = 4_000 + int(fault.chance * 16_000)  # what the rank says about it goes into a file too
+        _in_save(
+            lambda: step() >= strikes_at,
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
+            lambda: None,
+        )
+    elif fault.kind == "clock":
+        _jump(lambda: step() >= strikes_at, random.Random(fault.number))
+
+
+def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
+    """Slow steps down; return what tells the number of the running one, from 1."""
+    plain, now = loop.Trainer._step, [0]
+
+    def paced(self: Any) -> Any:
+        if not now[0] and self.ranks.is_first:
+            tells.write_text(str(self.state.step + 1), encoding="utf-8")
+        now[0] = self.state.step + 1
+        time.sleep(pace)
+        return plain(self)
+
+    loop.Trainer._step = paced  # type: ignore[method-assign]
+    return lambda: now[0]
+
+
+def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
+    plain, start, left = getattr(executor, name), executor.start, [0]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            die()
+        return start(*arguments, **options)
+
+    def armed(*arguments: Any, **options: Any) -> Any:
+        left[0] = instant if is_time() else 0
+        found = plain(*arguments, **options)
+        if left[0] > 0:
+            die()
+        return found
+
+    executor.start = counted
+    setattr(executor, name, armed)
+
+
+def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
+    plain = torch.optim.AdamW.step
+
+    def step(self: Any, *arguments: Any) -> Any:
+        if is_time() and way == "before":
+            die()
+        found = plain(self, *arguments)
+        if is_time():
+            die()
+        return found
+
+    torch.optim.AdamW.step = step  # type: ignore[method-assign,assignment]
+
+
+def _in_save(is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]) -> None:
+    plain = loop.Trainer._save
+
+    def save(self: Any) -> None:
+        strikes = is_time() and self.state.step % INTERVAL == 0
+        if strikes:
+            strike()
+        plain(self)
+        if strikes:
+            afterwards()
+
+    loop.Trainer._save = save  # type: ignore[method-assign]
+
+
+def _kill_at_event(instant: int) -> None:
+    left = [instant]
+
+    def hear(event: str, arguments: Any) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"):
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+
+    sys.addaudithook(hear)
+
+
+def _jump(is_time: Callable[[], bool], draw: random.Random) -> None:
+    plain = time.time
+    time.time = lambda: plain() + (draw.uniform(-9, 9) * 365 * 86400 if is_time() else 0.0)

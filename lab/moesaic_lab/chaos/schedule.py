@@ -1,0 +1,115 @@
+"""What is done to runs, when and to which rank: drawn from a seed, so that a schedule can be run again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesaic.configfile import suggestion
+from moesaic.errors import InputError
+
+WORLD, RANKS_PER_NODE = 4, 2
+INTERVAL = 2
+"""Steps between checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault."""
+
+    summary: str
+    ways: tuple[str, ...] = ("",)
+    """How it is done; one is drawn."""
+    is_fatal: bool = True
+    """Whether the run ends by it; the others must go on as if nothing had been. (`Fault.is_fatal` knows the way too.)"""
+    needs_bed: bool = False
+    """Whether it takes an emulated cluster."""
+
+
+KINDS = {
+    "forward": Kind(summary="SIGKILL between two messages of a layer's forward pass"),
+    "backward": Kind(summary="SIGKILL between two messages of a layer's backward pass"),
+    "optimizer": Kind(summary="SIGKILL before or after the optimizer's update", ways=("before", "after")),
+    "save": Kind(summary="SIGKILL at a file-system event of a save"),
+    "startup": Kind(summary="SIGKILL at an instant of the start"),
+    "stop": Kind(summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")),
+    "cut": Kind(summary="a node's link is cut, for a while or for good", ways=("mended", "for good"), needs_bed=True),
+    "slow": Kind(summary="a node's link has a hundredth of its rate", is_fatal=False, needs_bed=True),
+    "flap": Kind(summary="a node's link goes and comes ten times", is_fatal=False, needs_bed=True),
+    "disk": Kind(summary="no space, or no right to a larger file, when a checkpoint is written"),
+    "damage": Kind(
+        summary="a file of the newest checkpoint is damaged between two runs",
+        ways=("bit", "cut", "zeros", "removed", "longer"),
+        is_fatal=False,
+    ),
+    "strangers": Kind(
+        summary="callers at every port that the ranks open",
+        ways=("garbage", "silence", "trickle", "hang up"),
+        is_fatal=False,
+    ),
+    "restart": Kind(summary="SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"),
+    "clock": Kind(summary="the wall clock jumps by up to nine years at every look", is_fatal=False),
+}
+"""By name."""
+SURVIVED = ("continued", "mended")
+"""Ways of fatal kinds that a run survives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that is done to a run."""
+
+    number: int
+    kind: str
+    way: str
+    rank: int
+    """To whom; of links, a rank of the node."""
+    after: int
+    """Steps after the start of the attempt."""
+    chance: float
+    """From 0 to 1: the instant inside what the kind says."""
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the run must end by it."""
+        return KINDS[self.kind].is_fatal and self.way not in SURVIVED
+
+    @property
+    def node(self) -> int:
+        """The node of the rank."""
+        return self.rank // RANKS_PER_NODE
+
+
+def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
+    """Return faults of every kind in turn, in an order and with instants that the seed decides."""
+    draw = random.Random(seed)
+    names = [kinds[number % len(kinds)] for number in range(count)]
+    turns = [number // len(kinds) for number in range(count)]
+    order = list(zip(names, turns))
+    draw.shuffle(order)
+    return [
+        Fault(
+            number=number,
+            kind=name,
+            way=KINDS[name].ways[turn % len(KINDS[name].ways)],
+            rank=draw.randrange(WORLD),
+            after=draw.randint(1, 2 * INTERVAL),
+            chance=draw.random(),
+        )
+        for number, (name, turn) in enumerate(order)
+    ]
+
+
+def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
+    """Return the kinds that were asked for, or all that can be had.
+
+    Raises:
+        InputError: for a kind that there is not, or that takes an emulated cluster where there is none.
+    """
+    for name in asked:
+        if name not in KINDS:
+            raise InputError(f"--kinds {name}: unknown{suggestion(name, list(KINDS))}")
+        if KINDS[name].needs_bed and not on_bed:
+            raise InputError(f"--kinds {name}: needs an emulated cluster, which this machine cannot make: leave it out")
+    return list(asked) or [name for name, kind in KINDS.items() if on_bed or not kind.needs_bed]

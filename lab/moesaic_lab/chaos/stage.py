@@ -1,0 +1,579 @@
+"""Where faults are played: a process that starts ranks as torchrun's agent does, disturbs them, and looks at what is left.
+
+It runs inside the process namespace of an emulated cluster, whose links it can cut, or as a plain process. It has imported
+everything that ranks need and has one thread, so that ranks are forked from it in no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from moesaic.configfile import as_json, override
+from moesaic.errors import InputError
+from moesaic.train.checkpoint import list_checkpoints
+from moesaic.train.metrics import METRICS, read_metrics
+from moesaic.train.presets import demo
+from moesaic_lab.chaos.planted import become_rank
+from moesaic_lab.chaos.schedule import INTERVAL, KINDS, RANKS_PER_NODE, WORLD, Fault
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.kernel import adopt_orphans, die_with_parent, enter_net
+from moesaic_testbed.rank import launcher_variables
+from moesaic_testbed.wiring import Wiring, node_address
+
+STEPS = 60
+"""Of every run."""
+PATIENCE, SLACK = 5.0, 30.0
+"""Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
+START_SECONDS = 120.0
+"""After which ranks that have taken no step count as hung."""
+LASTS_SECONDS = 1.5
+"""How long a fault that passes lasts."""
+SMALL: dict[str, Any] = {
+    "steps": STEPS,
+    "batch_size": 4,
+    "device": "cpu",
+    "precision": "float32",
+    "threads": 1,
+    "patience": PATIENCE,
+    "log_every": 1,
+    "eval_every": STEPS,
+    "eval_sequences": 4,
+    "save_every": INTERVAL,
+    "tensorboard": False,
+    "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
+    "mesh": {"ep": 2, "etp": 2},
+}
+"""What the demo model is made small by."""
+GONE = "rank {rank} (died|does not answer|is gone)"
+SAYS = {
+    "stop": "rank {rank} is stopped",
+    "cut": "rank [{others}] does not answer|links between their nodes|nothing answers where the ranks' store was",
+    "disk": "by rank {rank}: .*(the disk is full|File too large)",
+    "damage": "a checkpoint is damaged .*: taking step-",
+}
+"""What the line about a fault must hold, where it is not `GONE`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Faults that one run meets, one after another."""
+
+    folder: Path
+    """For the run and the logs of its ranks; is made."""
+    transport: str
+    """What carries the messages of MoE layers."""
+    faults: Sequence[Fault]
+    reference: Sequence[float] = ()
+    """Losses of the undisturbed run, by step."""
+    told: Path | None = None
+    """Gets a line when a fault is over."""
+    keeps: bool = False
+    """Whether the folder stays where something was wrong."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of a fault."""
+
+    number: int
+    kind: str
+    way: str
+    rank: int
+    transport: str
+    seconds: float = 0.0
+    """From the fault to the end of the last rank."""
+    reached: int = 0
+    """The last step that was written down before."""
+    resumed: int | None = None
+    """The step from which the next attempt went on; None if there was none."""
+    hung: bool = False
+    named: bool = True
+    """Whether a line names the rank or the cause, and nothing is a traceback."""
+    same: bool = True
+    """Whether all losses so far are bitwise those of the undisturbed run."""
+    recovered: bool = False
+    leftovers: int = 0
+    """Processes that outlived the attempt."""
+    line: str = ""
+
+    @property
+    def lost(self) -> int:
+        """Steps to be taken again."""
+        return 0 if self.resumed is None else max(self.reached - self.resumed, 0)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a promise was broken."""
+        sound = self.named and self.same and self.recovered
+        return not sound or self.hung or self.leftovers > 0 or self.lost > INTERVAL
+
+
+def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
+    """Play a course; returns an outcome per fault that the run met before its last steps, or its losses if it has none."""
+    course.folder.mkdir(parents=True)
+    stage = Stage(wiring, course)
+    if not course.faults:
+        stage.finish()
+        lines = [line for line in read_metrics(stage.run) if line["kind"] == "train"]
+        return [{"losses": [float(line["loss"]) for line in lines]}]
+    outcomes: list[Outcome] = []
+    for fault in course.faults:
+        if stage.newest() > STEPS - 20:
+            break
+        outcomes.append(stage.meet(fault))
+        if course.told is not None:
+            with course.told.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(outcomes[-1])) + "\n")
+    stage.finish()
+    if not (course.keeps and any(each.is_wrong for each in outcomes)):
+        shutil.rmtree(course.folder, ignore_errors=True)
+    return [asdict(each) | {"lost": each.lost, "is_wrong": each.is_wrong} for each in outcomes]
+
+
+class Stage:
+    """One run folder, and the attempts at its run.
+
+    Args:
+        wiring: of the emulated cluster around; None for plain processes.
+        course: what happens.
+    """
+
+    def __init__(self, wiring: Wiring | None, course: Course) -> None:
+        self.wiring, self.course, self.run = wiring, course, course.folder / "run"
+        self._attempts = 0
+        self._pending: list[Outcome] = []  # of faults after which no attempt has taken a step yet
+        self._first = course.folder / "first"
+        text, self._given = course.folder / "text.txt", course.folder / "given.json"
+        draw = random.Random(0)
+        text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
+        config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
+        config = override(config, {"mesh": {"transport": course.transport}}, source="chaos")
+        self._given.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
+        if wiring is None:
+            adopt_orphans()
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint; 0 for none."""
+        found = list_checkpoints(self.run / "checkpoints")
+        return int(found[-1].name.split("-")[1]) if found else 0
+
+    def meet(self, fault: Fault) -> Outcome:
+        """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
+        if fault.kind == "damage":
+            if len(list_checkpoints(self.run / "checkpoints")) < 2:
+                self._undisturbed(until=INTERVAL * 2 + 1)
+            _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
+        found = Outcome(
+            number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport
+        )
+        found.reached = self.newest()
+        strikes_at = self.newest() + fault.after
+        with self._store() as port:
+            attempt = self._start(port, fault, strikes_at)
+            at = time.monotonic()
+            try:
+                at = self._happens(fault, attempt, strikes_at)
+                self._ends(fault, attempt, found, at)
+                if fault.kind == "restart" and not found.hung:
+                    self._look(fault, attempt, found)
+                    attempt.end()
+                    self._complete()
+                    attempt = self._start(port, None, 0, restarts=1)
+                    self._leave(attempt, found)
+                    found.resumed, found.recovered = self._began(), self._began() is not None
+            except _HungError:
+                found.hung = True
+            finally:
+                found.seconds = round(time.monotonic() - at, 2)
+                attempt.end()
+        found.leftovers = self._sweep()
+        self._complete()
+        if fault.kind != "restart":
+            self._look(fault, attempt, found)
+            self._pending.append(found)
+        return found
+
+    def finish(self) -> None:
+        """Let the run come to its end, undisturbed, as fast as it goes, and without a checkpoint before its last step."""
+        last = list(self._pending)
+        self._undisturbed(until=None)
+        for each in last:
+            each.same = each.same and self._is_same() and self._step() == STEPS
+            rest = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
+            each.leftovers += len(rest)
+
+    def _is_same(self) -> bool:
+        """Whether every step up to the last that is written down is there once, with the loss of the undisturbed run."""
+        lines = [line for line in read_metrics(self.run) if line["kind"] == "train"] if self._step() else []
+        found = [(line["step"], float(line["loss"])) for line in lines]
+        return found == list(enumerate(self.course.reference, 1))[: len(found)]
+
+    def _undisturbed(self, until: int | None) -> None:
+        with self._store() as port:
+            attempt = self._start(port, None, 0, paced=until is not None)
+            try:
+                if until is not None:
+                    attempt.wait(lambda: self._step() >= until, START_SECONDS)
+                    attempt.signal(signal.SIGTERM)
+                attempt.wait(lambda: False, START_SECONDS)
+            except _HungError:  # its exit codes tell
+                pass
+            finally:
+                attempt.end()
+        if set(attempt.codes.values()) == {0}:
+            self._complete()
+        elif self._pending:
+            self._pending[-1].line += f" | afterwards: {attempt.said()}"
+        else:
+            raise RuntimeError(f"an undisturbed attempt failed: {attempt.said()}")
+        self._sweep()
+
+    def _complete(self) -> None:
+        """Note in the outcomes before where the newest attempt has gone on, if it has taken a step."""
+        began = self._began()
+        if began is not None:
+            for each in self._pending:
+                each.resumed, each.recovered = began, True
+            self._pending = []
+
+    def _began(self) -> int | None:
+        """Return the step from which the newest attempt went on; None if it has taken none."""
+        try:
+            return int(self._first.read_text(encoding="utf-8")) - 1
+        except (OSError, ValueError):
+            return None
+
+    def _step(self) -> int:
+        """Return the last step that is written down."""
+        try:
+            lines = (self.run / METRICS).read_text(encoding="utf-8").splitlines()
+            return int(json.loads(lines[-1])["step"]) if lines else 0
+        except (OSError, ValueError):
+            return 0
+
+    def _happens(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
+        """Let a fault happen; returns when it did."""
+        if fault.kind == "startup":
+            with suppress(_HungError):
+                attempt.wait(lambda: False, 2 * fault.chance)
+            attempt.signal(signal.SIGKILL, fault.rank)
+            return time.monotonic()
+        if fault.kind == "strangers":
+            self._call(fault, attempt)
+        if fault.kind in ("forward", "backward", "optimizer", "save", "restart"):
+            attempt.wait(lambda: fault.rank in attempt.codes, START_SECONDS)
+            return time.monotonic()
+        if fault.kind == "disk":
+            attempt.wait(lambda: bool(attempt.codes), START_SECONDS)
+            return time.monotonic()
+        attempt.wait(lambda: self._began() is not None and self._step() >= strikes_at, START_SECONDS)
+        at = time.monotonic()
+        if fault.kind == "stop":
+            attempt.signal(signal.SIGSTOP, fault.rank)
+            if not fault.is_fatal:
+                time.sleep(LASTS_SECONDS)
+                attempt.signal(signal.SIGCONT, fault.rank)
+        elif KINDS[fault.kind].needs_bed:
+            self._disturb_link(fault)
+        return at
+
+    def _disturb_link(self, fault: Fault) -> None:
+        assert self.wiring is not None
+        if fault.kind == "slow":
+            self.wiring.change(fault.node, "2mbit")
+            time.sleep(LASTS_SECONDS)
+            self.wiring.change(fault.node, None)
+            return
+        for _ in range(10 if fault.kind == "flap" else 1):
+            self.wiring.switch(fault.node, False)
+            if fault.is_fatal:
+                return
+            time.sleep(LASTS_SECONDS if fault.kind == "cut" else LASTS_SECONDS / 20)
+            self.wiring.switch(fault.node, True)
+            time.sleep(LASTS_SECONDS / 20)
+
+    def _ends(self, fault: Fault, attempt: Attempt, found: Outcome, at: float) -> None:
+        """Wait for the end of an attempt, which a fault that is not fatal does not bring about."""
+        try:
+            if fault.is_fatal:
+                stopped = {fault.rank} if fault.kind == "stop" else set()
+                left = PATIENCE + SLACK - (time.monotonic() - at)
+                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, left)
+                if stopped:
+                    attempt.signal(signal.SIGKILL, fault.rank)
+                    attempt.wait(lambda: False, SLACK)
+            else:
+                self._leave(attempt, found)
+        finally:
+            found.reached = max(found.reached, self._step())
+            if fault.kind == "cut" and self.wiring is not None:
+                self.wiring.switch(fault.node, True)
+
+    def _leave(self, attempt: Attempt, found: Outcome) -> None:
+        """Let an attempt take some steps, then ask it to save and leave, which it must."""
+        goal = self._step() + INTERVAL
+        attempt.wait(lambda: self._step() >= goal, START_SECONDS)
+        attempt.signal(signal.SIGTERM)
+        attempt.wait(lambda: False, PATIENCE + SLACK)
+        found.named = found.named and set(attempt.codes.values()) == {0}
+
+    def _look(self, fault: Fault, attempt: Attempt, found: Outcome) -> None:
+        """Hold what an attempt left and said against what was promised."""
+        said = attempt.said()
+        found.same = self._is_same()
+        if fault.is_fatal or fault.kind == "damage":
+            others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
+            if fault.kind == "cut":
+                others = "".join(map(str, range(WORLD)))  # each side misses the other
+            pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
+            lines = [line for line in said if re.search(pattern, line)]
+            found.line = lines[0] if lines else " | ".join(said)[-2000:]
+            found.named = found.named and bool(lines)
+        elif not found.named:
+            found.line = " | ".join(said)[-2000:]
+        found.named = found.named and not any("Traceback" in line for line in said)
+
+    def _start(self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True) -> Attempt:
+        self._first.unlink(missing_ok=True)
+        self._attempts += 1
+        logs = self.course.folder / f"attempt-{self._attempts}"
+        logs.mkdir()
+        words = ["train", "--config", str(self._given), *([] if paced else ["--save-every", str(STEPS)])]
+        attempt = Attempt(logs)
+        for rank in range(WORLD):
+            environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            if self.wiring is None:
+                environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+            planted = fault if fault is not None and (fault.rank == rank or fault.kind == "clock") else None
+
+            def child(rank: int = rank, environment: Any = environment, planted: Fault | None = planted) -> NoReturn:
+                self._enter(rank // RANKS_PER_NODE)
+                _speak_into(logs / f"rank{rank}.txt")
+                become_rank(words, environment, planted, strikes_at, self._first, paced)
+
+            attempt.pids[rank] = _fork(child)
+        return attempt
+
+    def _enter(self, node: int) -> None:
+        if self.wiring is not None:
+            enter_net(self.wiring.net(node))
+
+    @contextmanager
+    def _store(self) -> Iterator[int]:
+        """Keep the store that ranks meet at, as torchrun's agent does; gives its port."""
+        ready, tell = os.pipe()
+        host = "127.0.0.1" if self.wiring is None else node_address(0)
+
+        def child() -> None:
+            self._enter(0)
+            _speak_into(self.course.folder / "store.txt")
+            store = TCPStore(host, 0, None, True, wait_for_workers=False)
+            os.write(tell, str(store.port).encode())
+            while True:
+                signal.pause()
+
+        pid = _fork(child)
+        os.close(tell)
+        port = os.read(ready, 20)
+        os.close(ready)
+        if not port:
+            raise InputError("the store that ranks meet at did not start")
+        try:
+            yield int(port)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def _call(self, fault: Fault, attempt: Attempt) -> None:
+        """Have strangers call at every port that ranks open, from before they open the first to the end of the attempt."""
+        ranks = dict(attempt.pids)
+
+        def child() -> None:
+            self._enter(fault.node)
+            _call_all(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
+
+        attempt.strangers.append(_fork(child))
+
+    def _sweep(self) -> int:
+        """End what is left of an attempt; returns how many processes that were."""
+        left = 0
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return left
+            if pid == 0:  # some are alive
+                for child in _children():
+                    left += 1
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                time.sleep(0.05)
+
+
+class _HungError(Exception):
+    """What was waited for has not come in time."""
+
+
+class Attempt:
+    """The ranks that were started together.
+
+    Args:
+        logs: where they write.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        """Of those that have ended; minus its signal for one that was killed."""
+        self.strangers: list[int] = []
+
+    def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Wait for something, or for the end of all ranks.
+
+        Raises:
+            _HungError: if it takes longer than `seconds`.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            self._reap()
+            if is_over() or len(self.codes) == len(self.pids):
+                return
+            if time.monotonic() > end:
+                raise _HungError
+            time.sleep(0.02)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to a rank, or to all that live."""
+        for each, pid in self.pids.items():
+            if each not in self.codes and rank in (None, each):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """Kill what is left, as torchrun does with the others of a rank that failed."""
+        self.signal(signal.SIGKILL)
+        for pid in self.strangers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.wait(lambda: False, 60)
+
+    def said(self) -> list[str]:
+        """Return the lines of ours that ranks have written, and the heads of tracebacks."""
+        lines = [
+            line for path in sorted(self._logs.iterdir()) for line in path.read_text(errors="replace").splitlines()
+        ]
+        return [line for line in lines if line.startswith(("moesaic train:", "Traceback")) or "is damaged" in line]
+
+    def _reap(self) -> None:
+        for rank, pid in self.pids.items():
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+
+
+def _fork(child: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            child()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _speak_into(path: Path) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (1, 2):
+        os.dup2(handle, target)
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def _damage(checkpoint: Path, fault: Fault) -> None:
+    """Damage one of a checkpoint's files."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+    path = files[int(fault.chance * len(files))]
+    data, draw = bytearray(path.read_bytes()), random.Random(fault.number)
+    place = draw.randrange(len(data))
+    if fault.way == "removed":
+        path.unlink()
+        return
+    if fault.way == "bit":
+        data[place] ^= 1 << draw.randrange(8)
+    elif fault.way == "cut":
+        del data[place:]
+    elif fault.way == "zeros":
+        data[place:] = (b"\0" if any(data[place:]) else b"\xff") * (len(data) - place)
+    else:
+        data += draw.randbytes(100)
+    path.write_bytes(data)
+
+
+def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
+    """Call at every port that some processes listen at, for ever."""
+    draw, held = random.Random(fault.number), list[socket.socket]()
+    called: dict[tuple[str, int], int] = {}
+    while True:
+        for place in _listening(pids):
+            if called.get(place, 0) >= 20:
+                continue
+            called[place] = called.get(place, 0) + 1
+            with suppress(OSError):
+                caller = socket.create_connection(place, timeout=0.2)
+                held.append(caller)
+                if fault.way == "garbage":
+                    caller.sendall(draw.randbytes(draw.randint(1, 2000)))
+                elif fault.way == "hang up":
+                    held.pop().close()
+        if fault.way == "trickle":
+            for caller in held:
+                with suppress(OSError):
+                    caller.send(draw.randbytes(1))
+        time.sleep(0.05)
+
+
+def _listening(pids: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the addresses at which processes of this network listen."""
+    own = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                own.add(os.readlink(link))
+    found = []
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                    address, port = fields[1].split(":")
+                    parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
+                    host = ".".join(parts) if any(part != "0" for part in parts) else "127.0.0.1"
+                    found.append((host, int(port, 16)))
+    return found

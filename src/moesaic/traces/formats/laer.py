@@ -1,0 +1,66 @@
+"""LAER-MoE's counts (ASPLOS 2026, its artifact): a CSV with the tokens that each rank computed, by layer and iteration.
+
+    rank,method,model_name,layer,iter,token_num
+
+Experts are not told apart, so a rank stands for an expert of the trace, and a copy for a token: `num_experts` is the number of
+ranks, `top_k` is 1, and the one sequence has as many tokens as all ranks computed copies.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.traces.formats.base import ReadOptions, TraceFormat, counts_segment, lines_of
+from moesaic.traces.trace import Trace, TraceSegment
+
+COLUMNS = ("rank", "method", "model_name", "layer", "iter", "token_num")
+
+
+def read(path: Path, options: ReadOptions) -> TraceSegment:
+    """Read the counts of one system and model.
+
+    Raises:
+        InputError: if there are several to choose from, a column is missing, or a rank is.
+    """
+    found: dict[tuple[str, str], dict[tuple[int, int, int], int]] = defaultdict(dict)
+    rows = csv.DictReader(lines_of(path))
+    if not set(COLUMNS) <= set(rows.fieldnames or ()):
+        raise InputError(f"trace {path}: is no LAER file: its first line must name {', '.join(COLUMNS)}")
+    try:
+        for row in rows:
+            key = (int(row["iter"]), int(row["layer"]), int(row["rank"]))
+            found[row["method"], row["model_name"]][key] = int(row["token_num"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"trace {path}: line {rows.line_num}: is no row of numbers ({error})") from error
+    wanted = [
+        key for key in found if options.method in (None, key[0]) and options.model in (None, key[1])
+    ]  # fmt: skip
+    if len(wanted) != 1:
+        listed = "; ".join(f"--method {method} --model {model}" for method, model in found)
+        raise InputError(f"trace {path}: {len(wanted)} of its recordings fit: choose one of {listed}")
+    cells = found[wanted[0]]
+    steps, layers, ranks = (sorted({key[axis] for key in cells}) for axis in range(3))
+    table = np.zeros((len(steps), 1, len(layers), 1, len(ranks)), dtype=np.int64)
+    for (step, layer, rank), tokens in cells.items():
+        table[steps.index(step), 0, layers.index(layer), 0, ranks.index(rank)] = tokens
+    source = {"format": "laer", "method": wanted[0][0], "model": wanted[0][1], "layers": layers}
+    return counts_segment(table, steps=steps, top_k=1, source=source)
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Write how many copies each expert of a trace has, as if each were on a rank of its own; micro-batches added up."""
+    lines = [",".join(COLUMNS)]
+    for step, of_step in zip(trace.steps, trace.loads()):
+        for layer, of_layer in enumerate(of_step):
+            lines += [f"{rank},Moesaic,trace,{layer},{step},{tokens}" for rank, tokens in enumerate(of_layer)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+FORMAT = TraceFormat(
+    about="LAER-MoE: a CSV of the tokens that each rank computed, by layer and iteration", read=read, write=write
+)

@@ -1,0 +1,80 @@
+"""llama.cpp's `moe-trace` example: a CSV with a row `layer,expert` for each copy, in the order in which they were routed.
+
+    layer,expert
+    0,12
+    0,45
+
+Within a layer of a micro-batch, rows go token by token, best expert first; tokens are told apart by `top_k` alone. llama.cpp
+runs its last layer only on tokens whose output is wanted. Where layers have different numbers of tokens, the trace holds
+counts, and `moesaic trace check` says which layer misses how many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.traces.formats.base import (
+    ReadOptions,
+    TraceFormat,
+    counts_segment,
+    lines_of,
+    require_tokens,
+    sent,
+    tokens_segment,
+)
+from moesaic.traces.trace import Trace, TraceSegment
+
+
+def read(path: Path, options: ReadOptions) -> TraceSegment:
+    """Read a file as one step of one sequence.
+
+    Raises:
+        InputError: without `top_k`, or for a row that is not two whole numbers.
+    """
+    if options.top_k is None:
+        raise InputError(f"trace {path}: its rows do not tell tokens apart: give --top-k, the experts per token")
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, line in enumerate(lines_of(path), start=1):
+        try:
+            layer, expert = map(int, line.split(","))
+        except ValueError as error:
+            if number == 1 or not line.strip():  # its heading
+                continue
+            raise InputError(
+                f"trace {path}: line {number}: is no row of layer,expert: name what moe-trace wrote"
+            ) from error
+        found[layer].append(expert)
+    layers = sorted(found)
+    if not layers:
+        raise InputError(f"trace {path}: has no rows: name what moe-trace wrote")
+    source = {"format": "llama.cpp", "layers": layers}
+    by_layer = [np.array(found[layer]) for layer in layers]
+    if any(len(each) % options.top_k for each in by_layer):
+        raise InputError(
+            f"trace {path}: a layer's rows are no multiple of top_k={options.top_k}: give the right --top-k"
+        )
+    if len({len(each) for each in by_layer}) == 1:
+        table = np.stack(by_layer).reshape(1, 1, len(layers), -1, options.top_k)
+        return tokens_segment(table, steps=[0], sequences=1, num_experts=options.num_experts, source=source)
+    experts = options.num_experts or 1 + max(int(each.max(initial=0)) for each in by_layer)
+    counts = np.stack([np.bincount(each, minlength=experts) for each in by_layer])
+    return counts_segment(counts[None, None, :, None], steps=[0], top_k=options.top_k, source=source)
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Write all steps one after the other, layer after layer."""
+    require_tokens(trace, "llama.cpp")
+    lines = ["layer,expert"]
+    for step in trace.steps:
+        for micro in range(trace.shape.accumulation):
+            for layer in range(trace.shape.num_layers):
+                experts = sent(trace.experts(layer, step, micro).astype(np.int64)).reshape(-1)
+                lines += [f"{layer},{expert}" for expert in experts.tolist()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+FORMAT = TraceFormat(about="llama.cpp's moe-trace: a CSV with a row layer,expert for each copy", read=read, write=write)

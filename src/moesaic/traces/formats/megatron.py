@@ -1,0 +1,109 @@
+"""Megatron-Core's router trace (`--moe-routing-trace-path`): a folder with a JSONL file per rank, `router_trace_rank0.jsonl`.
+
+A line is what one router chose in one forward pass of one rank:
+
+    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
+     "top_indices": [[12, 45], ...]}
+
+Layers of multi-token prediction have the block "mtp" and an "mtp_idx" besides. A layer that comes several times in a step has
+several micro-batches. A rank's tokens are one sequence; ranks of a pipeline have different layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.traces.formats.base import (
+    ReadOptions,
+    TraceFormat,
+    files_by_number,
+    lines_of,
+    require_tokens,
+    sent,
+    tokens_segment,
+)
+from moesaic.traces.trace import Trace, TraceSegment
+
+NAME = r"router_trace_rank(\d+)\.jsonl"
+Layer = tuple[str, int, int]
+"""Block, place of the multi-token prediction (-1 in the decoder), layer number."""
+
+
+def read(path: Path, options: ReadOptions) -> TraceSegment:
+    """Read all ranks' files.
+
+    Raises:
+        InputError: for a line that is no record, or ranks, steps or layers that have different numbers of tokens.
+    """
+    found: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for file in files_by_number(path, NAME).values():
+        for number, line in enumerate(lines_of(file), start=1):
+            if line.strip():
+                step, layer, rank, experts = _record(line, f"trace {file}: line {number}")
+                found[step, layer][rank].append(experts)
+    steps, layers = sorted({step for step, _ in found}), sorted({layer for _, layer in found})
+    per_step = []
+    for step in steps:
+        by_layer = []
+        for layer in layers:
+            by_rank = found.get((step, layer))
+            if by_rank is None:
+                raise InputError(f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave the step out")
+            by_layer.append([by_rank[rank] for rank in sorted(by_rank)])
+        per_step.append(by_layer)
+    try:
+        table = np.array(per_step)  # (steps, layers, ranks, accumulation, tokens, top_k)
+    except ValueError as error:
+        raise InputError(
+            f"trace {path}: ranks, steps or layers have different numbers of tokens: keep those alike"
+        ) from error
+    ranks = table.shape[2]
+    table = table.transpose(0, 3, 1, 2, 4, 5)
+    table = table.reshape(*table.shape[:3], -1, table.shape[-1])
+    source = {"format": "megatron", "layers": [f"{block} {number}" for block, _, number in layers]}
+    return tokens_segment(table, steps=steps, sequences=ranks, num_experts=options.num_experts, source=source)
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Write a file per data-parallel group into a folder, which is made; layers are numbered from 1, as Megatron does."""
+    require_tokens(trace, "megatron")
+    path.mkdir(parents=True, exist_ok=True)
+    shape = trace.shape
+    lines: dict[int, list[str]] = defaultdict(list)
+    for segment in trace.segments():
+        for row, step in enumerate(segment.steps.tolist()):
+            for micro in range(shape.accumulation):
+                for layer in range(shape.num_layers):
+                    experts = sent(segment.table[row, micro, layer].astype(np.int64))
+                    for rank, mine in enumerate(np.split(experts, segment.groups)):
+                        record: dict[str, Any] = {
+                            "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer + 1, "rank": rank,
+                            "num_tokens": len(mine), "topk": shape.top_k, "top_indices": mine.tolist(),
+                        }  # fmt: skip
+                        lines[rank].append(json.dumps(record))
+    for rank, written in lines.items():
+        (path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(written) + "\n", encoding="utf-8")
+
+
+def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
+    """Return a line's step, layer, rank and experts, (tokens, topk)."""
+    try:
+        record = json.loads(line)
+        experts = np.array(record["top_indices"], dtype=np.int64).reshape(
+            int(record["num_tokens"]), int(record["topk"])
+        )
+        layer = (str(record.get("block", "decoder")), int(record.get("mtp_idx", -1)), int(record["layer"]))
+        return int(record["step"]), layer, int(record["rank"]), experts
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{where}: is no record of Megatron's router trace ({error!r}): name what it wrote") from error
+
+
+FORMAT = TraceFormat(
+    about="Megatron-Core: a folder of router_trace_rank*.jsonl, every token's experts", read=read, write=write
+)

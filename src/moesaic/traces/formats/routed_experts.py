@@ -1,0 +1,125 @@
+"""The routed experts that vLLM and SGLang return with a request: an array (tokens, MoE layers, top_k) of experts.
+
+vLLM    `.npy` of the array, or a JSON response of its server, whose field "routed_experts" (and "prompt_routed_experts",
+        which come first) is a nested list, or base64 text of an `.npy`
+SGLang  a JSON response: "routed_experts" is base64 text of int32, flat, in "meta_info" or in a choice's "sgl_ext"; it does
+        not tell its shape, so a file needs `"shape": [tokens, layers, top_k]` besides, or --top-k and the numbers of tokens
+
+A folder holds a request per file, in the order of their names; equally long ones are a sequence each, others together are one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.traces.formats.base import ReadOptions, TraceFormat, require_tokens, sent, tokens_segment
+from moesaic.traces.trace import Trace, TraceSegment
+
+FIELD, PROMPT, MAGIC = "routed_experts", "prompt_routed_experts", b"\x93NUMPY"
+
+
+def read(path: Path, options: ReadOptions) -> TraceSegment:
+    """Read one request, or a folder of them; they become one step.
+
+    Raises:
+        InputError: for files without routed experts, or with different layers or top-k.
+    """
+    files = sorted(each for each in path.glob("*") if each.suffix in (".npy", ".json")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned")
+    requests = [_request(file, options) for file in files]
+    if len({each.shape[1:] for each in requests}) > 1:
+        raise InputError(f"trace {path}: its requests have different layers or top-k: keep those of one model")
+    alike = len({len(each) for each in requests}) == 1
+    table = np.concatenate(requests).transpose(1, 0, 2)[None, None]
+    return tokens_segment(
+        table, steps=[0], sequences=len(requests) if alike else 1, num_experts=options.num_experts,
+        source={"format": "routed experts", "requests": len(requests)},
+    )  # fmt: skip
+
+
+def write_vllm(trace: Trace, path: Path) -> None:
+    """Write a folder of `.npy` files, int16, a request for each step and sequence."""
+    for name, experts in _sequences(trace, path, "vllm"):
+        np.save(path / f"{name}.npy", experts.astype(np.int16))
+
+
+def write_sglang(trace: Trace, path: Path) -> None:
+    """Write a folder of JSON responses, a request for each step and sequence."""
+    for name, experts in _sequences(trace, path, "sglang"):
+        text = base64.b64encode(experts.astype("<i4").tobytes()).decode("ascii")
+        answer = {"meta_info": {FIELD: text}, "shape": list(experts.shape)}
+        (path / f"{name}.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each sequence's name and experts, (tokens, layers, top_k)."""
+    require_tokens(trace, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in trace.steps:
+        for micro in range(trace.shape.accumulation):
+            layers = range(trace.shape.num_layers)
+            experts = np.stack([sent(trace.experts(layer, step, micro).astype(np.int64)) for layer in layers], axis=1)
+            for number, mine in enumerate(np.split(experts, trace.shape.sequences)):
+                yield f"step{step:06d}-{micro}-{number:04d}", mine
+
+
+def _request(file: Path, options: ReadOptions) -> np.ndarray:
+    """Return one request's experts, (tokens, layers, top_k) int64."""
+    try:
+        if file.suffix == ".npy":
+            found = np.load(file, allow_pickle=False)
+        else:
+            answer = json.loads(file.read_text(encoding="utf-8"))
+            parts = [
+                _array(value, answer, options) for value in (_field(answer, PROMPT), _field(answer, FIELD)) if value
+            ]
+            found = np.concatenate(parts)
+    except (OSError, ValueError, KeyError, binascii.Error, UnicodeDecodeError) as error:
+        raise InputError(
+            f"trace {file}: holds no routed experts ({error}): name what vLLM or SGLang returned"
+        ) from error
+    if found.ndim != 3 or found.dtype.kind not in "iu":
+        raise InputError(f"trace {file}: has shape {found.shape}: wanted whole numbers (tokens, layers, top_k)")
+    return found.astype(np.int64)
+
+
+def _field(answer: Any, name: str) -> Any:
+    """Return a field wherever it is: in the response, its meta_info, or its first choice; None if it is nowhere."""
+    if isinstance(answer, list):
+        answer = answer[0] if answer else {}
+    places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])[:1]]
+    places += [place.get("sgl_ext") for place in places if isinstance(place, dict)]
+    return next((place[name] for place in places if isinstance(place, dict) and place.get(name)), None)
+
+
+def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
+    """Return experts from a nested list, base64 of an .npy, or base64 of flat int32."""
+    if isinstance(value, list):
+        return np.array(value)
+    data = base64.b64decode(value, validate=True)
+    if data.startswith(MAGIC):
+        loaded: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        return loaded
+    flat = np.frombuffer(data, dtype="<i4")
+    if isinstance(answer, dict) and "shape" in answer:
+        return flat.reshape(answer["shape"])
+    meta = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
+    if options.top_k is None or not all(isinstance(each, int) for each in meta):
+        raise ValueError('SGLang does not tell the shape: add "shape": [tokens, layers, top_k], or give --top-k')
+    return flat.reshape(sum(meta) - 1, -1, options.top_k)  # the last token that was made is never routed
+
+
+VLLM = TraceFormat(
+    about="vLLM: .npy or JSON of the routed experts of requests, (tokens, layers, top_k)", read=read, write=write_vllm
+)
+SGLANG = TraceFormat(about="SGLang: JSON responses with base64 int32 routed experts", read=read, write=write_sglang)

@@ -1,0 +1,290 @@
+"""Numbers that go wrong while a run trains: what is not finite and where it began, spikes, dead routers, drifting ranks.
+
+Nothing here sends a message in a step that goes well: the loss and the gradient's norm, which the ranks have alike, tell all
+of them whether the step is sound. What costs more (a step repeated under hooks, checksums of all weights) runs where a step
+has failed already, or where the run stands still anyway, at evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from moesaic.errors import TrainingError
+from moesaic.experts import AbstractExperts
+from moesaic.models.split import local_part
+from moesaic.parallel import num_copies
+from moesaic.routing.routing import Routing
+from moesaic.runtime.telemetry import LoadStatistics
+from moesaic.train.ranks import Ranks
+
+RECENT, FEWEST = 64, 16
+"""Losses that a spike is held against, and how many of them there must be."""
+SPIKE = 8.0
+"""A loss is a spike from so many usual deviations above the median of the steps before."""
+CHECKED_AT_ONCE = 2**22
+"""Numbers of a tensor that are added up together: each takes 16 bytes meanwhile."""
+COLLAPSED = 0.9
+"""Share of all copies from which the `top_k` busiest experts of a layer mean that its router has collapsed."""
+
+ROUNDING = 1e-3
+"""Share of a tensor's largest number by which copies of it may differ because ranks sum in another order."""
+
+
+class LossSpikeError(Exception):
+    """A step whose loss is far above those before, for which the run goes back to its last checkpoint."""
+
+
+class Spikes:
+    """Tells a loss that leaps from one that wanders."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=RECENT)
+
+    def usual(self, loss: float) -> float | None:
+        """Return the median of the steps before where a loss is far above it; None for a loss that is not.
+
+        Args:
+            loss: of this step; kept for the next ones unless it leaps.
+        """
+        if len(self._losses) >= FEWEST:
+            middle = median(self._losses)
+            deviation = 1.4826 * median(abs(each - middle) for each in self._losses)
+            if loss - middle > SPIKE * max(deviation, 0.01 * abs(middle)):
+                return middle
+        self._losses.append(loss)
+        return None
+
+
+def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
+    """Return in words what of a step is not finite; empty where all is sound.
+
+    Args:
+        loss, norm: of the loss over all ranks and of the whole gradient, the same on all of them.
+        step: counted from 1.
+    """
+    if math.isfinite(float(loss)) and math.isfinite(float(norm)):
+        return ""
+    what = "loss" if not math.isfinite(float(loss)) else "gradient norm"
+    return f"the {what} of step {step} is not finite ({float(loss)}, gradient norm {float(norm)})"
+
+
+def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int) -> dict[str, str]:
+    """Return a sentence for each layer whose router sends nearly everything to as few experts as it can.
+
+    Args:
+        layers: the load since the last line of metrics.
+        names: of the layers.
+        top_k: experts per token.
+    """
+    found = {}
+    for name, load in zip(names, layers):
+        counts = sorted(load.tokens_per_expert, reverse=True)
+        share = sum(counts[:top_k]) / max(sum(counts), 1)
+        if len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts) and share >= COLLAPSED:
+            found[name] = (
+                f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get {share:.0%} of the tokens; "
+                "raise model.moe.balance_loss or model.moe.z_loss, or lower optimizer.lr"
+            )
+    return found
+
+
+def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) -> str:
+    """Return in words where a step's numbers first go wrong: which module, which expert, which rank. All ranks call it.
+
+    Args:
+        model: with the weights that the step had.
+        ranks: that share it.
+        repeat: runs the step's forward and backward passes again.
+    """
+    weights = not_finite(model)
+    passes = _Passes(model)
+    with passes.watched():
+        repeat()
+    forward, backward = passes.forward, passes.backward  # activations flow from stage to stage, gradients back
+    in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
+    found = ranks.gathered((weights, *in_order))
+    said = _of_weights([each[0] for each in found])
+    if said:
+        return said
+    of_ranks = [each[1] for each in found]
+    if any(of_ranks):
+        *_, name, detail = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
+        return f"what {name} returns is the first that is not finite, on {in_words(where)}{detail}"
+    of_ranks = [each[2] for each in found]
+    if any(of_ranks):
+        *_, name = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
+        return f"the gradient that reaches {name} is the first that is not finite, on {in_words(where)}"
+    return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
+
+
+def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
+    """Return the parameters of which this rank's part is not finite, each with the experts that are meant, if it has any."""
+    found = []
+    for place, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            local = local_part(parameter.detach())
+            if bool(local.isfinite().all()):
+                continue
+            rows: list[int] = []
+            if isinstance(module, AbstractExperts) and parameter.shape[0] == module.num_experts:
+                first = _first_row(parameter)
+                wrong = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
+                rows = (wrong + first).tolist()
+            found.append((f"{place}.{name}", rows))
+    return found
+
+
+def weights_not_finite(model: nn.Module, ranks: Ranks) -> str:
+    """Return in words which weights are not finite, on which rank; empty for none. All ranks call it."""
+    return _of_weights(ranks.gathered(not_finite(model)))
+
+
+def _of_weights(found: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
+    """Return in words the weights that are not finite, by rank."""
+    for rank, parameters in enumerate(found):
+        for name, experts in parameters:
+            of_expert = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
+            also = {each for other in found for each, _ in other} - {name}
+            more = f" (and in {len(also)} more parameters)" if also else ""
+            return f"weights of {name}{of_expert} are not finite on rank {rank}{more}"
+    return ""
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Return which row of the whole tensor this rank's part begins with."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0])
+
+
+class _Passes:
+    """Where a forward and a backward pass of this rank first hold a number that is not finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, module) for name, module in model.named_modules() if name]
+        self._calls = self._gradients = 0
+        self.forward: tuple[int, str, str] | None = None
+        """How many modules returned before, the module, and more about it."""
+        self.backward: tuple[int, str] | None = None
+        """How many gradients came before, and the module whose output's gradient it is."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at what every module returns, and at the gradient of that."""
+        hooks = [module.register_forward_hook(partial(self._returned, name)) for name, module in self._modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _returned(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        self._calls += 1
+        parts = output if isinstance(output, tuple) else (output,)
+        tensors = [local_part(each) for each in parts if isinstance(each, Tensor) and each.is_floating_point()]
+        if self.forward is None and not all(bool(each.detach().isfinite().all()) for each in tensors):
+            routing = next((each for each in parts if isinstance(each, Routing)), None)
+            detail = "" if routing is None else _expert_of(tensors[0].detach(), routing)
+            self.forward = self._calls, name, detail
+        for each in tensors:
+            if each.requires_grad:
+                each.register_hook(partial(self._came_back, name))
+
+    def _came_back(self, name: str, gradient: Tensor) -> None:
+        self._gradients += 1
+        if self.backward is None and not bool(local_part(gradient).isfinite().all()):
+            self.backward = self._gradients, name
+
+
+def _expert_of(y: Tensor, routing: Routing) -> str:
+    """Return in words what the rows of a layer's result that are not finite have in common: the router, or an expert."""
+    if not bool(routing.weight.isfinite().all()):
+        return ", from its router on"
+    wrong = ~y.reshape(-1, y.shape[-1]).isfinite().all(1)
+    of_experts = Counter(routing.expert[wrong[routing.token]].tolist())
+    return f", expert {of_experts.most_common(1)[0][0]}" if of_experts else ""
+
+
+def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str, *, align: bool) -> None:
+    """Make sure that ranks which hold the same part of a tensor hold the same numbers; all ranks call it.
+
+    Under some plans the ranks of a tensor-parallel group sum in another order, so that copies differ in their last bits.
+
+    Args:
+        model: sharded or whole; its persistent buffers are compared too.
+        ranks: that share it.
+        step: optimizer steps taken.
+        advice: how to go on.
+        align: give copies that differ by rounding the numbers of the lowest rank.
+
+    Raises:
+        TrainingError: on all ranks, if some drifted apart by more than rounding; it names them and the tensor.
+    """
+    if ranks.mesh is None:
+        return
+    shared = {name: each for name, each in model.state_dict().items() if num_copies(each, ranks.world) > 1}
+    sums = [_checksum(local_part(each.detach())) for each in shared.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    mine = {(name, _part(each)): tuple(value) for (name, each), value in zip(shared.items(), values)}
+    told: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(mine)
+    by_copy: dict[tuple[str, Any], dict[int, tuple[int, int]]] = {}
+    for rank, entries in enumerate(told):
+        for key, value in entries.items():
+            by_copy.setdefault(key, {})[rank] = value
+    differing = [key for key, held in by_copy.items() if len(set(held.values())) > 1]
+    if not differing:
+        return
+    brought = ranks.gathered({key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in mine})
+    for key in differing:
+        held = {rank: parts[key].double() for rank, parts in enumerate(brought) if key in parts}
+        usual = torch.stack(list(held.values())).median(0).values
+        apart = {rank: float((each - usual).abs().max()) for rank, each in held.items()}
+        if max(apart.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
+            if align and key in mine:
+                local_part(shared[key[0]].detach()).copy_(held[min(held)])
+            continue
+        drifted = [rank for rank in held if apart[rank] > 0] if len(held) > 2 else sorted(held)
+        what = "holds other numbers than the others" if len(drifted) == 1 else "hold different numbers"
+        raise TrainingError(
+            f"after step {step} {in_words(drifted)} {what} of {key[0]}, up to {max(apart.values()):.3g} apart: suspect the "
+            f"memory or the processor of {in_words(drifted)}; {advice}"
+        )
+
+
+def _part(tensor: Tensor) -> tuple[int, ...]:
+    """Return which part of a whole tensor this rank holds: its places along the axes that split it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    places = tensor.device_mesh.get_coordinate() or ()
+    return tuple(at for at, place in zip(places, tensor.placements) if not place.is_replicate())
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the values by place."""
+    by_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(bits), CHECKED_AT_ONCE):
+        some = bits[first : first + CHECKED_AT_ONCE]
+        places = torch.arange(first + 1, first + len(some) + 1, device=bits.device)
+        sums += torch.stack([some.sum(dtype=torch.int64), (some * places).sum()])
+    return sums
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 1, 3"."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,157 @@
+"""The roll of a run's ranks: which process each one is, whether it still counts, and what became of it.
+
+Every rank signs in the store that all of them reach. A process of the same machine is looked up there; of one elsewhere only
+its counting tells.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from moesaic.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+ANSWER_SECONDS = 10.0
+"""How long the store may take for an answer."""
+
+
+class Roll:
+    """The ranks of a run, seen from one of them.
+
+    Args:
+        store: that all of them reach.
+        rank: this one.
+        world: how many there are.
+        pause: seconds between two signs of life of a rank.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
+        self.store, self.rank, self.world, self._pause = store, rank, world, pause
+
+    def sign(self) -> None:
+        """Write down which process this rank is."""
+        self.store.set(f"roll/process/{self.rank}", own_name())
+
+    def count(self, beats: int) -> None:
+        """Give a sign of life."""
+        self.store.set(f"roll/beats/{self.rank}", str(beats))
+
+    def fate(self, rank: int) -> str:
+        """Return what is known of a rank that does not answer."""
+        process = self._process(rank)
+        if not process:
+            return "has not started"
+        if self._host(rank) == socket.gethostname():
+            return _fate_here(int(process.split()[1]))
+        return f"does not answer ({process}): it died, or its node is cut off"
+
+    def dead(self) -> dict[int, str]:
+        """Return ranks whose process is gone, with what is known of it; none where nobody can be asked."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        try:
+            before = {rank: self._beats(rank) for rank in others}
+            for _ in range(30):  # the system takes a moment to end a process whose connections are closed already
+                dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
+                if dead:
+                    return dead
+                time.sleep(0.1)
+            elsewhere = [rank for rank in others if before[rank] and self._host(rank) != socket.gethostname()]
+            if elsewhere:  # of whom only the counting tells
+                time.sleep(2 * self._pause)
+            return {rank: self.fate(rank) for rank in elsewhere if self._beats(rank) == before[rank]}
+        except RuntimeError:
+            return {}
+
+    def _process(self, rank: int) -> str:
+        key = f"roll/process/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _beats(self, rank: int) -> str:
+        key = f"roll/beats/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _host(self, rank: int) -> str:
+        return self._process(rank).partition(" on ")[2]
+
+
+@contextmanager
+def telling(roll: Roll | None, when: str) -> Iterator[None]:
+    """A stretch in which an error that comes of the death of other ranks says which they are.
+
+    Args:
+        roll: of the run; None for one process.
+        when: what happens in the stretch.
+
+    Raises:
+        TrainingError: if it ends by an error, and other ranks are dead.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except RuntimeError as error:
+        dead = {} if roll is None else roll.dead()
+        if not dead:
+            raise
+        ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
+        raise TrainingError(f"{ranks}, {when}") from error
+
+
+def answered(ask: Callable[[], T], seconds: float) -> T:
+    """Return what a question to the store is answered by.
+
+    The store's own timeouts bound how long it waits for a key, not how long a cut link keeps its answer back.
+
+    Args:
+        ask: asks it.
+        seconds: how long to wait; the question goes on in a thread of its own.
+
+    Raises:
+        ConnectionError: if there is no answer, or the store is gone.
+    """
+    found: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            found.append(ask())
+
+    thread = threading.Thread(target=run, name="moesaic-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise ConnectionError("the store that the ranks share does not answer")
+    return found[0]
+
+
+def own_name() -> str:
+    """Return the number and host of this process."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _fate_here(number: int) -> str:
+    """Return what a process of this machine does."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        with suppress(ProcessLookupError):
+            os.kill(number, 0)
+            return f"does not answer (process {number})"
+        return f"died (process {number})"
+    state, code = fields[0], int(fields[-1])
+    if state in "ZX":
+        by = f" by {signal.Signals(code & 0x7F).name}" if code & 0x7F else ""
+        return f"died{by} (process {number})"
+    if state in "Tt":
+        return f"is stopped (process {number}: SIGSTOP, or a debugger)"
+    return f"does not answer (process {number})"

@@ -1,0 +1,54 @@
+"""No call of a layer on one GPU makes the host wait: seen by the stand-in, with the kernels under the interpreter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moesaic import Capacity, GatedExperts, MoE
+from moesaic_lab.gpu.interpreter import interpreting
+from moesaic_lab.gpu.stand_in import DEVICE, DeviceTensor, StandIn, pretending, to_device, values
+
+CASES = {
+    "dropless": {},
+    "capacity": {"capacity": Capacity.fixed(0.5)},
+    "by score": {"capacity": Capacity.fixed(0.5, order="score"), "shared_hidden": 8},
+    "biases": {"experts": lambda dim, hidden, n: GatedExperts(dim, hidden, n, bias=True)},
+    "weight before": {"apply_weight": "before", "capacity": Capacity.fixed(0.75)},
+}
+
+
+def step(layer, x, mask):
+    x = x.detach().requires_grad_()
+    y = layer(x, mask=mask)
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of nobody hold anything
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float16) for case in CASES), ("dropless", torch.bfloat16), ("biases", torch.float32)],
+    ids=str,
+)
+def test_one_gpu_waits_for_nothing(case, dtype, interpreted):
+    if not interpreted:
+        pytest.skip("the stand-in stands in for a GPU that is not there")
+    layer = MoE(16, 24, 4, 2, losses=(), **CASES[case]).to(dtype)
+    x, mask = torch.randn(13, 16).to(dtype), torch.arange(13) % 5 > 0
+    expected = step(copy.deepcopy(layer), x, mask)
+    with pretending(triton=True), interpreting(), StandIn() as stand_in:
+        there = to_device(layer)
+        x, mask = x.to(DEVICE), mask.to(DEVICE)
+        step(there, x, mask)
+        there.zero_grad(set_to_none=True)
+        stand_in.record.clear()
+        found = step(there, x, mask)
+    assert stand_in.record.waits == []
+    assert stand_in.record.uploads == []
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    assert all(isinstance(each, DeviceTensor) for each in found)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(values(mine), true, atol=tolerance, rtol=tolerance)

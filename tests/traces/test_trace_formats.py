@@ -1,0 +1,154 @@
+"""Foreign formats of routing traces: files as other software writes them, round trips, and refusals in one line."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.traces.check import faults
+from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.synthetic import SyntheticRouting, make_trace
+from moesaic.traces.trace import Trace, TraceSegment, TraceShape
+
+FIXTURES = Path(__file__).parent / "fixtures"
+EXPERTS = [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 0], [0, 2]]]
+"""Of three tokens in two layers, top 2 of 4, as vLLM and SGLang have them."""
+
+
+def opened(name: str, path: Path, **options: object) -> Trace:
+    return Trace.of(FORMATS[name].read(path, ReadOptions(**options)), "it")  # type: ignore[arg-type]
+
+
+def test_laer_has_the_rows_of_its_file():
+    trace = opened("laer", FIXTURES / "laer.csv", method="FSDP")
+    assert (trace.steps, trace.shape.num_layers, trace.shape.num_experts) == ([0, 1, 2], 2, 32)
+    with (FIXTURES / "laer.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] == "FSDP"]
+    for row in rows:
+        layer = {"0": 0, "31": 1}[row["layer"]]
+        assert trace.samples(layer, int(row["iter"]))[0, int(row["rank"])] == int(row["token_num"])
+    assert faults(trace) == []
+
+
+def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
+    def line(step, layer, rank, experts, **more):
+        record = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": rank}
+        return json.dumps({**record, "num_tokens": len(experts), "topk": 2, "top_indices": experts, **more})
+
+    one, other = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
+    lines = {  # ranks 0 and 1 are one stage of a pipeline, ranks 2 and 3 the other; two micro-batches
+        0: [line(4, 2, 0, one), line(4, 2, 0, other)],
+        1: [line(4, 2, 1, other), line(4, 2, 1, one)],
+        2: [line(4, 1, 2, one, block="mtp", mtp_idx=0), line(4, 1, 2, one, block="mtp", mtp_idx=0)],
+        3: [line(4, 1, 3, other, block="mtp", mtp_idx=0), line(4, 1, 3, other, block="mtp", mtp_idx=0)],
+    }
+    for rank, text in lines.items():
+        (tmp_path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(text) + "\n")
+    (tmp_path / "hidden_states_rank0.bin").write_bytes(b"ignored")
+    trace = opened("megatron", tmp_path)
+    assert trace.shape == TraceShape(
+        num_layers=2, num_experts=4, top_k=2, sequences=2, seq_len=2, accumulation=2
+    )  # fmt: skip
+    assert trace.experts(0, 4, 0).tolist() == one + other  # the decoder's layer comes first
+    assert trace.experts(0, 4, 1).tolist() == other + one
+    assert trace.experts(1, 4, 1).tolist() == one + other
+
+
+def test_requests_of_vllm_and_sglang(tmp_path):
+    experts, data = np.array(EXPERTS, dtype=np.int16), io.BytesIO()
+    np.save(data, experts[1:])
+    npy, nested, encoded, flat, bare = (tmp_path / name for name in ("a.npy", "b.json", "c.json", "d.json", "e.json"))
+    np.save(npy, experts)
+    nested.write_text(json.dumps({"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": EXPERTS[1:]}]}))
+    text = base64.b64encode(data.getvalue()).decode()
+    encoded.write_text(json.dumps({"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": text}]}))
+    raw = base64.b64encode(experts.astype("<i4").tobytes()).decode()
+    flat.write_text(json.dumps([{"meta_info": {"routed_experts": raw, "prompt_tokens": 3, "completion_tokens": 1}}]))
+    bare.write_text(json.dumps({"choices": [{"sgl_ext": {"routed_experts": raw}}]}))
+    found = [
+        opened("vllm", npy), opened("vllm", nested), opened("vllm", encoded), opened("sglang", flat, top_k=2)
+    ]  # fmt: skip
+    for trace in found:
+        assert trace.shape == TraceShape(num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3)
+        assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(EXPERTS, 0, 1).tolist()
+    with pytest.raises(InputError, match="SGLang does not tell the shape"):
+        opened("sglang", bare, top_k=2)
+
+
+def test_llama_cpp_last_layer_has_fewer_tokens(tmp_path):
+    path = tmp_path / "moe_trace.csv"
+    path.write_text("layer,expert\n0,3\n0,1\n0,2\n0,0\n1,1\n1,2\n")
+    with pytest.raises(InputError, match="give --top-k"):
+        opened("llama.cpp", path)
+    trace = opened("llama.cpp", path, top_k=2, num_experts=8)
+    assert (trace.holds, trace.samples(0, 0).tolist()) == ("counts", [[1, 1, 1, 1, 0, 0, 0, 0]])
+    assert faults(trace) == ["sums: layer 1: 1 sequences do not have 4 copies, first in step 0, sequence 0: 2"]
+
+
+def test_smartmoe_lines_are_layers(tmp_path):
+    (tmp_path / "gpt_iter11_rank0.log").write_text("0:[[3, 1], [2, 2]]\n1:[[4, 0], [0, 4]]\n")
+    (tmp_path / "gpt_iter11_rank1.log").write_text("0:[[1, 3], [0, 4]]\n1:[[2, 2], [1, 3]]\n")
+    trace = opened("smartmoe", tmp_path, top_k=1)
+    assert (trace.steps, trace.shape.accumulation, trace.shape.sequences, trace.shape.seq_len) == ([11], 2, 2, 4)
+    assert trace.samples(0, 11, 1).tolist() == [[2, 2], [0, 4]]
+    assert trace.counts(1, 11, 0).tolist() == [[4, 0], [2, 2]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_read_again(tmp_path, name):
+    made = make_trace(
+        SyntheticRouting(steps=2, num_layers=2, num_experts=8, sequences=4, seq_len=16, groups=2, skew=0.7, tokens=True)
+    )
+    FORMATS[name].write(made, tmp_path / "out")
+    read = opened(name, tmp_path / "out", top_k=2, num_experts=8 if name != "laer" else None)
+    loads = made.loads()
+    if name in ("vllm", "sglang", "llama.cpp"):  # they know no steps
+        loads = loads.sum(0, keepdims=True)
+    assert (read.loads() == loads).all()
+    assert faults(read) == []
+    if name == "megatron":
+        assert (read.experts(1, 1) == made.experts(1, 1)).all()
+
+
+def test_check_names_each_kind_of_fault():
+    shape = TraceShape(num_layers=3, num_experts=4, top_k=2, sequences=1, seq_len=2)
+    experts = np.zeros((3, 1, 3, 2, 2), dtype=np.int64)
+    experts[..., 1] = 1
+    experts[0, 0, 1, 0] = (2, 2)
+    assert faults(Trace.of(TraceSegment(shape, "tokens", np.array([0, 1, 2]), experts))) == [
+        "top-k: layer 1: 1 tokens chose an expert twice"
+    ]
+    counts = np.ones((4, 1, 3, 1, 4), dtype=np.int64)
+    counts[:, 0, 1], counts[1, 0, 0, 0, 0] = 0, 0
+    assert faults(Trace.of(TraceSegment(shape, "counts", np.array([0, 10, 30, 40]), counts))) == [
+        "sums: layer 0: 1 sequences do not have 4 copies, first in step 10, sequence 0: 3",
+        "layers: layer 1 has no copies at all",
+        "gaps: 1 in steps 0 and 10 and 30 and 40 that are 10 apart: 10 to 30",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("laer", "rank,layer\n1,2\n", "is no LAER file"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is no row of numbers"),
+        ("megatron", "{}\n", "is no record of Megatron's router trace"),
+        ("vllm", "{}", "holds no routed experts"),
+        ("llama.cpp", "layer,expert\n0\n", "line 2: is no row of layer,expert"),
+        ("smartmoe", "0 [[1]]\n", "line 1: is no gate table"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):
+    names = {"megatron": "router_trace_rank0.jsonl", "smartmoe": "a_iter0_rank0.log", "vllm": "a.json"}
+    path = tmp_path / names.get(name, "a.csv")
+    path.write_text(text)
+    with pytest.raises(InputError, match=says) as refused:
+        FORMATS[name].read(path, ReadOptions(top_k=1))
+    assert "\n" not in str(refused.value)
