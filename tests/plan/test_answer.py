@@ -11,7 +11,8 @@ from moesaic.cost.cluster import Tflops
 from moesaic.plan.answer import SPREAD, changes, cost_of_skew, operations_per_token, speed_of
 from moesaic.plan.findings import Result, Settings
 from moesaic.plan.layouts import Pins
-from moesaic.plan.model import Job, ModelShape, MoEShape
+from moesaic.plan.model import Job
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import search
 
 JOB = Job(
