@@ -12,7 +12,8 @@ import pytest
 from cost.clusters import DEVICE, flat
 from moesaic.cost.cluster import Tflops
 from moesaic.errors import InputError
-from moesaic.plan.model import Job, ModelShape, MoEShape, job_of
+from moesaic.plan.model import Job, job_of
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.presets import PRESETS, read_job
 from moesaic.train.config import TrainConfig
 from moesaic.train.presets import PRESETS as TRAIN_PRESETS

@@ -13,7 +13,8 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan
 from moesaic.plan.loads import fit_counts, typical_counts
-from moesaic.plan.model import Job, ModelShape, MoEShape
+from moesaic.plan.model import Job
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.predict import Predictor, hot_counts
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid

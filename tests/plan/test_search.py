@@ -17,7 +17,8 @@ from moesaic.plan import compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.findings import LOSSLESS, LOSSY, Result, Settings
 from moesaic.plan.layouts import Pins, layouts, replica_of
-from moesaic.plan.model import DataShape, Job, ModelShape, MoEShape
+from moesaic.plan.model import DataShape, Job
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
 from moesaic.plan.search import neighbours, search
 from moesaic.program.grid import Grid

@@ -324,7 +324,7 @@ class StepCostModel:
     def optimizer_seconds(self) -> float:
         """Seconds of reading and writing parameters and moments and reading gradients, each rank its part."""
         per_parameter = 7 * self.model.parameter_bytes
-        return self._held_parameters * per_parameter / (self.cluster.device.memory_gigabytes_per_second * 1e9)
+        return self._held_parameters * per_parameter / self._rates.memory
 
     @property
     def _outside(self) -> float:
