@@ -61,6 +61,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
 	$(BIN)/moesaic bench token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
+	$(BIN)/moesaic bench tiny --json $(RESULTS)/tiny.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
 	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json

@@ -19,10 +19,14 @@ sys.path.append(str(FOLDER))
 from tiny import Tiny, batches  # noqa: E402
 
 EQUAL = {
-    "loop": (), "ddp": (), "fsdp2": (), "with_accelerate": ("accelerate",), "with_fabric": ("lightning_fabric",),
+    "loop": (2, ()), "ddp": (2, ()), "fsdp2": (2, ()), "with_accelerate": (2, ("accelerate",)),
+    "with_fabric": (2, ("lightning_fabric",)), "with_ray": (1, ("ray",)),
 }  # fmt: skip
-"""Those that train the tiny model as one process does, and the packages that they need."""
-OTHERS = {"hf_trainer": (2, ("transformers", "accelerate")), "lora": (1, ("peft",)), "pipeline": (4, ())}
+"""Those that train the tiny model as one process does: processes to start, and packages that they need."""
+OTHERS = {
+    "hf_trainer": (2, ("transformers", "accelerate")), "lora": (1, ("peft",)), "pipeline": (4, ()),
+    "with_torchtitan": (2, ("torchtitan",)),
+}  # fmt: skip
 """Those that train something else: processes and packages. A pipeline's balance losses are of micro-batches."""
 
 
@@ -58,7 +62,7 @@ def alone() -> list[float]:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_recipe_trains_as_one_process_does(name, alone, tmp_path):
-    assert losses(run(name, 2, EQUAL[name], tmp_path)) == pytest.approx(alone, abs=2e-5)
+    assert losses(run(name, *EQUAL[name], tmp_path)) == pytest.approx(alone, abs=2e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -25,7 +25,7 @@ whole, stage = Tiny(), world.get_local_rank("pp")
 parts = [nn.Sequential(whole.embedding, whole.blocks[0]), nn.Sequential(whole.blocks[1], whole.head)]
 model = parts[stage]
 mesh = parallelize_model(model, world["ep"])  # the ranks of this stage; the other stage has a mesh of its own
-set_loss_scale(model, 1 / MICRO_BATCHES)
+set_loss_scale(model, 1.0)  # the schedule divides all gradients by the number of micro-batches
 pipe = Schedule1F1B(
     PipelineStage(model, stage, 2, torch.device("cpu"), group=world["pp"].get_group()), MICRO_BATCHES, loss_fn=loss_of
 )

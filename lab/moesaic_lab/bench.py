@@ -21,6 +21,7 @@ BENCHMARKS = {
     "convert": ("convert", "checkpoints between formats: bytes that differ, and memory"),
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),
     "extending": ("extending", "what docs/extending.md promises, held against the code"),
+    "fuzz": ("fuzz.benchmark", "every reader and every command line on odd inputs"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
     "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
     "hf": ("hf", "Moesaic inside transformers, beside its own loop over experts"),
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "ledger": ("ledger.page", "what others measured beside what the models of time and memory say"),
     "layer_memory": ("kernels.memory", "memory of one layer, beside the formula and Tutel's"),
     "model": ("model.benchmark", "predicted times of layers beside measured ones, on an emulated cluster"),
+    "tiny": ("tiny", "the tiny models of every kind beside their dense twins"),
     "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),
     "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
     "placement_gaps": ("placement_gaps", "placements of samples and experts beside the best ones"),
@@ -39,22 +41,30 @@ BENCHMARKS = {
     "same_curves": ("same_curves", "the same training on every mesh and plan"),
     "schedules": ("schedules", "bytes of every schedule and all-to-all, beside formulas"),
     "simulator": ("simulator", "how long the simulator takes"),
+    "soak": ("soak", "memory, descriptors and threads of a long run whose plans change"),
+    "stages": ("stages", "training in pipeline stages, beside one process"),
     "token_budget": ("token_budget", "speed and memory under budgets of rows"),
     "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),
     "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
     "transports": ("transports", "sockets beside Gloo"),
 }
-"""Name to module, which has a `BENCHMARK`, and what it measures. (`python -m moesaic_lab.gpu` needs torch only.)"""
+"""Name to module, which has a `BENCHMARK`, and what it measures."""
+GPU = "every figure of one GPU in nine minutes, one process a step; --dry without a GPU"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one benchmark; returns its exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h", "--help"):
-        lines = [f"  {name:<18} {summary}" for name, (_, summary) in BENCHMARKS.items()]
+        summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()} | {"gpu": GPU}
+        lines = [f"  {name:<18} {summary}" for name, summary in sorted(summaries.items())]
         usage = ["usage: moesaic bench WHAT ...", "", *lines, "", "moesaic bench WHAT --help tells what it takes."]
         print("\n".join(usage))
         return 0
+    if words[0] == "gpu":  # whose own command needs torch alone
+        from moesaic_lab.gpu.command import main
+
+        return main(words[1:])
     if words[0] not in BENCHMARKS:
         raise InputError(f"unknown benchmark {words[0]}{suggestion(words[0], list(BENCHMARKS))}")
     return benchmark_named(words[0]).run(words[1:])

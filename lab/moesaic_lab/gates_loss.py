@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
@@ -92,7 +92,7 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
     )  # fmt: skip
 
 
-def add_gate(model: GPT, gate: str, origin: int | None) -> None:
+def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
     """Put the topology gate in front of every router, where it is asked for."""
     for layer in [module for module in model.modules() if isinstance(module, MoE) and gate == "topology"]:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)

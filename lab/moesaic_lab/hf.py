@@ -78,11 +78,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def load(case: RankCase, **options: Any) -> Any:
     """Return the case's model on this rank."""
-    name, world = "moesaic", dist.get_world_size()
+    name = "moesaic"
     if case.plan is not None:
         name = "of-the-test"
         moesaic.transformers.register_plan(name, Plan(**case.plan))
-    spread = DistributedConfig(tp_size=case.tp, fsdp_size=world // case.tp, ep_size=case.ep, ep_implementation=name)
+    spread = DistributedConfig(tp_size=case.tp, ep_size=case.ep, ep_implementation=name)
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=spread, **options)
     return model.train()

@@ -126,7 +126,7 @@ QUESTIONS = (
             "papers' formulas, codecs against their bounds, parts that are added from the documentation, and checkpoints that "
             "go through other programs' formats."
         ),
-        results=("check", "same_curves", "schedules", "codec_error", "extending", "convert"),
+        results=("check", "same_curves", "schedules", "codec_error", "extending", "convert", "stages"),
     ),
 )
 

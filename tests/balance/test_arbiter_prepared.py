@@ -34,8 +34,9 @@ def weigher(grid: Grid) -> Weigher:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call is so small that its table is made from its own counts."""
+    """No call is so small, and no load moves so much, that a table is made from its own counts."""
     monkeypatch.setattr(prepared, "SMALL", 0)
+    monkeypatch.setattr(prepared, "WORSE", np.inf)
 
 
 @pytest.mark.usefixtures("large")
@@ -85,3 +86,24 @@ def test_a_small_call_makes_its_table_from_its_own_counts():
     tables = weighs.tables(recipe, found)
     assert tables is not None
     assert (made.fit(now).table == spread(found, tables)).all()
+
+
+def test_a_load_that_moved_makes_its_table_from_its_own_counts(monkeypatch):
+    monkeypatch.setattr(prepared, "SMALL", 0)
+    grid, recipe = GRIDS[0], RECIPES[2]
+    weighs = weigher(grid)
+
+    def hot(place: int) -> CallLoad:
+        copies = np.full((8, 16), 10)
+        copies[:, 2 * place] = 100
+        return CallLoad(grid, copies, 16, 32, 32)
+
+    made = Prepared(weighs, CallChoice("spill", 1, recipe), False, weighs.replica_loads(hot(0)))
+    for place in (0, 5):
+        table = made.fit(hot(place)).table
+        assert table is not None
+        assert set(np.flatnonzero(table.sum((0, 2)))) == {2 * place}
+        loads = (
+            hot(place).copies.sum(0).reshape(8, 2).sum(1) + table.sum((0, 1)) - table.sum((0, 2)).reshape(8, 2).sum(1)
+        )
+        assert loads.max() <= 1.11 * loads.mean()

@@ -78,10 +78,10 @@ def test_trials_end_even_where_nobody_tells_what_they_took() -> None:
 def test_the_margin_is_wide_while_little_is_known() -> None:
     times = Times(0.25)
     assert times.margin(0.05, "a", "b", LOAD) == 0.05
-    told(times, "a", *[1.0] * 16)
-    told(times, "b", 1.0)
+    told(times, "a", *[0.93, 1.07] * 8)
+    told(times, "b", 1.07)
     wide = times.margin(0.05, "a", "b", LOAD)
-    told(times, "b", *[1.0] * 15)
+    told(times, "b", *[0.93, 1.07] * 7, 0.93)
     assert wide > 0.05 > times.margin(0.05, "a", "b", LOAD) > 0.01
 
 
@@ -98,3 +98,22 @@ def test_noise_leaves_the_ratio_of_two_options_alone() -> None:
         told(times, "a", math.exp(rng.gauss(0, 0.08)))
         told(times, "b", 1.1 * math.exp(rng.gauss(0, 0.08)))
     assert times.factor("b", 1, LOAD) / times.factor("a", 1, LOAD) == pytest.approx(1.1, abs=0.05)
+
+
+def test_the_noise_of_calls_decides_how_long_trials_go_on_and_how_wide_the_margin_is() -> None:
+    def after(deviation: float, trials: int = 3) -> Times:
+        times, rng = Times(0.3), random.Random(0)
+        for call in range(12 + trials):
+            name, seconds = ("one", 1.0) if call < 12 else ("other", 1.04)
+            times.note(name, 1, 1.0, 1.0, seconds * math.exp(rng.gauss(0, deviation)))
+        return times
+
+    quiet, loud = after(0.002), after(0.1)
+    assert quiet.noise() == pytest.approx(0.002, rel=0.7)
+    assert loud.noise() == pytest.approx(0.1, rel=0.7)
+    thought = {"one": 1.0, "other": 1.04}
+    assert quiet.worth_trying(thought, "one", 1.0) is None
+    assert loud.worth_trying(thought, "one", 1.0) == "other"
+    assert quiet.margin(0.05, "one", "other", 1.0) == 0.025
+    assert loud.margin(0.05, "one", "other", 1.0) > 0.05
+    assert Times(0.3).noise() is None

@@ -126,7 +126,7 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
     [
         (["--cluster", "25gb", "--model", "demo"], "cluster '25gb' is unknown: did you mean 25gbe?"),
         (["--cluster", "25gbe", "--model", "dmo"], "model 'dmo' is unknown: did you mean demo?"),
-        (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, gpt-small"),
+        (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small"),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
         (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not there yet: leave it at 1"),

@@ -45,7 +45,8 @@ class FakeStream:
 def recorder(monkeypatch) -> Recorder:
     recorder = Recorder()
 
-    def make(device: torch.device) -> FakeStream:
+    def make(device: torch.device, priority: int) -> FakeStream:
+        assert priority < 0, "kernels of messages would queue behind those of products"
         recorder.made += 1
         return FakeStream(f"stream {recorder.made}", recorder)
 
@@ -131,13 +132,15 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
         def __init__(self) -> None:
             dist.ProcessGroup.__init__(self, 1, 3)
 
-    def new_group(ranks: list[int] | None, backend: str, use_local_synchronization: bool) -> Any:
+    def new_group(ranks: list[int] | None, backend: str, pg_options: Any, use_local_synchronization: bool) -> Any:
         assert (ranks, use_local_synchronization) == (None, False)
+        assert pg_options.is_high_priority_stream
         made.append((backend, FakeGroup()))
         return made[-1][1]
 
     reduced: list[Any] = []
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
     transport = Nccl.create(DEVICE)
     assert [backend for backend, _ in made] == ["nccl", "nccl"]

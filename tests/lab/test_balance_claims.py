@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,20 @@ from balance_cells import cell
 from rich.console import Console
 
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import BalancePlace
-from moesaic_lab.balance.methods import BOUNDED, NETMOE, OURS, PLACED, PLAIN, SMART
+from moesaic_lab.balance.config import BalancePlace, RecordedLoads
+from moesaic_lab.balance.decisions import decisions
+from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, Share
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.pictures import figure
 
 LARGE = BalancePlace(name="4x2", nodes=4)
 
 
-def value(name: str, *cells: Any, forecasts: Any = ()) -> float | None:
-    (found,) = [claim for claim in claims(cells, forecasts) if claim.name == name]
+def value(name: str, *cells: Any, forecasts: Any = (), shares: Any = (), decided: Any = ()) -> float | None:
+    (found,) = [claim for claim in claims(cells, forecasts, shares, decided) if claim.name == name]
     return found.value
 
 
@@ -37,6 +40,14 @@ def forecast(ranks: int, load: float, method: str, seconds: float) -> Forecast:
     )  # fmt: skip
 
 
+def of_forced(method: str, seconds: float, **fields: Any) -> Share:
+    usual = {
+        "cluster": "dgx-h100", "ranks": 64, "load": RECORDED, "layer": 5, "step": 10, "max_vio": 0.6, "ratio": 0.14,
+        "forced_seconds": 1.0, "own_forced_seconds": 1.0, "decision_seconds": 5e-5, "replicated_experts": 3,
+    }  # fmt: skip
+    return Share(method=method, seconds=seconds, **{**usual, **fields})
+
+
 def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> None:
     found = claims([])
     assert {claim.name: (claim.op, claim.target) for claim in found} == {
@@ -47,7 +58,13 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
         "balance.memory_maxvio4_unbounded": ("<=", None),
         "balance.memory_maxvio4_over_plain": ("<=", None),
         "balance.budget_speedup_maxvio4": (">=", None),
-        "balance.decision_share": ("<=", 0.02),
+        "balance.decision_share": ("<=", 0.005),
+        "balance.decision_us_64": ("<=", 100),
+        "balance.not_behind_best_single": (">=", None),
+        "balance.share_of_forced_real": (">=", 0.97),
+        "balance.share_of_forced_real_placed": (">=", None),
+        "balance.simulated_share_of_forced": (">=", 0.94),
+        "balance.simulated_share_of_forced_placed": (">=", None),
         "balance.recorded_speedup": (">=", None),
         "balance.simulated_speedup_maxvio2": (">=", None),
         "balance.simulated_over_best_single": ("<=", None),
@@ -114,6 +131,44 @@ def test_recorded_and_simulated_figures() -> None:
     assert value("balance.simulated_over_best_single", forecasts=found) == pytest.approx(4 / 3)
 
 
+def test_ours_is_held_against_the_best_single_technique_in_rounds_that_did_not_choose_it() -> None:
+    lucky = {PLAIN: [1.0] * 8, "shadow": [0.9] * 8, OURS: [1.0] * 8}
+    later = [1.0, 1.001] * 15
+    both = cell(2.0, lucky, near={"shadow": [0.9] * 8 + later, OURS: [1.0] * 8 + later})
+    assert value("balance.over_best_single", both) == pytest.approx(1.0)
+    assert value("balance.not_behind_best_single", both) == 1.0
+    behind = cell(4.0, lucky, near={"shadow": [0.9] * 8 + later, OURS: [1.0] * 8 + [1.05 * each for each in later]})
+    assert value("balance.over_best_single", both, behind) == pytest.approx(1.05)
+    assert value("balance.not_behind_best_single", both, behind) == 0.5
+
+
+def test_shares_of_forced_balance() -> None:
+    place = RecordedLoads(name="laer", nodes=4)
+    real = [cell(None, {PLAIN: 3.0, OURS: seconds, OURS_PLACED: 2.0}, place=place) for seconds in (2.0, 2.5, 4.0)]
+    even = cell(0.0, {PLAIN: 2.0, OURS: 2.0}, place=LARGE)
+    assert value("balance.share_of_forced_real", even, *real) == 0.8
+    assert value("balance.share_of_forced_real_placed", even, *real) == 1.0
+    shares = [of_forced(OURS, seconds, step=step) for step, seconds in enumerate((2.0, 1.25, 1.0))]
+    shares += [of_forced(LAER, 2.5, step=step) for step in range(3)]
+    shares += [of_forced(OURS, 2.0, cluster="100gbe"), of_forced(LAER, 4.0, cluster="100gbe")]
+    shares += [of_forced(OURS, 9.0, load=MADE_UP, decision_seconds=8e-5), of_forced(OURS, 1.0, ranks=32, step=7)]
+    shares += [of_forced(LAER, 2.0, ranks=32, step=7, ratio=5.0), of_forced(OURS, 3.0, ranks=32, step=7, ratio=5.0)]
+    shares += [of_forced(LAER, 2.0, ranks=32, step=7)]
+    assert value("balance.simulated_share_of_forced", shares=shares) == 0.5
+    assert value("balance.over_laer_policy_0.14", shares=shares) == 0.5
+    assert value("balance.over_laer_policy_5", shares=shares) == 1.5
+
+
+def test_decisions_by_themselves_are_counted_where_they_replicate() -> None:
+    found = decisions(ranks=16, experts=64, calls=14)
+    assert len(found) == 6
+    assert all(each.seconds > 0 and each.weighing_seconds > 0 for each in found)
+    one = replace(found[0], seconds=5e-5, replicates=True)
+    assert value("balance.decision_us_64", decided=[one, replace(one, seconds=9.0, replicates=False)]) == pytest.approx(
+        50
+    )
+
+
 def every_kind() -> list[Any]:
     seconds = {PLAIN: 2.0, "shadow": 1.0, SMART: 1.6, NETMOE: 2.1, OURS: 0.9}
     decided = {"shadow": [0.01], OURS: [0.02]}
@@ -143,11 +198,18 @@ def test_tables_and_pictures_show_every_part() -> None:
     cells = every_kind()
     forecasts = [forecast(16, load, name, 4.0) for load in (0.0, 2.0) for name in (PLAIN, OURS)]
     console = Console(width=240, record=True, quiet=False)
-    for each in tables(cells, forecasts):
+    shares = [of_forced(name, 2.0, max_vio=load) for name in (PLAIN, OURS) for load in (0.5, 0.7)]
+    for each in tables(cells, forecasts, shares):
         console.print(each)
     text = console.export_text()
     assert "4x2 100mbit, lo 1gbit, 128 tokens per rank, dim 256, hidden 12, 4 experts per rank, top 2" in text
     assert "virtual compute" in text
+    assert "share of forced balance" in text
+    drawn = panels([], [], shares)
+    assert [each.title for each in drawn] == ["dgx-h100, 64 ranks, simulated"]
+    assert [series.name for series in drawn[0].series] == [PLAIN, OURS]
+    assert drawn[0].series[0].x == (0.6,)
+    assert drawn[0].series[0].y == (0.5,)
     assert "Simulated" in text
     made = panels(cells, forecasts)
     titles = [panel.title for panel in made]

@@ -12,7 +12,20 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.traces.load import locality
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
-from moesaic_lab.balance.loads import Skew, dealt, made_up, max_vio, recorded, solved, together
+from moesaic.traces.trace import Trace
+from moesaic_lab.balance.config import COMMITTED
+from moesaic_lab.balance.loads import (
+    Skew,
+    alike,
+    by_shares,
+    dealt,
+    made_up,
+    max_vio,
+    recorded,
+    recorded_shares,
+    solved,
+    together,
+)
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import placed_by
 
@@ -135,3 +148,21 @@ def test_what_is_saved_for_the_backward_pass_counts() -> None:
     assert peak_bytes(step) >= 3 * one + 4
     with torch.no_grad():
         assert peak_bytes(forward) == 2 * one
+
+
+def test_recorded_loads_of_ranks_keep_their_max_vio_on_other_numbers_of_ranks() -> None:
+    trace = Trace.open(COMMITTED.parent / "laer_e16k4.npz")
+    loads = trace.samples(11, 9)[0]
+    wanted = loads.max() / loads.mean() - 1
+    for ranks in (32, 64):
+        shares = recorded_shares(trace, 11, 9, ranks, 4)
+        counts = alike(shares, ranks, 8192)
+        assert counts.sum(1).tolist() == [8192] * ranks
+        assert max_vio(counts, ranks) == pytest.approx(wanted, abs=0.02)
+    few = recorded_shares(trace, 11, 9, 8, 4)
+    assert few.reshape(8, 4).sum(1) == pytest.approx(loads[:8] / loads[:8].sum())
+    sizes = Skew(ranks=8, num_experts=32, top_k=2, samples=16, sample_tokens=32, max_vio=0.0)
+    routes = by_shares(np.stack([few, few]), sizes)
+    counts = routes.counts(0, 8, 32).sum(0).reshape(8, 4).sum(1)
+    assert counts == pytest.approx(loads[:8] / loads[:8].sum() * 1024, abs=4)
+    assert (np.sort(routes.experts, axis=-1)[..., 1:] != np.sort(routes.experts, axis=-1)[..., :-1]).all()

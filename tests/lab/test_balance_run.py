@@ -20,11 +20,20 @@ from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import BalancePlace, SimulatedLoads, Skewed, SkewedCase, read_config
+from moesaic_lab.balance.config import (
+    COMMITTED,
+    BalancePlace,
+    SharesOfForced,
+    SimulatedLoads,
+    Skewed,
+    SkewedCase,
+    read_config,
+)
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
 from moesaic_lab.balance.loads import Skew, made_up
-from moesaic_lab.balance.methods import NETMOE, OURS, PLACED, PLAIN, SMART, methods
+from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, shares_of_forced
 from moesaic_lab.balance.simulated import machine_of, simulate
 from moesaic_testbed import refusal
 
@@ -59,7 +68,7 @@ def test_all_methods_compute_what_the_plain_layer_does() -> None:
         return found
 
     for of_rank in run_ranks(4, rank):
-        assert len(of_rank) == 11
+        assert len(of_rank) == 15
         for name, values in of_rank.items():
             for mine, plain in zip(values, of_rank[PLAIN]):
                 assert float(plain.abs().max()) > 0.01
@@ -171,7 +180,7 @@ def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should(
         ranks=(8,), max_vio=(0.0, 2.0), calls=1, experts_per_rank=4, sample_tokens=2048, locality=0.0, persistence=0.98
     )
     found = {(each.max_vio, each.method): each for each in simulate(config, 1, str)}
-    assert len(found) == 2 * 11
+    assert len(found) == 2 * 15
     even, skewed = ({n: found[load, n] for n in methods(PLACE.grid)} for load in (0.0, 2.0))
     assert even["spill"].seconds == even[PLAIN].seconds == even["least loaded"].seconds
     assert even["spill"].replicated_experts == 0
@@ -183,6 +192,19 @@ def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should(
     assert skewed[OURS].seconds < skewed[PLAIN].seconds
     assert skewed[OURS].option
     assert even["ZeRO-3 (r = 0)"].communication_seconds > even[PLAIN].communication_seconds
+
+
+def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Path) -> None:
+    config = SharesOfForced(clusters=("dgx-h100",), ranks=(8,), layers=(5,), max_vio=(0.0,), ratios=(1.0,), hidden=64)
+    found = shares_of_forced(config, COMMITTED.parent, 0, str)
+    assert {(each.load, each.ratio) for each in found} == {(RECORDED, 0.14), (MADE_UP, 0.14), (RECORDED, 1.0)}
+    even = {each.method: each for each in found if each.load == MADE_UP}
+    assert even[PLAIN].of_forced == pytest.approx(1.0, abs=0.01)
+    assert {each.step for each in found if each.load == RECORDED} == {10}
+    real = {each.method: each for each in found if each.load == RECORDED and each.ratio == 0.14}
+    assert real[PLAIN].of_forced < 0.9
+    assert real[OURS_PLACED].of_forced >= real[OURS].of_forced > 0.9 * real[PLAIN].of_forced
+    assert real[OURS].decision_seconds > 0
 
 
 def test_policies_see_a_device_s_share_of_the_links() -> None:
@@ -207,6 +229,12 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     assert all(place.repeats >= 8 and place.pairs >= 30 for place in (*config.skewed, *config.recorded))
     assert config.simulated is not None
     assert config.simulated.ranks == (16, 32, 64)
+    assert {"laer-4x2-5", "laer-4x2-11", "laer-4x2-17"} <= set(labels)
+    assert labels["laer-4x2-5"].max_vio is None
+    assert config.shares is not None
+    assert 64 in config.shares.ranks
+    assert set(config.shares.ratios) == {0.05, 0.14, 0.5, 1.0, 5.0}
+    assert not config.narrowed(only=("simulated",)).shares_forced
     costs = labels["4x2-2"].place.costs
     assert costs.cluster is not None
     assert [link.gbps for link in costs.cluster.links] == [(1.0,), (0.08,)]

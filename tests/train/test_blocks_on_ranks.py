@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.plan.algorithm1 import choose
+from moesaic.plan.model import job_of
+from moesaic.program.grid import Grid
 from moesaic.train.config import TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, train_on
@@ -63,3 +69,30 @@ def test_every_block_trains_on_four_ranks_as_alone(world, block, mesh):
     assert_same_run(Path(config_of(folder, block).out), Path(config_of(folder, block, mesh).out))
     losses = [line["loss"] for line in lines(Path(config_of(folder, block, mesh).out), "train")]
     assert len(set(losses)) == 3
+
+
+@pytest.mark.slow
+def test_a_rule_of_algorithm_1_chooses_the_schedule_that_runs(tmp_path):
+    mesh = {"tp": 2, "ep": 2, "etp": 2, "ranks_per_node": 4}
+    rules = {
+        rule: tiny(
+            tmp_path,
+            steps=2,
+            batch_size=4,
+            mesh=mesh,
+            planner={"plan": rule, "cluster": "25gbe"},
+            out=str(tmp_path / rule),
+        )
+        for rule in ("parm", "parm_printed")
+    }
+    outcomes = train_on(4, list(rules.values()))
+    assert [[outcome.refusal for outcome in each] for each in outcomes] == [[""] * 4] * 2
+    run_quietly(tiny(tmp_path, steps=2, batch_size=4, out=str(tmp_path / "one")))
+    expected = [line["loss"] for line in lines(tmp_path / "one", "train")]
+    simulator = Simulator(read_cluster("25gbe", nodes=1))
+    for rule, config in rules.items():
+        saved = json.loads((tmp_path / rule / "config.json").read_text())
+        layer = job_of(asdict(config), "run").step_model(simulator.cluster, 2).layer
+        chosen = choose(rule, simulator, layer, Grid(world=4, **mesh))
+        assert saved["plan"]["schedule"] == chosen.schedule
+        assert [line["loss"] for line in lines(tmp_path / rule, "train")] == pytest.approx(expected, rel=1e-5)

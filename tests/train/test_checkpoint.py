@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,21 @@ def make(seed: int = 0) -> tuple[GPT, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(folder: Path, step: int, keep_last: int = 9, seed: int = 0) -> GPT:
+def save(folder: Path, step: int, keep_last: int = 9, seed: int = 0, *, background: bool = False) -> GPT:
     model, optimizer = make(seed)
-    save_checkpoint(
+    saving = save_checkpoint(
         folder, step=step, model=model, model_config=SHAPE, vocab_size=VOCABULARY, optimizer=optimizer,
-        extra={"seen": step}, keep_last=keep_last,
+        extra={"seen": step}, keep_last=keep_last, background=background,
     )  # fmt: skip
+    if background:  # what trains on changes the weights meanwhile
+        kept = {name: each.clone() for name, each in model.state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        saving.finish()
+        model.load_state_dict(kept)
+    else:
+        saving.finish()
     return model
 
 
@@ -68,8 +78,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path):
-    model = save(tmp_path, 7)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_comes_back_as_it_was(tmp_path, background):
+    model = save(tmp_path, 7, background=background)
     loaded = load_checkpoint(tmp_path, pytest.fail)
     assert (loaded.step, loaded.vocab_size, loaded.model_config, loaded.extra) == (7, VOCABULARY, SHAPE, {"seen": 7})
     assert_same(loaded.model, model.state_dict())
@@ -134,20 +145,22 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
     return killed_at
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("keep_last", [1, 2])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again):
+def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again, background):
+    put = partial(save, background=background)
     step = 4 if again else 5
     with killing(None) as events:
-        save(tmp_path / "whole", 4, keep_last)
+        put(tmp_path / "whole", 4, keep_last)
         events.clear()
-        save(tmp_path / "whole", step, keep_last)
+        put(tmp_path / "whole", step, keep_last)
     assert len(events) > 8
     for number in range(1, len(events) + 1):
         folder = tmp_path / f"killed at {number}"
-        save(folder, 4, keep_last, seed=1)
+        put(folder, 4, keep_last, seed=1)
         with killing(number):
-            save(folder, step, keep_last, seed=2)
+            put(folder, step, keep_last, seed=2)
         loaded = load_checkpoint(folder, pytest.fail)
         assert loaded.step in (4, step)
         known = {seed: make(seed)[0].state_dict()["embedding.weight"] for seed in (1, 2)}
@@ -158,11 +171,28 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, kil
             2
         ):  # the run that goes on saves its step again, is killed again at the same place, and recovers
             with killing(None if last else number):
-                save(folder, 5, keep_last, seed=3)
+                put(folder, 5, keep_last, seed=3)
             assert load_checkpoint(folder, pytest.fail).step in (4, 5)
         assert names(folder)[-1] == "step-00000005"
         assert not [name for name in names(folder) if name.startswith(".")]
         assert len(names(folder)) <= keep_last
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_does_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monkeypatch, background):
+    save(tmp_path, 1)
+    plain = checkpoint_module.save_file
+
+    def spoil(tensors, path):
+        plain(tensors, path)
+        flip(path)  # as a disk does that lies
+
+    monkeypatch.setattr(checkpoint_module, "save_file", spoil)
+    with pytest.raises(
+        InputError, match=r"does not read back from the disk as it was written: check the folder; earlier"
+    ):
+        save(tmp_path, 2, background=background)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_damaged_checkpoint_that_was_to_be_replaced_does_not_cost_the_one_before_it(tmp_path):

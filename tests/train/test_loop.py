@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from moesaic.errors import TrainingError
 from moesaic.models.gpt import GPT, GPTOutput
+from moesaic.train import checkpoint
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.data import Batches
 from moesaic.train.loop import Trainer
@@ -314,6 +316,36 @@ def test_saving_honours_save_every_and_keep_last(tmp_path):
     kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-00000004", "step-00000005"]
     assert not [name for name in snapshot(tmp_path / "run") if ".writing" in name]
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, monkeypatch):
+    plain, goes_on, waited = checkpoint.save_file, threading.Event(), []
+    step = Trainer._step
+
+    def slowly(*arguments):
+        waited.append(goes_on.wait(30))
+        plain(*arguments)
+
+    def stepping(self: Trainer) -> dict:
+        values = step(self)
+        if self.state.step == 4:
+            assert not (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
+            goes_on.set()
+        return values
+
+    monkeypatch.setattr(checkpoint, "save_file", slowly)
+    monkeypatch.setattr(Trainer, "_step", stepping)
+    config = tiny(tmp_path, steps=7, save_every=2, keep_last=9, save_in_background=True)
+    run_quietly(config)
+    assert waited[0]
+    monkeypatch.undo()
+    skip_measuring(monkeypatch)
+    run_quietly(replace(config, out=str(tmp_path / "waits"), save_in_background=False))
+    assert losses(tmp_path / "run") == losses(tmp_path / "waits")
+    for one, other in zip(*(list_checkpoints(tmp_path / out / "checkpoints") for out in ("run", "waits")), strict=True):
+        assert one.name == other.name
+        assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        assert (one / "optimizer.safetensors").read_bytes() == (other / "optimizer.safetensors").read_bytes()
 
 
 def test_every_micro_batch_is_read_once_in_order(tmp_path, monkeypatch):

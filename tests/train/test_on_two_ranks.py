@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.config import TrainConfig
-from runs import lines, parameters, run_quietly, skip_measuring, tiny
+from runs import assert_same, lines, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2}
@@ -111,6 +111,9 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
             runs[f"chain {place}"] = config
         for mesh in ("tp", "dp"):
             runs |= {f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))}
+        meshed = pairs["tp and ep, s1"][1]
+        background = {"save_every": 1, "keep_last": 9, "save_in_background": True}
+        runs["background"] = replace(meshed, **background, out=str(folder / "background"))
         (folder / "blocked").mkdir()
         (folder / "blocked" / "checkpoints").write_text("a file")
         runs |= refusals(folder)
@@ -156,6 +159,16 @@ def test_a_run_goes_on_over_other_meshes_and_one_process(world, monkeypatch):
     expected = [(line["loss"], line["grad_norm"]) for line in lines(folder / "again", "train")]
     assert rates == [pytest.approx(pair, abs=1e-9) for pair in expected]
     assert difference(parameters(folder / "chain"), parameters(folder / "again")) < 1e-9
+
+
+def test_shards_that_are_written_while_training_goes_on_are_those_that_are_waited_for(world):
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes["background"]] == ["", ""]
+    kept = [path.name for path in list_checkpoints(folder / "background" / "checkpoints")]
+    assert kept == [f"step-{step:08d}" for step in range(1, 5)]
+    loaded = [load_checkpoint(folder / out / "checkpoints", pytest.fail) for out in ("background", "two-tp-and-ep-s1")]
+    assert_same(loaded[0].model, loaded[1].model)
+    assert_same(loaded[0].optimizer, loaded[1].optimizer)
 
 
 def test_a_damaged_shard_is_passed_over(world, monkeypatch):

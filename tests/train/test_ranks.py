@@ -19,8 +19,8 @@ def test_one_process_agrees_with_itself():
         assert torch.equal(reduce(value), value)
     assert ranks.gathered("x") == ["x"]
     assert ranks.first_says(3) == 3
-    assert ranks.agree_to_stop([]) is None
-    assert ranks.agree_to_stop(["SIGTERM", "SIGINT"]) == "SIGTERM"
+    assert ranks.agree([]) == (None, False)
+    assert ranks.agree(["SIGTERM", "SIGINT"], is_busy=True) == ("SIGTERM", True)
     ranks.require_same("anything", object(), "nothing")
 
 

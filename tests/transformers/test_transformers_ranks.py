@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
 from ep_ranks import find_plan, lines
+from transformers.distributed import DistributedConfig
 
+from moesaic.errors import InputError
 from moesaic_lab.hf import cases_on, ep_errors, steps, write_models
 from worlds import on_ranks
 
@@ -48,3 +50,16 @@ def test_ranks_say_in_one_line_what_does_not_fit(folder: Path) -> None:
         assert "all_to_all" in instead
         assert 'load it with ep_implementation="moesaic"' in without
         assert "'all_to_all' is taken" in taken
+
+
+def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes fsdp_size as 1 and refuses; the two lines of the README do not say it."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert DistributedConfig(ep_size=4, ep_implementation="moesaic").fsdp_size == 8
+    assert DistributedConfig(ep_size=4, tp_size=2, ep_implementation="moesaic").fsdp_size == 4
+    assert DistributedConfig(ep_size=4, fsdp_size=4, ep_implementation="moesaic").fsdp_size == 4
+    for of_transformers in ("auto", "all_to_all", "no such name"):
+        with pytest.raises(ValueError, match="must divide `fsdp_size"):
+            DistributedConfig(ep_size=4, ep_implementation=of_transformers)
+    with pytest.raises(InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"):
+        DistributedConfig(ep_size=3, ep_implementation="moesaic")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+import numpy as np
+
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import suggestion
 from moesaic.cost.alpha_beta import Machine
@@ -14,14 +16,14 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
-from moesaic_lab.balance.loads import Routes, Skew, made_up
+from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded_shares
 from moesaic_lab.balance.loads import recorded as recorded_routes
 from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SIMULATED = "simulated"
-"""The part of the benchmark that needs no bed."""
+SIMULATED, SHARES = "simulated", "shares"
+"""The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
 
@@ -139,6 +141,20 @@ class Recorded(BalancePlace):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedLoads(BalancePlace):
+    """A bed with the loads of ranks that somebody else recorded: a case per layer."""
+
+    trace: str = ""
+    """A file of counts per rank, from the configuration file's folder."""
+    layers: tuple[int, ...] = (0,)
+    """MoE layers, from 0."""
+    steps: tuple[int, ...] = (1, 2, 3, 4)
+    """A call each."""
+    history_step: int = 0
+    """What expert placement learns from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedLoads:
     """Larger clusters, simulated."""
 
@@ -170,6 +186,38 @@ class SimulatedLoads:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharesOfForced:
+    """What is simulated of larger clusters, as a share of forced balance: recorded loads, made-up loads, and weights heavy or
+    light."""
+
+    clusters: tuple[str, ...] = ("dgx-h100", "100gbe")
+    """Presets of `moesaic.cost`, or files."""
+    ranks: tuple[int, ...] = (32, 64)
+    trace: str = "laer_e16k4.npz"
+    """Counts per rank, from the configuration file's folder."""
+    layers: tuple[int, ...] = (5, 11, 17)
+    """MoE layers, from 0."""
+    steps: tuple[int, ...] = (9, 10)
+    """Iterations that follow each other; the first one only lets policies that decide a call ahead begin."""
+    max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
+    """Of made-up loads."""
+    ratios: tuple[float, ...] = (0.05, 0.14, 0.5, 1.0, 5.0)
+    """Weight rows of one expert over the rows that a rank routes: on the fewest ranks of the first cluster."""
+    ratio: float = 0.14
+    """Everywhere else."""
+    dim: int = 2048
+    hidden: int = 1024
+    """Inner width of an expert, of three matrices."""
+    experts_per_rank: int = 4
+    top_k: int = 2
+    persistence: float = 0.98
+
+    def tokens(self, ratio: float) -> int:
+        """Return the tokens of a rank at which an expert's weights have so many times its rows."""
+        return max(1, round(3 * self.hidden / (ratio * self.top_k)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkewedCase:
     """One load on one bed."""
 
@@ -189,7 +237,9 @@ class BalanceBenchConfig:
     """Of made-up routing and of inputs."""
     skewed: tuple[Skewed, ...] = ()
     recorded: tuple[Recorded, ...] = ()
+    loads: tuple[RecordedLoads, ...] = ()
     simulated: SimulatedLoads | None = None
+    shares: SharesOfForced | None = None
     only: tuple[str, ...] = field(default=())
     """Cases, beds or `simulated`; () for everything."""
     folder: Path = Path()
@@ -202,10 +252,11 @@ class BalanceBenchConfig:
             InputError: for a name that there is not, or a load that no routing has.
         """
         wanted = [(place, label, load) for place, label, load in self._all() if self._wants(place, label)]
-        return [
-            SkewedCase(place=place, label=label, max_vio=load, routes=self._routes(place, load))
-            for place, label, load in wanted
-        ]
+        made = []
+        for place, label, load in wanted:
+            axis = None if isinstance(place, RecordedLoads) else load
+            made.append(SkewedCase(place=place, label=label, max_vio=axis, routes=self._routes(place, load)))
+        return made
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
         """Return what was asked for.
@@ -217,7 +268,7 @@ class BalanceBenchConfig:
         Raises:
             InputError: for a name that is none.
         """
-        known = [SIMULATED] if self.simulated else []
+        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -227,18 +278,25 @@ class BalanceBenchConfig:
             return replace(self, only=only)
         skewed = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.skewed)
         recorded = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.recorded)
-        return replace(self, only=only, skewed=skewed, recorded=recorded)
+        loads = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.loads)
+        return replace(self, only=only, skewed=skewed, recorded=recorded, loads=loads)
 
     @property
     def simulates(self) -> bool:
         """Whether larger clusters are asked for."""
         return self.simulated is not None and (not self.only or SIMULATED in self.only)
 
+    @property
+    def shares_forced(self) -> bool:
+        """Whether shares of forced balance are asked for."""
+        return self.shares is not None and (not self.only or SHARES in self.only)
+
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []
         for place in self.skewed:
             found += [(place, f"{place.name}-{load:g}", load) for load in place.max_vio]
         found += [(place, place.name, None) for place in self.recorded]
+        found += [(each, f"{each.name}-{layer}", layer) for each in self.loads for layer in each.layers]
         return found
 
     def _wants(self, place: BalancePlace, label: str) -> bool:
@@ -247,28 +305,33 @@ class BalanceBenchConfig:
     def _routes(self, place: BalancePlace, load: float | None) -> Routes:
         if isinstance(place, Recorded):
             return _recorded(place, self.folder)
-        assert isinstance(place, Skewed)
         assert load is not None
         ranks = place.bed.world
+        sizes = Skew(
+            ranks=ranks, num_experts=place.num_experts, top_k=place.top_k, samples=ranks * place.samples_per_rank,
+            sample_tokens=place.sample_tokens, max_vio=load, seed=self.seed,
+        )  # fmt: skip
+        if isinstance(place, RecordedLoads):
+            trace, steps = Trace.open(self.folder / place.trace), (place.history_step, *place.steps)
+            each = place.experts_per_rank
+            return by_shares(np.stack([recorded_shares(trace, int(load), step, ranks, each) for step in steps]), sizes)
+        assert isinstance(place, Skewed)
         return made_up(
-            Skew(
-                ranks=ranks, num_experts=place.num_experts, top_k=place.top_k, samples=ranks * place.samples_per_rank,
-                sample_tokens=place.sample_tokens, max_vio=load, calls=place.calls, persistence=place.persistence,
-                locality=place.locality, seed=self.seed,
-            )
+            replace(sizes, calls=place.calls, persistence=place.persistence, locality=place.locality)
         )  # fmt: skip
 
 
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `BalanceBenchConfig`, lists `[[skewed]]` and `[[recorded]]`, and
-    `[simulated]`.
+    """Read the benchmark from a TOML or JSON file: fields of `BalanceBenchConfig`, lists `[[skewed]]`, `[[recorded]]` and
+    `[[loads]]`, and `[simulated]` and `[shares]`.
 
     Raises:
         InputError: naming the file and the field.
     """
-    lists = {"skewed": ("skewed", Skewed()), "recorded": ("recorded", Recorded())}
-    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SIMULATED: SimulatedLoads()})
-    names = [place.name for place in (*made.skewed, *made.recorded)]
+    lists = {"skewed": ("skewed", Skewed()), "recorded": ("recorded", Recorded()), "loads": ("loads", RecordedLoads())}
+    tables = {SIMULATED: SimulatedLoads(), SHARES: SharesOfForced()}
+    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables=tables)
+    names = [place.name for place in (*made.skewed, *made.recorded, *made.loads)]
     if len(set(names)) < len(names):
         raise InputError(f"config {path}: two beds have one name: give each its own")
     return replace(made, folder=path.parent)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.synthetic import concentration, popularity, tastes
+from moesaic.traces.synthetic import capped, concentration, popularity, tastes
 from moesaic.traces.trace import Trace
 
 STEEPEST = 60.0
@@ -99,6 +99,47 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
     tables = [trace.samples(layer, step) for step in steps]
     experts = np.stack([dealt(table, shape.seq_len, shape.top_k) for table in tables])
     return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
+
+
+def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, each: int) -> np.ndarray:
+    """Return the experts' shares of the copies, (ranks * each,), where a trace has the copies that each rank computed.
+
+    The loads of the recorded ranks are repeated on more ranks than there were, and cut on fewer, so MaxVio stays. How a rank's
+    load splits over its experts is not recorded: evenly.
+
+    Args:
+        trace: of counts per rank, each as an expert of its own (`moesaic.traces.formats.laer`).
+        layer: MoE layer, from 0.
+        step: one of the trace's.
+        ranks: that hold the experts.
+        each: experts of a rank.
+    """
+    loads = trace.samples(layer, step).sum(axis=0)
+    of_ranks = np.resize(loads, ranks)
+    return np.repeat(of_ranks / (of_ranks.sum() * each), each)
+
+
+def alike(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
+    """Return the copies that each rank has for each expert, (ranks, num_experts) int64, if all ranks choose alike.
+
+    Args:
+        shares: (num_experts,).
+        ranks: origins.
+        copies: of each.
+    """
+    return np.tile(_rounded(shares * copies), (ranks, 1))
+
+
+def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
+    """Return routing with the shares that are told, the same in all samples.
+
+    Args:
+        shares: (calls + 1, num_experts): the first are the history's.
+        skew: sizes; it says nothing of who is hot.
+    """
+    tables = [whole(np.tile(capped(each[None], skew.top_k), (skew.samples, 1)), each, skew) for each in shares]
+    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+    return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
 def together(places: np.ndarray, skew: Skew) -> np.ndarray:

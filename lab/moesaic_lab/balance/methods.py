@@ -15,7 +15,8 @@ from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
-BOUNDED = "ours, token budget"
+OURS_PLACED = "ours, experts placed"
+BOUNDED, LAER = "ours, token budget", "LAER re-layout"
 """Methods that other modules name."""
 
 PARTS_PER_MESSAGE = 2.0
@@ -57,11 +58,15 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         "shadow": BalanceMethod(plan=Plan(replication="shadow")),
         "spill": BalanceMethod(plan=Plan(replication="spill")),
         "least loaded": BalanceMethod(plan=Plan(replication="least_loaded")),
+        "EPLB": BalanceMethod(plan=Plan(replication="eplb")),
+        "LPLB": BalanceMethod(plan=Plan(replication="lplb")),
+        LAER: BalanceMethod(plan=Plan(replication="laer")),
         SMART: BalanceMethod(plan=Plan(peer_groups=nodes)),
         "smart + shadow": BalanceMethod(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
         NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
         PLACED: BalanceMethod(plan=Plan(), places_experts=True),
         OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, learns=True),
+        OURS_PLACED: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, places_experts=True, learns=True),
         **bounded,
     }
 

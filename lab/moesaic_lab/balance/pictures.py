@@ -5,18 +5,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.run import BalanceCell
+from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.pictures import Panel, PlottedSeries
 
+BASE_RATIO = SharesOfForced.ratio
+"""Weight rows over routed rows of what is drawn."""
 VIRTUAL = "virtual compute"
 """What stands beside every axis of time."""
 
 
-def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[Panel]:
-    """Return the panels of what was run: two per bed, one for all recorded cases, three for all beds, one per cluster."""
+def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()) -> list[Panel]:
+    """Return the panels of what was run: one per cluster of shares of forced balance, two per bed, one for all recorded cases,
+    three for all beds, one per simulated cluster."""
     made = []
+    for cluster, ranks in dict.fromkeys((each.cluster, each.ranks) for each in shares):
+        made.append(_shares([each for each in shares if (each.cluster, each.ranks) == (cluster, ranks)]))
     skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
     places = list(dict.fromkeys(cell.job.case.place for cell in skewed))
     for place in places:
@@ -31,6 +38,34 @@ def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[
     for ranks in dict.fromkeys(each.ranks for each in forecasts):
         made.append(_simulated(ranks, [each for each in forecasts if each.ranks == ranks]))
     return made
+
+
+def _shares(shares: Sequence[Share]) -> Panel:
+    """Draw the share of forced balance over MaxVio; recorded loads are a spread at their median."""
+    common = min(shares, key=lambda each: each.ratio != BASE_RATIO).ratio
+    series = []
+    for name in dict.fromkeys(each.method for each in shares):
+        mine = [each for each in shares if each.method == name and each.ratio == common]
+        loads: dict[float, list[float]] = {}
+        for each in mine:
+            at = (
+                statistics.median(e.max_vio for e in mine if e.load == RECORDED)
+                if each.load == RECORDED
+                else each.max_vio
+            )
+            loads.setdefault(round(at, 2), []).append(each.of_forced)
+        x = tuple(sorted(loads))
+        series.append(
+            PlottedSeries(
+                name=name, x=x, y=tuple(statistics.median(loads[at]) for at in x),
+                low=tuple(min(loads[at]) for at in x), high=tuple(max(loads[at]) for at in x),
+            )
+        )  # fmt: skip
+    cluster, ranks = shares[0].cluster, shares[0].ranks
+    return Panel(
+        title=f"{cluster}, {ranks} ranks, simulated", x_title="MaxVio of ranks (recorded loads at their median)",
+        y_title="share of forced balance", series=tuple(series),
+    )  # fmt: skip
 
 
 def _speedup(cell: BalanceCell, name: str) -> tuple[float, float, float]:

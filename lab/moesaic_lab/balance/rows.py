@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from moesaic_lab.balance.decisions import Decision
 from moesaic_lab.balance.methods import PLAIN
 from moesaic_lab.balance.run import BalanceCell
+from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
@@ -30,9 +33,14 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
-def all_rows(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+def all_rows(
+    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
+    decided: Sequence[Decision] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
-    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts)
+    simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]
+    alone = [{"part": "decision", **asdict(each)} for each in decided]
+    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated + alone
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
@@ -127,14 +135,55 @@ FORECAST_COLUMNS = (
 )
 
 
-def tables(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast]) -> list[Table]:
-    """Return a table per bed and layer, and one of what was simulated, for a terminal."""
+SHARE_COLUMNS = (
+    Column(key="cluster", title="cluster", is_text=True),
+    Column(key="ranks", title="ranks"),
+    Column(key="load", title="load", is_text=True),
+    Column(key="ratio", title="weights / rows", show=lambda value: f"{value:g}"),
+    Column(key="method", title="method", is_text=True),
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="median", title="of forced", show=share),
+    Column(key="low", title="least", show=share),
+    Column(key="high", title="most", show=share),
+    Column(key="of_own", title="of own forced", show=share),
+    Column(key="decision_seconds", title="deciding ms", show=milliseconds),
+    Column(key="calls", title="calls"),
+)
+
+
+def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """Return shares of forced balance by cluster, load, weights and method: median, least and most over the calls."""
+    groups: dict[tuple[Any, ...], list[Share]] = {}
+    for each in shares:
+        load = each.load if each.load == RECORDED else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
+        groups.setdefault((each.cluster, each.ranks, load, each.ratio, each.method), []).append(each)
+    names = ("cluster", "ranks", "load", "ratio", "method")
+    return [
+        {
+            **dict(zip(names, key)),
+            "max_vio": statistics.median(each.max_vio for each in found),
+            "median": statistics.median(each.of_forced for each in found),
+            "low": min(each.of_forced for each in found),
+            "high": max(each.of_forced for each in found),
+            "of_own": statistics.median(each.own_forced_seconds / each.seconds for each in found),
+            "decision_seconds": statistics.median(each.decision_seconds for each in found),
+            "calls": len(found),
+        }
+        for key, found in groups.items()
+    ]
+
+
+def tables(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()) -> list[Table]:
+    """Return a table per bed and layer, one of what was simulated, and one of shares of forced balance, for a terminal."""
     made = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
         made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
     if forecasts:
         made.append(table("Simulated", forecast_rows(forecasts), FORECAST_COLUMNS, group_by=("ranks", "max_vio")))
+    if shares:
+        title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
+        made.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
     return made
 
 

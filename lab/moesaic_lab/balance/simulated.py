@@ -4,8 +4,9 @@ would send, every rank apart. No torch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from moesaic.cost.timing import Simulated as Span
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
+from moesaic.plan.loads import arbiter_for
+from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
-from moesaic_lab.balance.methods import BalanceMethod, methods, placed_by, policy_of
+from moesaic_lab.balance.methods import OURS, BalanceMethod, methods, placed_by, policy_of
 from moesaic_lab.benchmark import Told
 
 
@@ -87,9 +90,10 @@ class Larger:
         config: the layer.
         spec: the cluster.
         ranks: all of its devices.
+        like: a cluster of as many ranks and nodes, whose programs are taken; None to compile them.
     """
 
-    def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int) -> None:
+    def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int, like: Larger | None = None) -> None:
         self.config, self.layer = config, config.layer(ranks)
         self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
@@ -98,26 +102,27 @@ class Larger:
             machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
             matrices=self.layer.matrices,
         )  # fmt: skip
-        self._plans = {
-            name: compile_plan(method.plan, self.grid, moves_samples=method.moves_samples)
-            for name, method in self.methods.items()
-        }
+        self._plans: dict[str, Compiled] = (
+            like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
+        )
         self._slots: LayoutIndex | None = None
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
         for name, method in self.methods.items():
             policy = policy_of(name, method, self._costs)
-            deciding = _Deciding(policy, self._plans[name])
+            deciding = Deciding(policy, self._plans[name])
             spans, replicated, decided = [], [], []
             for call in range(len(routes.experts)):
-                started = time.perf_counter()
-                copies = self._copies(routes, call, method)
+                copies = self._copies(
+                    routes.counts(call, self.grid.world, self.layer.num_experts), routes.history, method
+                )
                 load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
                 compiled, table = deciding(load)
-                decided.append(time.perf_counter() - started)
+                decided.append(deciding.seconds)
                 replicated.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
-                spans.append(self._run(compiled, method, copies, table, routes, call))
+                sizes = self._placed(routes, call) if method.moves_samples else None
+                spans.append(self._run(compiled, copies, table, sizes))
             yield Forecast(
                 ranks=self.grid.world,
                 max_vio=max_vio,
@@ -132,34 +137,54 @@ class Larger:
                 decision_seconds=float(np.mean(decided)) if policy else 0.0,
             )
 
-    def _copies(self, routes: Routes, call: int, method: BalanceMethod) -> np.ndarray:
+    @cached_property
+    def _arbiter(self) -> Arbiter:
+        """What a run on this cluster would have: its model held against a simulation of every program."""
+        return arbiter_for(self._simulator, self._plans[OURS], self.layer)
+
+    def seconds(
+        self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
+    ) -> list[tuple[float, float, int]]:
+        """Return what each call takes, forward and backward, what deciding it takes, and the experts that are replicated.
+
+        Args:
+            name: of the method.
+            calls: (ranks, num_experts) int64 copies of each, one after the other.
+            history: (num_experts,) what expert placement knows.
+            tokens: of a rank.
+        """
+        method, found = self.methods[name], []
+        arbitrates = method.plan.replication == "arbiter"
+        policy = self._arbiter if arbitrates else policy_of(name, method, self._costs)
+        deciding = Deciding(policy, self._plans[name])
+        for counts in calls:
+            copies = self._copies(counts, history, method)
+            load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+            compiled, table = deciding(load)
+            there, back = self._run(compiled, copies, table, None, tokens)
+            helped = 0 if table is None else int(table.any(axis=(0, 2)).sum())
+            found.append((there.seconds + back.seconds, deciding.seconds, helped))
+        return found
+
+    def _copies(self, counts: np.ndarray, history: np.ndarray, method: BalanceMethod) -> np.ndarray:
         """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64."""
-        copies = routes.counts(call, self.grid.world, self.layer.num_experts)
-        if method.places_experts:
-            copies = copies[:, np.argsort(placed_by(routes.history, self.grid))]
-        return copies
+        return counts[:, np.argsort(placed_by(history, self.grid))] if method.places_experts else counts
 
     def _run(
-        self,
-        compiled: Compiled,
-        method: BalanceMethod,
-        copies: np.ndarray,
-        replicated: np.ndarray | None,
-        routes: Routes,
-        call: int,
-    ) -> tuple[Span, Span]:
+        self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, sizes: CallSizes | None,
+        tokens: int | None = None,
+    ) -> tuple[Span, Span]:  # fmt: skip
         """Simulate one call, forward and backward."""
-        tokens = np.full(self.grid.world, self.layer.tokens)
-        units, experts = self.layer.hidden, self.layer.num_experts
-        if method.moves_samples:
-            sizes: CallSizes = self._placed(routes, call)
-        else:
-            shapes = compiled.shapes(experts)
+        if sizes is None:
+            every = np.full(self.grid.world, tokens or self.layer.tokens)
             sizes = CallSizes(
-                compiled.grid, copies, tokens, compiled.plan.chunks, units=units, replicated=replicated, shapes=shapes
-            )
+                compiled.grid, copies, every, compiled.plan.chunks, units=self.layer.hidden, replicated=replicated,
+                shapes=compiled.shapes(self.layer.num_experts),
+            )  # fmt: skip
         there, back = (
-            self._simulator.run(each, self.layer, compiled.grid, sizes=sizes)
+            self._simulator.run(
+                each, replace(self.layer, tokens=tokens or self.layer.tokens), compiled.grid, sizes=sizes
+            )
             for each in (compiled.forward, compiled.backward)
         )
         return there, back
@@ -177,8 +202,23 @@ class Larger:
         return placed_sizes(self.grid, copies, shapes, self.layer.hidden)
 
 
-class _Deciding:
-    """What runs in each call of a method: its plan, or what its policy decides.
+def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
+    """Return every method's programs; policies that replicate by one table each run the same ones."""
+    made: dict[tuple[Plan, bool], Compiled] = {}  # the layouts of a program take a minute at 64 ranks
+    found = {}
+    for name, method in methods.items():
+        plan = method.plan
+        if plan.replicates and plan.replication != "arbiter":
+            plan = replace(plan, replication="spill")
+        key = (plan, method.moves_samples)
+        if key not in made:
+            made[key] = compile_plan(plan, grid, moves_samples=method.moves_samples)
+        found[name] = made[key]
+    return found
+
+
+class Deciding:
+    """What runs in each call of a method: its plan, or what its policy decides. The arbiter decides a call ahead, by its model.
 
     Args:
         policy: of the method; None for none.
@@ -192,16 +232,23 @@ class _Deciding:
             self._arbitration = policy.start(compiled.plan, [option.plan for option in compiled.options])
         self.option = ""
         """What the arbiter chose first."""
+        self.seconds = 0.0
+        """What the last decision kept a rank from going on, on this machine."""
 
     def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies."""
         if self._arbitration is not None:
-            verdict = self._arbitration.choose(load)
-            self.option = self.option or verdict.option
-            return self._compiled.options[verdict.program], verdict.replicated
+            started = time.perf_counter()
+            pick = self._arbitration.pick(load)
+            self.seconds = time.perf_counter() - started
+            self._arbitration.weigh(pick, call=None)
+            self.option = self.option or pick.choice.name
+            return self._compiled.options[pick.choice.program], pick.table
         if self._policy is None:
             return self._compiled, None
+        started = time.perf_counter()
         replicated = self._policy.decide(load)
+        self.seconds = time.perf_counter() - started
         compiled = for_call(self._compiled, replicated)
         return compiled, replicated if compiled.replicates else None
 

@@ -11,19 +11,20 @@ moesaic chaos --json benchmarks/results/chaos.json
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same, words_of
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, same, words_of
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, Fault, draw_faults, kinds_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
@@ -50,7 +51,7 @@ class ChaosOptions(BenchmarkOptions):
     bed: bool = True
     """Use an emulated cluster where this machine can make one."""
     keep: str | None = None
-    """Leave the folders of runs in which something was wrong here."""
+    """Keep what was found here, course by course, to go on from it, and the folders of runs in which something was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,31 +77,33 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
     from moesaic_lab.chaos.stage import Course
 
     rows: list[dict[str, Any]] = []
-    left = list(schedule.faults)
-    with tempfile.TemporaryDirectory(prefix="moesaic-chaos-") as made, _stage(schedule.on_bed) as play:
-        told("the undisturbed run")
-        folder = Path(options.keep or made)
-        reference = play(Course(folder=folder / "reference", transport=TRANSPORTS[0], faults=()))[0]["losses"]
-        number = 0
-        while left:
-            transport = TRANSPORTS[number % len(TRANSPORTS)]
+    with keeping(options.keep) as folder, _stage(schedule.on_bed) as play, ThreadPoolExecutor(1) as pool:
+
+        def played(course: Course) -> list[dict[str, Any]]:
+            shutil.rmtree(course.folder, ignore_errors=True)
+            found = pool.submit(play, course)
+            while not found.done():
+                told(_progress(course, len(rows), schedule))
+                time.sleep(0.5)
+            (folder / "told").unlink(missing_ok=True)
+            return found.result()
+
+        whole = Course(folder=folder / "undisturbed", transport=TRANSPORTS[0], faults=(), told=folder / "told")
+        reference = kept(folder / "undisturbed.json", lambda: played(whole))[0]["losses"]
+        for number in itertools.count():
+            left = schedule.faults[len(rows) :]
+            if not left:
+                return sorted(rows, key=lambda row: row["number"])
             course = Course(
-                folder=folder / f"course-{number}", transport=transport, faults=tuple(left[:PER_COURSE]),
-                reference=reference, told=Path(made) / "told", keeps=options.keep is not None,
+                folder=folder / f"course-{number}", transport=TRANSPORTS[number % len(TRANSPORTS)],
+                faults=tuple(left[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
             )  # fmt: skip
-            with ThreadPoolExecutor(1) as pool:
-                found = pool.submit(play, course)
-                while not found.done():
-                    told(f"{_progress(course, len(rows), schedule)}")
-                    time.sleep(0.5)
-            (Path(made) / "told").unlink(missing_ok=True)
-            rows += found.result()
-            del left[: len(found.result())]
-            number += 1
-    return sorted(rows, key=lambda row: row["number"])
+            rows += kept(folder / f"course-{number}.json", partial(played, course))
 
 
 def _progress(course: Any, done: int, schedule: Schedule) -> str:
+    if not course.faults:
+        return "the undisturbed run"
     lines = course.told.read_text().splitlines() if course.told.exists() else []
     now = course.faults[min(len(lines), len(course.faults) - 1)]
     return f"fault {done + len(lines) + 1} of {len(schedule.faults)}: {now.kind} {now.way} of rank {now.rank}"

@@ -76,7 +76,7 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
     elif fault.kind == "save":
         _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
     elif fault.kind == "disk":
-        limit = int(fault.chance * 20_000)
+        limit = 4_000 + int(fault.chance * 16_000)  # what the rank says about it goes into a file too
         _in_save(
             lambda: step() >= strikes_at,
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),

@@ -1,6 +1,6 @@
 """One MoE layer on one GPU: the twelve layers of SonicMoE's paper, forward and backward, beside other implementations.
 
-Needs torch, Triton and a CUDA device, nothing else; ScatterMoE takes part where it can be imported. Cut off, it goes on where
+Needs torch, Triton and a CUDA device, nothing else; liger-kernel takes part where it can be imported. Cut off, it goes on where
 it stopped. `lab/gpu.sh` runs everything, the kernels' tests on the GPU first.
 
     PYTHONPATH=src:lab python -m moesaic_lab.gpu --folder gpu_results --json benchmarks/results/gpu.json
@@ -26,13 +26,21 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=default.repeats, help="timed rounds of every way")
     parser.add_argument("--seconds", type=float, default=default.seconds, help="begin nothing new after this long")
     parser.add_argument("--small", action="store_true", help="tiny layers: does everything run?")
+    parser.add_argument("--products", nargs="*", default=[], help="products whose tiles are searched; all by default")
+    parser.add_argument(
+        "--dry", action="store_true", help="on the CPU, under Triton's interpreter: does everything run?"
+    )
     parser.add_argument("--json", default="-", help='write the results there; "-" for standard output')
     given = parser.parse_args()
     try:
         options = GpuOptions(
             layers=tuple(given.layers), stages=tuple(given.stages), folder=given.folder, repeats=given.repeats,
-            seconds=given.seconds, small=given.small,
+            seconds=given.seconds, small=given.small, products=tuple(given.products), dry=given.dry,
         )  # fmt: skip
+        if options.dry:
+            from moesaic_lab.gpu.interpreter import mend_the_interpreter
+
+            mend_the_interpreter()
         measure(options).write(given.json)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

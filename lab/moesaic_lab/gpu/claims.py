@@ -8,8 +8,10 @@ from typing import Any
 from moesaic_lab.claims import Claim
 from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer
 
-OVER_SCATTERMOE = 1.5
+OVER_LIGER = 1.5
 OVER_DENSE = 0.75
+OVER_KERNELS = 1.08
+"""Of a whole layer, router and losses among it, over its kernels."""
 OVER_SONIC_MEMORY = 1.1
 
 
@@ -31,15 +33,20 @@ def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Cl
         target = None if published is None else float(published.sonic[number])
         value = None if mine is None else mine[f"{which}_tflops"]
         found.append(_claim(layer, f"{which}_tflops", value, "TFLOP/s", target, ">=", reason))
-    peer = row.get("scattermoe")
-    absent = reason or f"ScatterMoE could not be run: {row.get('scattermoe_absent', '')}"
+    peer = row.get("liger")
+    absent = reason or f"liger-kernel could not be run: {row.get('liger_absent', '')}"
     if published is not None and mine is not None and peer is None:
-        absent += f"; its published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
+        absent += f"; ScatterMoE's published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
     value = None if peer is None else peer["over_ours"]
-    found.append(_claim(layer, "over_scattermoe", value, "1", OVER_SCATTERMOE, ">=", absent))
+    found.append(_claim(layer, "over_liger", value, "1", OVER_LIGER, ">=", absent))
     torch_way = row.get("grouped_mm")
     value = None if torch_way is None else torch_way["over_ours"]
     found.append(_claim(layer, "over_grouped_mm", value, "1", None, ">=", reason or row.get("grouped_mm_absent", "")))
+    whole = row.get("layer")
+    value = None if whole is None else whole["over_ours"]
+    found.append(
+        _claim(layer, "layer_over_kernels", value, "1", OVER_KERNELS, "<=", reason or row.get("layer_absent", ""))
+    )
     target = None
     if published is not None and published.sonic_gib is not None:
         target = OVER_SONIC_MEMORY * published.sonic_gib

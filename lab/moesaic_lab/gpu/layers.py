@@ -68,6 +68,19 @@ class Inputs:
             dy=torch.randn(layer.tokens, layer.dim, **made).to(dtype),
         )
 
+    @staticmethod
+    def untouched(layer: GpuLayer) -> Inputs:
+        """Return tensors of a layer's shapes that hold nothing, for a compiler: no memory is touched."""
+        tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
+        expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
+        x, w1, w3, w2, dy = (
+            torch.empty(sizes, dtype=torch.bfloat16)
+            for sizes in (
+                (tokens, dim), (experts, hidden, dim), (experts, hidden, dim), (experts, dim, hidden), (tokens, dim),
+            )
+        )  # fmt: skip
+        return Inputs(x=x, w1=w1, w3=w3, w2=w2, weight=torch.zeros(tokens, layer.top_k), expert=expert, dy=dy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
@@ -103,25 +116,32 @@ def grouped_mm(of: Inputs) -> Way:
     return Way(forward=forward, leaves=of.leaves)
 
 
-def scattermoe(of: Inputs) -> Way:
-    """Return ScatterMoE's own gated layer with the same weights (Tan et al. 2024).
+def liger(of: Inputs) -> Way:
+    """Return liger-kernel's fused layer, Triton kernels too, with the same weights; gate and up in one matrix.
 
     Raises:
         ImportError: the package is not there.
     """
-    mlp = import_module("scattermoe.mlp")
-    num_experts, hidden, dim = of.w1.shape
-    module = mlp.GLUMLP(dim, hidden, num_experts, of.expert.shape[1], F.silu).to(of.x.device, of.x.dtype)
-    with torch.no_grad():
-        module.experts.weight.copy_(torch.cat([of.w3, of.w1], dim=1))
-        module.output_experts.weight.copy_(of.w2)
-    expert = of.expert.long()
+    function = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    gate_up = torch.cat([of.w1.detach(), of.w3.detach()], dim=1).requires_grad_()
 
     def forward() -> Tensor:
-        y: Tensor = module(of.x, of.weight.to(of.x.dtype), expert)
+        y: Tensor = function.apply(of.x, gate_up, of.w2, of.expert, of.weight)
         return y
 
-    return Way(forward=forward, leaves=(of.x, of.weight, *module.parameters()))
+    return Way(forward=forward, leaves=(of.x, of.weight, gate_up, of.w2))
+
+
+def layer_of(of: Inputs) -> Way:
+    """Return the library's own layer, router and load-balance loss among it, with these experts and its own routing."""
+    from moesaic.layer import MoE
+
+    num_experts, hidden, dim = of.w1.shape
+    layer = MoE(dim, hidden, num_experts, of.expert.shape[1]).to(of.x.device, of.x.dtype)
+    with torch.no_grad():
+        for name in ("w1", "w2", "w3"):
+            getattr(layer.experts, name).copy_(getattr(of, name))
+    return Way(forward=lambda: layer(of.x), leaves=(of.x, *layer.parameters()))
 
 
 def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 from moesaic.errors import InputError
 from moesaic_lab.claims import Measurement, describe_machine
 from moesaic_lab.gpu.claims import claims
-from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, ours, relative, scattermoe
+from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
@@ -32,6 +33,8 @@ STAGES = ("check", "tune", "measure")
 DENSE_SIZE = 8192
 SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
 """What is checked first: no size is a multiple of a tile."""
+TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
+"""What a dry run measures: the interpreter takes a second for each kernel."""
 NOTES = (
     "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
     "included; random router. Ways run in turn, median over the repeats by CUDA events, the host ahead of the GPU as in "
@@ -56,6 +59,20 @@ class GpuOptions:
     """After which no other layer is begun and no other tile is tried."""
     small: bool = False
     """Layers of a hundredth of the size: to see that everything runs."""
+    products: tuple[str, ...] = ()
+    """The grouped products whose tiles are searched; all of them if there is none."""
+    dry: bool = False
+    """On the CPU, under Triton's interpreter: every figure is of the interpreter, and none of a GPU."""
+
+    @property
+    def device(self) -> str:
+        """Where tensors are."""
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def device_name(self) -> str:
+        """The GPU's own name."""
+        return "none: a dry run" if self.dry else torch.cuda.get_device_name()
 
 
 def measure(options: GpuOptions) -> Measurement:
@@ -70,9 +87,11 @@ def measure(options: GpuOptions) -> Measurement:
     book = _Book(options)
     if "check" in options.stages:
         for dtype in (torch.float32, torch.bfloat16):
-            _check_small(dtype)
+            _check_small(dtype, options.device)
     if "measure" in options.stages and "dense" not in book.rows:
-        book.write("dense", {"tflops": dense_tflops(DENSE_SIZE if not options.small else 512, torch.bfloat16)})
+        book.write(
+            "dense", {"tflops": dense_tflops(DENSE_SIZE if not options.small else 512, torch.bfloat16, options.device)}
+        )
     for stage in ("tune", "measure"):
         for layer in layers:
             if stage not in options.stages or (stage == "measure" and book.is_done(layer)):
@@ -83,8 +102,8 @@ def measure(options: GpuOptions) -> Measurement:
             _attempt(stage, layer, options, book, deadline)
     return Measurement(
         rows=[book.rows[name] for name in book.rows], claims=claims(layers, book.rows), notes=NOTES,
-        packages=("torch", "triton", "scattermoe"),
-        machine=describe_machine() | {"gpu": torch.cuda.get_device_name()},
+        packages=("torch", "triton", "liger"),
+        machine=describe_machine() | {"gpu": options.device_name},
     )  # fmt: skip
 
 
@@ -93,7 +112,7 @@ class _Book:
 
     def __init__(self, options: GpuOptions) -> None:
         self.path = options.folder / ("rows_small.json" if options.small else "rows.json")
-        self.key = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        self.key = f"{options.device_name}, torch {torch.__version__}"
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             held = json.loads(self.path.read_text(encoding="utf-8"))
@@ -123,7 +142,9 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
         if stage == "measure":
             book.write(layer.name, {"error": reason})
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # an error that stays with the process is the row's already
+            torch.cuda.empty_cache()
     _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
 
 
@@ -132,11 +153,11 @@ def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline
     from moesaic_lab.gpu.search import load
     from moesaic_lab.gpu.tune import tune
 
-    inputs = Inputs.random(layer, "cuda", torch.bfloat16)
+    inputs = Inputs.random(layer, options.device, torch.bfloat16)
     path = options.folder / "tiles.json"
     tuned = load(path, device_of(inputs.x.device))
     if stage == "tune":
-        tune(layer, inputs, tuned, path, deadline, _say)
+        tune(layer, inputs, tuned, path, deadline, _say, options.products)
     else:
         book.write(layer.name, _row(layer, inputs, tuned, options))
 
@@ -152,11 +173,11 @@ def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[s
     row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
     exact = ways["ours"].forward()
     row["errors"] = _checked(of, exact, torch.autograd.grad(exact, of.leaves, of.dy))
-    for name, make in {"grouped_mm": grouped_mm, "scattermoe": scattermoe}.items():
+    for name, make in {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}.items():
         try:
             way = make(of)
             off = relative(way.forward().detach(), exact.detach())
-            if not off < TOLERANCE:
+            if name != "layer" and not off < TOLERANCE:  # which routes by itself
                 raise AssertionError(f"its result differs from ours by {off:.3g}")
             ways[name] = way
         except Exception as error:  # an optional peer: absent, too old or out of memory
@@ -200,9 +221,9 @@ def _spread(seconds: list[float]) -> list[float]:
     return [low * 1e3, high * 1e3]
 
 
-def _check_small(dtype: torch.dtype) -> None:
+def _check_small(dtype: torch.dtype, device: str) -> None:
     """Check the kernels on a layer of odd sizes before anything is timed."""
-    of = Inputs.random(SMALL, "cuda", dtype)
+    of = Inputs.random(SMALL, device, dtype)
     y = ours(of, None).forward()
     found = _checked(of, y, torch.autograd.grad(y, of.leaves, of.dy))
     _say(f"check {dtype}: largest error {max(found.values()):.2g} of a result's size")
@@ -220,6 +241,8 @@ def _chosen(options: GpuOptions) -> list[GpuLayer]:
     if not layers:
         names = ", ".join(layer.name for layer in LAYERS)
         raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
+    if options.dry:
+        return [TINY]
     if options.small:
         return [
             GpuLayer(tokens=each.tokens // 32, dim=each.dim // 4, hidden=each.hidden // 4, num_experts=8, top_k=2)
@@ -229,7 +252,7 @@ def _chosen(options: GpuOptions) -> list[GpuLayer]:
 
 
 def _require(options: GpuOptions) -> None:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.dry:
         raise InputError("the GPU benchmark needs a CUDA device, and torch sees none here: run it where there is one")
     try:
         import triton  # noqa: F401

@@ -124,7 +124,7 @@ def search(
 
     Returns:
         The fastest tile; the default, which comes first, unless another is faster by `WORSE`, or if none worked. And
-        False if the deadline cut the search off.
+        False if the deadline cut the search off, or none worked: that is no finding.
     """
     best, best_seconds = default_tile(shape, device), float("inf")
     for number, tile in enumerate(candidates(shape, device)):
@@ -140,7 +140,7 @@ def search(
         say(f"{shape.bucket}: {_words(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
             best, best_seconds = tile, seconds
-    return best, True
+    return best, best_seconds < float("inf")
 
 
 def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:

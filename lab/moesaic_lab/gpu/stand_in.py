@@ -11,6 +11,7 @@ What the stand-in does not show is what a CUDA kernel itself can and cannot do, 
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moesaic.kernels import pick
@@ -125,6 +126,8 @@ class StandIn(TorchDispatchMode):
 
     def __init__(self, record: Record | None = None) -> None:
         super().__init__()
+        self.forward = 0
+        """Waits of a forward pass, for whoever tells the two passes of a step apart."""
         self.record = Record() if record is None else record
         self._made = _Made()
 
@@ -227,26 +230,28 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
     Args:
         triton: whether the GPU runs Triton's kernels, which the interpreter must be there for.
     """
-    with mock.patch.object(pick, "_runs_triton", return_value=triton):
+    with (
+        mock.patch.object(pick, "_runs_triton", return_value=triton),
+        mock.patch.object(torch.cuda, "Event", _Event),
+        mock.patch.object(torch.cuda, "current_stream"),
+    ):
         yield
 
 
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Let Triton's interpreter, where it is on, take tensors of the device; for all threads."""
-    from triton.runtime import interpreter
+class _Event:
+    """An event of a stream: all that was before it is done."""
 
-    launch = interpreter.GridExecutor.__call__
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
 
-    def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        for each in tree_leaves((args, kwargs)):
-            if hasattr(each, "base"):  # a tensor descriptor
-                each.base = values(each.base)
-        with _disable_current_modes():
-            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
+    def record(self, _: Any) -> None:
+        self._at = time.perf_counter()
 
-    with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
-        yield
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _Event) -> float:
+        return (later._at - self._at) * 1e3
 
 
 def to_device(module: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,21 +23,33 @@ def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: i
         repeats: that count.
         warmup: rounds before them.
     """
+    if not torch.cuda.is_available():  # a dry run, where a kernel takes a second
+        repeats, warmup = min(repeats, 2), 0
     names = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(-warmup, repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(HEAD_START_CYCLES)
-            start.record()
-            result = methods[name]()
-            end.record()
-            end.synchronize()
-            del result
+            taken = _seconds(methods[name])
             if repeat >= 0:
-                seconds[name].append(start.elapsed_time(end) / 1e3)
+                seconds[name].append(taken)
     return seconds
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of one run by the GPU's clock; without a GPU, in a dry run, by the host's."""
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    result = run()
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) / 1e3
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 8) -> float:
@@ -58,7 +71,7 @@ class GpuMemory:
 
 
 def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> GpuMemory:
-    """Return what a forward and a backward pass take; run once before, so that what is cached is there.
+    """Return what a forward and a backward pass take, zeros without a GPU; run once before, so that what is cached is there.
 
     Args:
         run: the forward pass.
@@ -66,6 +79,9 @@ def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], 
         leaves: what is differentiated.
         dy: the result's gradient.
     """
+    if not torch.cuda.is_available():
+        torch.autograd.grad(run(), leaves, dy)
+        return GpuMemory(kept=0.0, forward_peak=0.0, backward_peak=0.0)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -81,7 +97,7 @@ def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], 
     return GpuMemory(kept=kept / GIB, forward_peak=forward_peak / GIB, backward_peak=backward_peak / GIB)
 
 
-def dense_tflops(size: int, dtype: torch.dtype) -> float:
+def dense_tflops(size: int, dtype: torch.dtype, device: str = "cuda") -> float:
     """Return the card's rate on a product of two square matrices of random numbers."""
-    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: a @ b, repeats=20) / 1e12

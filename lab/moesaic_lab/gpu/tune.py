@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +23,22 @@ from moesaic_lab.gpu.shapes import GpuLayer
 from moesaic_lab.gpu.timing import seconds_of
 
 
-def products(of: Inputs) -> dict[str, Callable[[Tile], object]]:
-    """Return the grouped products of a layer as functions of a tile, with operands as the layer has them."""
+def products(of: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
+    """Return the grouped products of a layer as functions of a tile, with operands as the layer has them.
+
+    Args:
+        of: the tensors.
+        is_compiling: nobody runs the products, so nothing is drawn.
+    """
     top_k = of.expert.shape[1]
     x, w1, w3, w2, dy = (each.detach() for each in (of.x, of.w1, of.w3, of.w2, of.dy))
     copy, _, ends = sort(of.expert.view(-1), len(w1))
     token, weight = copy // top_k, of.weight.detach().view(-1)[copy.long()]
-    hidden = torch.randn(len(copy), w1.shape[1], device=x.device, dtype=x.dtype)
-    pre: list[Tensor] = [hidden, torch.randn_like(hidden)]
+    hidden = x.new_empty(len(copy), w1.shape[1])
+    pre: list[Tensor] = [hidden, torch.empty_like(hidden)]
+    if len(of.x) and not is_compiling:
+        hidden.normal_()
+        pre[1].normal_()
     return {
         "up": lambda tile: up(x, [w1, w3], ends, tile, activation="silu", weight=weight, token=token),
         "down": lambda tile: rows_times([hidden], [w2], ends, tile, transposed=True),
@@ -42,7 +50,13 @@ def products(of: Inputs) -> dict[str, Callable[[Tile], object]]:
 
 
 def tune(
-    layer: GpuLayer, of: Inputs, tuned: Tuned, path: Path | None, deadline: float, say: Callable[[str], None]
+    layer: GpuLayer,
+    of: Inputs,
+    tuned: Tuned,
+    path: Path | None,
+    deadline: float,
+    say: Callable[[str], None],
+    only: Sequence[str] = (),
 ) -> Tuned:
     """Search the tiles that a file does not hold yet, and write each finding to the file at once.
 
@@ -53,11 +67,12 @@ def tune(
         path: of the file; None for none.
         deadline: of `time.monotonic`; products that come after it keep their defaults and are not written.
         say: is told what every candidate took.
+        only: the products to search; all of them if there is none.
     """
     run = products(of)
     sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
     for name, shape in shapes(*sizes, gated=True).items():
-        if shape.bucket in tuned.found:
+        if shape.bucket in tuned.found or (only and name not in only):
             continue
         time_tile = partial(_seconds_with, run[name])
         tile, is_done = search(shape, tuned.device, time_tile, deadline=deadline, say=say)

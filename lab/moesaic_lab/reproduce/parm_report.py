@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.plan.algorithm1 import RULES, operations
 from moesaic_lab.reproduce.parm import COLUMNS, SIZES, ParmTimes, Testbed, mean_speedup, shares
-from moesaic_lab.reproduce.parm_choice import RULES, operations
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, Row
 
 ASSUMPTIONS = (
@@ -87,7 +87,7 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
 
 def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> ParmChoices:
     _, world, m, s = key
-    known = operations(bed, bed.grid(world, m, s))
+    known = operations(bed.simulator, bed.grid(world, m, s), bed.top_k)
     right, regret, speedups = 0, 0.0, 0.0
     for each in times:
         picked = RULES[rule](known, each.workload, m, s)

@@ -159,7 +159,7 @@ PRESETS: dict[str, SwinConfig] = {
     "swinv2-moe-s": replace(_SMALL, ffn="moe", norm="pre"),
     "swinv2-b": _BASE,
     "swinv2-moe-b": replace(_BASE, ffn="moe", norm="pre"),
-    "digits": replace(_DIGITS, ffn="moe"),
-    "digits-dense": _DIGITS,
+    "swin-tiny": replace(_DIGITS, ffn="moe"),
+    "swin-tiny-dense": _DIGITS,
 }
 """Models by name: SwinV2-S and -B, those of Tutel's section 5.3 with 32 experts, and one for 8x8 images of digits."""

@@ -6,7 +6,9 @@ A micro-batch is a pure function of (data, seed, index), as for text: resuming n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -52,6 +54,49 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
     images = torch.from_numpy((pixels[order] / 8 - 1).astype(np.float32)).view(-1, 1, 8, 8)
     classes = torch.from_numpy(labels[order].astype(np.int64))
     return Images(images[num_val:], classes[num_val:]), Images(images[:num_val], classes[:num_val])
+
+
+def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.05) -> tuple[Images, Images]:
+    """Return the pictures of a folder that has a folder per class, cut square, for training and validation.
+
+    A picture is scaled so that its shorter side fits, and its middle is taken. A hash of its name says in which part it is.
+
+    Args:
+        root: of the folders, in whose alphabetical order classes are numbered.
+        size: height and width of what is returned.
+        channels: 3 for RGB, 1 for grey.
+        val_share: of the pictures, set aside for validation.
+
+    Raises:
+        InputError: without Pillow, or for folders without enough pictures.
+    """
+    try:
+        image_of = import_module("PIL.Image")
+        fit = import_module("PIL.ImageOps").fit
+    except ImportError as error:
+        raise InputError('pictures need Pillow: pip install "./lab[vision]"') from error
+    parts: dict[bool, list[tuple[Tensor, int]]] = {True: [], False: []}
+    for label, folder in enumerate(sorted(path for path in root.glob("*") if path.is_dir())):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".bmp", ".webp"):
+                continue
+            with image_of.open(path) as opened:
+                square = np.asarray(
+                    fit(opened.convert("RGB" if channels == 3 else "L"), (size, size)), dtype=np.float32
+                )
+            draw = int.from_bytes(sha256(f"{folder.name}/{path.name}".encode()).digest()[:8], "big") / 2**64
+            parts[draw < val_share].append(
+                (torch.from_numpy(square / 127.5 - 1).view(size, size, channels).permute(2, 0, 1), label)
+            )
+    if not parts[True] or not parts[False]:
+        raise InputError(
+            f"images={root}: {len(parts[False])} pictures to train on, {len(parts[True])} to validate with: give a folder with "
+            "a folder of .png or .jpg pictures per class, and more of them"
+        )
+    train, val = (
+        [torch.stack([p for p, _ in parts[k]]), torch.tensor([c for _, c in parts[k]])] for k in (False, True)
+    )
+    return Images(*train), Images(*val)
 
 
 class ImageBatches:

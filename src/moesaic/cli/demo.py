@@ -5,61 +5,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cli.sample import SampleOptions, continuation
+from moesaic.cli.sample import SampleOptions, continuations
+from moesaic.configfile import override
 
 if TYPE_CHECKING:
     from moesaic.train.loop import TrainResult
+
+
+PRESETS = {"gpt": "demo", "bert": "bert-tiny", "seq2seq": "seq2seq-tiny"}
+"""The preset of each kind of language model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     """How the demo runs."""
 
+    model: Literal["gpt", "bert", "seq2seq", "vision"] = "gpt"
+    """gpt continues Python source, bert finds hidden bytes of it, seq2seq translates messages of Django into French, vision
+    recognises digits (which needs the laboratory)."""
     out: str = "runs/demo"
     """Folder of the two runs and the report; an earlier demo there is replaced."""
     steps: int | None = None
     """Optimizer steps of each model; None takes the presets'."""
-    prompt: str = "def read_file(path):\n"
-    """What the sparse model continues in the end."""
+    prompt: str = ""
+    """What the sparse model continues or translates in the end; empty takes an example."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the demo; returns the exit code."""
-    description = "Train a sparse and a dense GPT on Python source, compare them, sample, write the report."
+    description = (
+        "Train a sparse model and a dense one of the same active size, compare them, use the sparse one, report."
+    )
     options = parse(DemoOptions, arguments, prog="moesaic demo", description=description)
+    if options.model == "vision":
+        return _vision(options)
     from moesaic.report.page import write_report
     from moesaic.train.loop import train
-    from moesaic.train.presets import demo, demo_dense
+    from moesaic.train.presets import preset
 
     console = Console()
     results: dict[str, TrainResult] = {}
-    for name, preset in (("moe", demo()), ("dense", demo_dense())):
+    start = preset(PRESETS[options.model])
+    for name, ffn in (("moe", "moe"), ("dense", "dense")):
         config = replace(
-            preset, out=str(Path(options.out) / name), existing="replace", steps=options.steps or preset.steps
-        )
+            start, out=str(Path(options.out) / name), existing="replace", steps=options.steps or start.steps,
+            model=override(start.model, {"ffn": ffn}, source=name),
+        )  # fmt: skip
         results[name] = train(config, console=console)
         if results[name].was_stopped:
             return 0
     console.print(_comparison(results["moe"], results["dense"]))
     folder = results["moe"].folder
-    sample = SampleOptions(run=str(folder), prompt=options.prompt)
-    console.rule("a sample of the sparse model")
-    console.print(sample.prompt + continuation(sample), markup=False, highlight=False)
-    console.rule()
+    if options.model != "bert":
+        prompt = options.prompt or EXAMPLES[options.model]
+        console.rule("a sample of the sparse model")
+        sample = SampleOptions(run=str(folder), prompt=(prompt,))
+        between = "" if options.model == "gpt" else " -> "
+        console.print(prompt + between + continuations(sample)[0], markup=False, highlight=False)
+        console.rule()
     page = write_report([results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html")
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0
 
 
+EXAMPLES = {"gpt": "def read_file(path):\n", "seq2seq": "Enter a valid date."}
+"""What a model continues or translates."""
+
+
+def _vision(options: DemoOptions) -> int:
+    """Train both halves by the laboratory's command; returns the exit code."""
+    from moesaic.cli.main import main
+
+    steps = ("--steps", str(options.steps)) if options.steps else ()
+    codes = [main(["vision", "--ffn", ffn, "--out", str(Path(options.out) / ffn), *steps]) for ffn in ("moe", "dense")]
+    return max(codes)
+
+
 def _comparison(moe: TrainResult, dense: TrainResult) -> Table:
     table = Table(title="same tokens, same active parameters")
-    for column in ("model", "validation nats/byte", "training seconds"):
+    for column in ("model", "validation loss, nats", "training seconds"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, result in (("sparse (MoE)", moe), ("dense", dense)):
         table.add_row(name, f"{result.val_nats_per_byte:.4f}", f"{result.seconds:.0f}")

@@ -33,6 +33,7 @@ COMMANDS = {
 LABORATORY = {
     "bench": "measure ways to run a layer against each other and against the limit of the links",
     "reproduce": "published figures of five papers beside what the simulator says",
+    "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
 """Subcommands of the package moesaic-lab."""
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
-        print(f"moesaic {command}: {error}", file=sys.stderr)
+        print(f"moesaic {command}: {_in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except SystemExit as stop:  # tyro's way out after printing a subcommand's help
         if stop.code:
@@ -91,6 +92,11 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in LABORATORY:
         raise InputError("needs the package moesaic-lab: in a clone of the repository, pip install ./lab")
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
+
+
+def _in_one_line(text: str) -> str:
+    """Return a text in which names with line breaks or control characters show them as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 _EXTRAS = {

@@ -24,6 +24,7 @@ from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
+from moesaic.plan.algorithm1 import RULES, choose
 from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.files import write_planned
@@ -150,7 +151,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.emit is not None:
         print("\n".join(EMITTERS[options.emit](job, result.best)))
         return 0
-    told = [*reasons(result, cluster), *answers(job, cluster, result, options)]
+    told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
     if options.json:
         print(json.dumps({**as_data(result, cluster), "reasons": told}, indent=2))
         return 0
@@ -160,6 +161,17 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
+    """Return what Parm's Algorithm 1 takes on the best layout, where it has a choice."""
+    if best.grid.tp == best.grid.etp == 1:
+        return []
+    layer = job.step_model(simulator.cluster, best.grid.dp).layer
+    taken = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
+    return [
+        f"Parm's Algorithm 1 takes {taken['parm']} there, as printed {taken['parm_printed']} (--plan parm, parm_printed)"
+    ]
 
 
 def _joined(arguments: Sequence[str], flag: str) -> list[str]:

@@ -40,6 +40,9 @@ class ProfileOptions:
     still: bool = False
     """Bind each rank to one core, under the batch policy, as moesaic bench model does; not as training runs."""
 
+    accept: bool = False
+    """Write the profile even if its own check fails."""
+
     def __post_init__(self) -> None:
         if self.repeats < 3:
             raise InputError(f"--repeats {self.repeats}: give at least 3, so that their spread can be told")
@@ -79,6 +82,12 @@ def run(arguments: Sequence[str]) -> int:
         )
     try:
         profile = profile_of(measured)
+        found = failings(profile, layer_errors(profile, measured))
+        if found and not options.accept:
+            raise InputError(
+                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure where nothing "
+                "else runs, with more --repeats, or take it as it is with --accept"
+            )
     except InputError:  # on every rank the same; one of them says it
         if started.is_first:
             raise
@@ -89,6 +98,24 @@ def run(arguments: Sequence[str]) -> int:
         console.print(f"wrote {options.out}")
     started.leave()
     return 0
+
+
+def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
+    """Return in which of its own checks a profile fails, in words: medians of `LIMITS` and more."""
+    ordered = sorted(layers)
+    medians = {
+        "processor time of plans": profile.errors.host_median,
+        "whole layers": ordered[len(ordered) // 2] if ordered else 0.0,
+    }
+    return [
+        f"{name} {medians[name]:.0%} off, at most {limit:.0%}"
+        for name, limit in LIMITS.items()
+        if medians[name] > limit
+    ]
+
+
+LIMITS = {"processor time of plans": 0.25, "whole layers": 0.5}
+"""Median errors on what was held out, from which on a profile predicts nothing."""
 
 
 def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:

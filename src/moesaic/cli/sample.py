@@ -55,13 +55,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def continuations(options: SampleOptions) -> list[str]:
-    """Return the text that continues each prompt.
+    """Return the text that continues each prompt; of an encoder-decoder, its likeliest translation.
 
     Raises:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
     from moesaic.configfile import override, read_table
-    from moesaic.models.gpt import GPT, generate
+    from moesaic.models.gpt import generate
+    from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
     from moesaic.train.checkpoint import load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
     from moesaic.train.machine import pick_device
@@ -76,14 +77,17 @@ def continuations(options: SampleOptions) -> list[str]:
         raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
     tokenizer = saved_tokenizer(config.data, folder / "tokenizer.json")
     assert tokenizer is not None, "the run's folder has it"
-    if config.model.block.kind != "decoder":
-        raise InputError(f"{folder}: an {config.model.block.kind} continues no prompt: name a run of a decoder")
-    model = GPT(config.model, saved.vocab_size)
+    if config.model.block.kind == "encoder":
+        raise InputError(f"{folder}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder")
+    model = make_language_model(config.model, saved.vocab_size)
     load_into(model, saved, config.model, saved.vocab_size)
     model.to(pick_device(options.device)).eval()
+    prompts = [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt]
+    if isinstance(model, EncoderDecoder):
+        return list(map(tokenizer.decode, translate(model, prompts)))
     ids = generate(
         model,
-        [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt],
+        prompts,
         num_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -357,6 +357,16 @@ def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
     return runs[0] if len(runs) > 1 and len(set(runs)) == 1 else None
 
 
+def ranks_of_a_node(asked: int | None = None) -> int:
+    """Return how many consecutive ranks share a node: as asked, else as the launcher says, else all of them.
+
+    Raises:
+        InputError: if what the launcher says does not divide the ranks.
+    """
+    said = _ranks_of_launcher() if asked is None else asked
+    return _fitting(said, _world(), asked is None) or _world()
+
+
 def _ranks_of_launcher() -> str | None:
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 

@@ -6,6 +6,9 @@ programs do: the task list is one order over all groups. Two lanes need two comm
 not run on two streams at a time; ranks must issue the lanes in one order between them as well, or the two may wait for each
 other's share of a device. `run_ranks(..., in_order=True)` of the loopback runs under these rules.
 
+Streams and communicators have high priority: NCCL's kernels would otherwise queue behind thousands of blocks of a product that
+runs, and nothing would overlap.
+
 No call here makes the host wait for the device, unless TORCH_NCCL_BLOCKING_WAIT is set.
 """
 
@@ -18,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
+
+HIGH = -1
+"""The priority of streams whose kernels go before those of others."""
 
 
 class Nccl(AbstractTransport):
@@ -33,7 +39,7 @@ class Nccl(AbstractTransport):
         some = next(iter(groups.values()))
         super().__init__(some.rank(), some.size(), device)
         self._groups = dict(groups)
-        self._streams = {lane: torch.cuda.Stream(device) for lane in groups}
+        self._streams = {lane: torch.cuda.Stream(device, priority=HIGH) for lane in groups}
 
     @classmethod
     def create(cls, device: torch.device, ranks: Sequence[int] | None = None) -> Nccl:
@@ -46,7 +52,8 @@ class Nccl(AbstractTransport):
         groups: dict[Lane, dist.ProcessGroup] = {}
         for lane in get_args(Lane):
             some = None if ranks is None else list(ranks)
-            group = dist.new_group(some, backend="nccl", use_local_synchronization=some is not None)
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            group = dist.new_group(some, backend="nccl", pg_options=options, use_local_synchronization=some is not None)
             assert isinstance(group, dist.ProcessGroup)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[lane] = group

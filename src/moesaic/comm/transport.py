@@ -63,6 +63,10 @@ class AbstractTransport(ABC):
         self.world = world
         self.device = device or torch.device("cpu")
         self._next_tag = 0
+        self.compute = 0.0
+        """Seconds that programs worked between their messages, where the host does the work."""
+        self.waited = [0.0] * world
+        """Seconds that they waited for each rank's messages, where the host waits."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> AbstractTransport:
         """Return this transport: connections are shared by what copies whoever uses them."""
@@ -86,6 +90,16 @@ class AbstractTransport(ABC):
     @abstractmethod
     def wait(self, handle: Handle) -> None:
         """Return when the receive buffers are filled and the send buffers may be reused."""
+
+    def note_wait(self, transfer: Transfer, seconds: float) -> None:
+        """Count how long a transfer was waited for, for each of those whose messages came in it.
+
+        Args:
+            transfer: that has ended.
+            seconds: of the wait.
+        """
+        for peer in transfer.receives:
+            self.waited[peer] += seconds / len(transfer.receives)
 
     @property
     def next_tag(self) -> int:

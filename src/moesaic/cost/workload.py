@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -124,8 +125,10 @@ def read_counts(path: Path) -> np.ndarray:
         table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
     except OSError as error:
         raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise InputError(f"counts {path}: does not parse ({error})") from error
+    except (ValueError, EOFError, TokenError, MemoryError, OverflowError) as error:
+        raise InputError(f"counts {path}: does not parse ({' '.join(str(error).split())})") from error
+    if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
+        raise InputError(f"counts {path}: must be an array of numbers")
     if table.ndim != 2 or not np.isfinite(table).all() or (table < 0).any() or (table != np.floor(table)).any():
         raise InputError(
             f"counts {path}: must be a table of whole numbers of at least 0: a row per group, a column per expert"

@@ -60,7 +60,8 @@ class Attention(nn.Module):
         else:
             self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
         self.out = RowLinear(num_heads * width, dim, block.bias)
-        self.q_norm, self.k_norm = (Norm(width), Norm(width)) if block.qk_norm else (None, None)
+        self.q_norm = Norm(width) if block.qk_norm else None
+        self.k_norm = Norm(width) if block.qk_norm else None
         self.rotates = block.positions == "rotary" and not cross
         base, self.scaling = block.rope
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -51,8 +51,8 @@ class Dense(nn.Module):
 
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
         super().__init__()
-        make = partial(EXPERTS[kind], bias=True) if bias else EXPERTS[kind]
-        self.expert: AbstractExperts = make(dim, hidden, 1)
+        make: Callable[..., AbstractExperts] = EXPERTS[kind]
+        self.expert = make(dim, hidden, 1, bias=bias)
 
     def init_normal(self, std: float, out_std: float) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
@@ -67,7 +67,7 @@ class Dense(nn.Module):
         # Split over ranks: each computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
-            parts["b2"] = part_of_sum(parameters["b2"], parameters["w2"])
+            parts["b2"] = part_of_sum(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
 
@@ -149,7 +149,7 @@ class LearnedPositions(nn.Embedding):
     def __init__(self, seq_len: int, dim: int) -> None:
         super().__init__(seq_len, dim)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
         return x + self.weight[start : start + x.shape[1]]
 
 
@@ -222,9 +222,7 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Return what enters the blocks, (batch, positions, dim); the first position is `start`."""
-        x = self.embedding(tokens)
-        x = self.embedding_norm(x if self.positions is None else self.positions(x, start))
-        return F.dropout(x, self.config.block.dropout, self.training) if self.config.block.dropout else x
+        return embed(self, tokens, start)
 
     def unembed(self, x: Tensor) -> Tensor:
         """Return the logits, (batch, positions, vocab_size)."""
@@ -272,8 +270,7 @@ class GPT(nn.Module):
             logits: (batch, positions, vocab_size).
             targets: (batch, positions) int64.
         """
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+        return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -297,7 +294,26 @@ class GPT(nn.Module):
         Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
         12 * num_layers * dim * length / 2 for causal attention.
         """
-        return 6.0 * self.num_active_parameters() + 6.0 * self.config.num_layers * self.config.dim * length
+        return flops_per_token(self.config, self.num_active_parameters(), length)
+
+
+def embed(model: Any, tokens: Tensor, start: int = 0) -> Tensor:
+    """Return what enters the blocks of a GPT, or of a part of one that begins it; see `GPT.embed`."""
+    x = model.embedding(tokens)
+    x = model.embedding_norm(x if model.positions is None else model.positions(x, start))
+    dropout = model.config.block.dropout
+    return F.dropout(x, dropout, model.training) if dropout else x
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy; see `GPT.loss`."""
+    precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise, targets.flatten(), ignore_index=-1)
+
+
+def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
+    """Return the operations of one token through a model of so many active parameters; see `GPT.flops_per_token`."""
+    return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:

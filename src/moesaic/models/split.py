@@ -55,7 +55,7 @@ class RowLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else part_of_sum(self.bias, self.weight)
+        bias = None if self.bias is None else part_of_sum(self.bias)
         return F.linear(input, local_part(self.weight), bias)
 
 
@@ -89,17 +89,17 @@ class LayerNorm(nn.LayerNorm):
         """As of `Norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.different_over is not None:
-            weight, bias = (use_differently(each, self.different_over) for each in (weight, bias))
+        if self.different_over is None:
+            return super().forward(input)
+        weight, bias = (use_differently(each, self.different_over) for each in (self.weight, self.bias))
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def part_of_sum(bias: Tensor, weight: Tensor) -> Tensor:
-    """Return what a rank adds of a bias that all have, where outputs are summed over the ranks that split the weight."""
+def part_of_sum(bias: Tensor) -> Tensor:
+    """Return what a rank adds of a bias: its share, where the ranks that split the weight sum their outputs."""
     if not isinstance(bias, DTensor):  # beside a whole weight
         return bias
-    return bias.to_local(grad_placements=[Partial()]) / weight.device_mesh.size()
+    return bias.to_local(grad_placements=[Partial()]) / bias.device_mesh.size()
 
 
 def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -86,7 +86,10 @@ def from_megatron(flags: str) -> OthersLayout:
         InputError: if no flag is known, one lacks its number, or a number is none.
     """
     found: dict[str, Any] = {}
-    words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+    try:
+        words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+    except ValueError as error:
+        raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
     for place, word in enumerate(words):
         field, make = (
             MEGATRON.get(word.lstrip("-").replace("_", "-"), ("", None)) if word.startswith("--") else ("", None)

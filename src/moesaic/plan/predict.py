@@ -24,7 +24,7 @@ from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, compile_plan
-from moesaic.plan.findings import LOSSLESS, Settings
+from moesaic.plan.findings import LOSSLESS, Found, Settings
 from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
@@ -91,19 +91,8 @@ class Predictor:
         Raises:
             InputError: if the cluster is not one of such nodes, or the search finds nothing.
         """
-        per_node = grid.ranks_per_node or grid.world
-        nodes = grid.world // per_node
-        if cluster:
-            source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
-        else:
-            measured = read_profile(Path(profile), any_machine=True)
-            source, simulator = f"planner.profile={profile}", profiled_simulator(measured, nodes=nodes)
+        simulator = _known_simulator(cluster, profile, grid.world, grid.ranks_per_node or grid.world)
         spec = simulator.cluster
-        if spec.devices_per_node != per_node:
-            raise InputError(
-                f"{source} has nodes of {spec.devices_per_node} devices, this run {per_node} ranks on a node: choose a "
-                "cluster of such nodes, or set mesh.ranks_per_node"
-            )
         job = job_of(config, "planner")
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
         space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
@@ -151,6 +140,45 @@ class Predictor:
                 there, back = simulate_even(self._simulator, compiled, layer)
             found.append(around.estimate(there, back).seconds)
         return found
+
+
+def find_layout(
+    config: dict[str, Any], world: int, per_node: int, *, cluster: str, profile: str, on_cpu: bool
+) -> Found:
+    """Search the mesh and the plan of a run for the ranks that there are; the same on every machine.
+
+    Args:
+        config: of the run, as a table; its mesh and plan do not count.
+        world: ranks.
+        per_node: of a node.
+        cluster, profile: as for `Predictor.of`; both empty: usual links are assumed, and memory enough.
+        on_cpu: the ranks compute on CPUs.
+
+    Raises:
+        InputError: if no mesh of so many ranks holds the model and its batch, or the cluster is not one of such nodes.
+    """
+    if cluster or profile:
+        simulator = _known_simulator(cluster, profile, world, per_node)
+    else:
+        grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
+        simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
+    return search(job_of(config, "planner"), simulator.cluster, Settings(keep=1), simulator=simulator).best
+
+
+def _known_simulator(cluster: str, profile: str, world: int, per_node: int) -> Simulator:
+    """Return a simulator of a described or measured cluster, whose nodes must be like those of the ranks."""
+    nodes = world // per_node
+    if cluster:
+        source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
+    else:
+        measured = read_profile(Path(profile), any_machine=True)
+        source, simulator = f"planner.profile={profile}", profiled_simulator(measured, nodes=nodes)
+    if simulator.cluster.devices_per_node != per_node:
+        raise InputError(
+            f"{source} has nodes of {simulator.cluster.devices_per_node} devices, this run {per_node} ranks on a node: choose "
+            "a cluster of such nodes, or set mesh.ranks_per_node"
+        )
+    return simulator
 
 
 def _pins(grid: Grid) -> Pins:

@@ -15,7 +15,7 @@ from moesaic.report import balance, charts, layers
 from moesaic.report.balance import plans_section
 from moesaic.report.layers import load_heatmap
 from moesaic.report.style import INK, figure, layer_colours, line, run_colour
-from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers, read_runs
+from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers, read_runs, telling_damage
 from moesaic.report.template import Drawn, Picture, PictureGrid, Section, page_text, write_text
 from moesaic.report.words import NONE, cards, in_words
 from moesaic.traces.load import LayerLoad
@@ -40,9 +40,11 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
     """Write the page about runs that have been read; returns its path.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: if the file cannot be written, or a run holds what no run writes.
     """
-    return write_text(Page(runs).text(), out or runs[0].folder / "report.html")
+    with telling_damage(runs[0].folder):
+        text = Page(runs).text()
+    return write_text(text, out or runs[0].folder / "report.html")
 
 
 class Page:

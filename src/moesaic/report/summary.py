@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from moesaic.errors import InputError
+from moesaic.report.stragglers import stragglers
 from moesaic.train.metrics import read_metrics
 
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
@@ -97,6 +99,8 @@ class RunSummary:
     """Losses that balance the experts, before their coefficients, mean over the layers."""
     layers: tuple[LayerSeries, ...]
     """The MoE layers; none for a dense run."""
+    stragglers: tuple[str, ...]
+    """A phrase for each rank and each link that holds the run up."""
 
     @property
     def best_val(self) -> float | None:
@@ -189,6 +193,29 @@ def summarise(folder: Path, name: str) -> RunSummary:
     lines = read_metrics(folder)
     if not lines:
         raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
+    with telling_damage(folder):
+        return _summary(folder, name, config, lines)
+
+
+@contextmanager
+def telling_damage(folder: Path) -> Iterator[None]:
+    """A stretch that works on what a run's files hold, which may be any JSON whose lines have a kind and a step.
+
+    Raises:
+        InputError: if a value is not of the kind that a run writes.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{folder}: metrics.jsonl or config.json holds a value that no run writes ({' '.join(str(error).split()):.100}): "
+            "take them from a backup, or leave this run out"
+        ) from error
+
+
+def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]) -> RunSummary:
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
     return RunSummary(
@@ -207,6 +234,7 @@ def summarise(folder: Path, name: str) -> RunSummary:
         val_seconds=_series(evals, "seconds"),
         auxiliary=_auxiliary(train),
         layers=_layers(train),
+        stragglers=tuple(stragglers(train)),
     )
 
 
@@ -215,7 +243,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path.parent}: no run there (config.json is missing): name the folder of a run") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: does not parse ({error})") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: must hold a table of fields, holds a {type(config).__name__}")

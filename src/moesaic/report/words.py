@@ -21,8 +21,9 @@ class Card:
 
 
 def in_words(runs: Sequence[RunSummary]) -> list[str]:
-    """Return sentences: how good each run is, the best first; then how fast each is; then how balanced each is."""
-    return [_quality(runs), _speed(runs), *[_balance(run) for run in runs if run.layers]]
+    """Return sentences: how good each run is, the best first; how fast; how balanced; which ranks and links hold it up."""
+    held_up = [f"{run.name}: {each}." for run in runs for each in run.stragglers]
+    return [_quality(runs), _speed(runs), *[_balance(run) for run in runs if run.layers], *held_up]
 
 
 def cards(runs: Sequence[RunSummary]) -> list[Card]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.kernels.pick import waits
 from moesaic.program.grid import Grid
+from moesaic.routing.capacity import count
 
 
 @dataclass(frozen=True)
@@ -18,31 +21,67 @@ class NodeTokens:
 
     counts: Tensor
     """(sum of `Grid.cast_levels`, chunks) int64: visits of each node, then stops at each place of ep."""
-    node_token_index: Tensor | None
-    """(visits, 1) int32: each visit's token, by node, then chunk, then token; None where there are stops only."""
-    rank_token_index: Tensor
-    """(stops, 1) int32, by place of ep, then chunk, then token: each stop's visit, counted within its node and chunk;
-    where there are stops only, its token."""
     copy_index: Tensor
     """(copies, 1) int32: each copy's stop, counted within its place of ep and chunk."""
+    stops: Tensor
+    """(ep, chunks, tokens) bool: which tokens stop where."""
+    visits: Tensor | None
+    """(nodes, chunks, tokens) bool: which tokens visit which nodes; None where there are stops only."""
     of_all: np.ndarray | None = None
     """(world, sum of `Grid.cast_levels`, chunks) int64: every rank's counts, once they are known."""
+    rank: int = 0
+    """Whose these are among all."""
+
+    def told(self, of_all: np.ndarray, rank: int) -> NodeTokens:
+        """Return the same with every rank's counts, and which of them are its own; a GPU's host then waits no more."""
+        return replace(self, of_all=of_all, rank=rank)
+
+    @cached_property
+    def node_token_index(self) -> Tensor | None:
+        """(visits, 1) int32: each visit's token, by node, then chunk, then token; None where there are stops only."""
+        if self.visits is None:
+            return None
+        return (self._visits_at % max(self.visits.shape[2], 1)).int().unsqueeze(1)
+
+    @cached_property
+    def rank_token_index(self) -> Tensor:
+        """(stops, 1) int32, by place of ep, then chunk, then token: each stop's visit, counted within its node and chunk;
+        where there are stops only, its token."""
+        num_places, chunks, tokens = self.stops.shape
+        at = places_of(self.stops.flatten(), self._num_stops)
+        if self.visits is None:
+            return (at % tokens).int().unsqueeze(1)
+        of_place, per_node = chunks * tokens, num_places // len(self.visits)
+        visit = at // (per_node * of_place) * of_place + at % of_place
+        return _number(self.visits).flatten().index_select(0, visit).int().unsqueeze(1)
 
     @property
     def indices(self) -> Mapping[str, Tensor]:
         """The INDEX inputs of a program with multicast, by name."""
-        by_node_token = {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
-        return {**by_node_token, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
+        by_node = {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
+        return {**by_node, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
+
+    @property
+    def _visits_at(self) -> Tensor:
+        assert self.visits is not None
+        told = self.of_all
+        return places_of(
+            self.visits.flatten(), None if told is None else int(told[self.rank, : len(self.visits)].sum())
+        )
+
+    @property
+    def _num_stops(self) -> int | None:
+        return None if self.of_all is None else int(self.of_all[self.rank, -len(self.stops) :].sum())
 
 
 def find_node_tokens(
     token: Tensor, expert: Tensor, num_experts: int, num_tokens: int, num_chunks: int, grid: Grid
 ) -> NodeTokens:
-    """Find a rank's visits and stops. Their numbers depend on the data: host syncs.
+    """Find a rank's visits and stops, without a wait for a device.
 
     Args:
         token: (copies,) int64, expert after expert, as the copies travel.
-        expert: (copies,) int64, ascending.
+        expert: (copies,) int64, ascending; `num_experts` for copies that are not sent, which come last.
         num_experts: how many experts the layer has.
         num_tokens: how many tokens `token` counts.
         num_chunks: into how many chunks the program was cut.
@@ -52,44 +91,40 @@ def find_node_tokens(
     cell = expert // (num_experts // grid.ep) * num_chunks
     if num_chunks > 1:
         cell = cell + _chunk_of(expert, num_experts, num_chunks)
-    rank_tokens, num_rank_tokens, copy_index = _distinct(cell * tokens + token, grid.ep * num_chunks, tokens)
+    last = grid.ep * num_chunks * tokens
+    place = (cell * tokens + token).clamp_max(last)  # one more, which is cut off, takes what is not sent
+    stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(0, place, True)[:last]
+    stops = stops.view(grid.ep, num_chunks, tokens)
+    copy_index = _number(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
+    counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
-        counts = num_rank_tokens.view(-1, num_chunks)
-        return NodeTokens(counts, None, (rank_tokens % tokens).int().unsqueeze(1), copy_index.int().unsqueeze(1))
-    of_place = num_chunks * tokens
-    node_token_of_rank_token = rank_tokens // (grid.ep // nodes * of_place) * of_place + rank_tokens % of_place
-    node_tokens, num_node_tokens, rank_token_index = _distinct(node_token_of_rank_token, nodes * num_chunks, tokens)
-    counts = torch.cat([num_node_tokens, num_rank_tokens]).view(-1, num_chunks)
-    node_token_index, rank_token_index, copy_index = (
-        index.int().unsqueeze(1) for index in (node_tokens % tokens, rank_token_index, copy_index)
-    )
-    return NodeTokens(counts, node_token_index, rank_token_index, copy_index)
+        return NodeTokens(counts, copy_index, stops, None)
+    visits = stops.view(nodes, grid.ep // nodes, num_chunks, tokens).any(1)
+    return NodeTokens(torch.cat([visits.sum(2), counts]), copy_index, stops, visits)
 
 
-def _distinct(place: Tensor, num_cells: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the distinct places of a table of cells by tokens, marking them in it: nothing is sorted.
+def places_of(is_there: Tensor, number: int | None) -> Tensor:
+    """Return where a mask is True, (number,) int64, ascending.
 
     Args:
-        place: (n,) int64, cell * tokens + token.
-        num_cells: how many cells the table has.
-        tokens: how many columns the table has.
-
-    Returns:
-        (m,) the distinct places, ascending; (num_cells,) how many of them each cell has; (n,) for each of `place` which one of
-        its cell it is.
+        is_there: (n,) bool.
+        number: how often it is; None to count, for which the host waits for a GPU.
     """
-    table = torch.zeros(num_cells * tokens, dtype=torch.bool, device=place.device)
-    table[place] = True
-    found = table.nonzero().squeeze(1)
-    starts = torch.searchsorted(found, torch.arange(num_cells + 1, device=place.device) * tokens)
-    number = torch.empty(len(table), dtype=torch.int64, device=place.device)
-    number[found] = torch.arange(len(found), device=place.device) - starts[found // tokens]
-    return found, starts.diff(), number[place]
+    if number is None or not waits(is_there.device):
+        return is_there.nonzero().squeeze(1)
+    at = torch.where(is_there, is_there.cumsum(0) - 1, number)
+    place = torch.arange(len(is_there), device=at.device)
+    return at.new_empty(number + 1).scatter_(0, at, place)[:number]
+
+
+def _number(table: Tensor) -> Tensor:
+    """Return for each True how many come before it in its line: (..., tokens) bool -> (..., tokens) int64."""
+    return table.cumsum(-1) - 1
 
 
 def _chunk_of(expert: Tensor, num_experts: int, num_chunks: int) -> Tensor:
     """Return the chunk of each copy, (copies,): each expert's run is cut into contiguous parts."""
-    counts_E = torch.bincount(expert, minlength=num_experts)
+    counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(expert), device=expert.device) - start_E[expert]
     cuts_EC = counts_E.unsqueeze(1) * torch.arange(1, num_chunks + 1, device=expert.device) // num_chunks

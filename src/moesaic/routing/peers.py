@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ from moesaic.comm.collectives import all_gather
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.kernels.memory import uploaded
+from moesaic.kernels.pick import waits
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
@@ -250,37 +251,48 @@ class Peers:
         self.length = 2 + len(self.digest)
         self.skips_digests = False
 
-    def also(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
+    def also(
+        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
+    ) -> Tensor:
         """Return what else this rank tells in the exchange of counts: its counts of node tokens, then what `tell` returns.
 
         Whatever the plan, the message has room for both: ranks that brought different plans must be able to tell so.
 
         Args:
-            choice: the copies of this rank's tokens; None if the capacity may drop some.
+            choice: the copies of this rank's tokens.
             alive_N: (N,) bool, which of them are sent; None for all.
             num_tokens: how many tokens this rank routes.
+            num_experts: how many experts the layer has.
+            may_drop: the capacity may drop some copies, so that nobody knows yet which are sent.
 
         Returns:
             (m,) float64; m is the same in every call on every rank.
         """
-        node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens)
+        node_tokens = torch.zeros(self._room, dtype=torch.float64, device=choice.expert.device)
+        if self._find is not None and not may_drop:
+            node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
         told = np.array(self._tell(), dtype=np.float64)
         numbers = uploaded(told, node_tokens.device) if told.any() else node_tokens.new_zeros(len(told))
         return torch.cat([node_tokens, numbers])
 
-    def _counts_of_node_tokens(self, choice: Choice | None, alive_N: Tensor | None, num_tokens: int) -> Tensor:
-        if self._find is not None and choice is not None:
-            token, expert = choice.token, self._slots_of(choice.expert)
-            if alive_N is not None:
-                token, expert = token[alive_N], expert[alive_N]
-            order = stable_order(expert)
-            self._sorted = (expert, order)
-            node_tokens = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
-            empty = self._room - node_tokens.counts.numel()
-            if empty >= 0:
-                self._found = (choice, node_tokens)
-                return F.pad(node_tokens.counts.flatten().double(), (0, empty))
-        return torch.zeros(self._room, dtype=torch.float64)
+    def _counts_of_node_tokens(
+        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, room: Tensor
+    ) -> Tensor:
+        """Return the counts of this rank's node tokens, as long as `room`; room itself where they do not fit."""
+        assert self._find is not None
+        token, expert = choice.token, self._slots_of(choice.expert)
+        if alive_N is not None and waits(expert.device):
+            expert = expert.masked_fill(~alive_N, num_experts)
+        elif alive_N is not None:
+            token, expert = token[alive_N], expert[alive_N]
+        order = stable_order(expert)
+        self._sorted = (expert, order)
+        node_tokens = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
+        empty = len(room) - node_tokens.counts.numel()
+        if empty < 0:
+            return room
+        self._found = (choice, node_tokens)
+        return F.pad(node_tokens.counts.flatten().double(), (0, empty))
 
     def digest_on(self, device: torch.device) -> Tensor:
         """Return `digest` on a device; it goes there once."""
@@ -307,7 +319,7 @@ class Peers:
             return None
         mine = found[1]
         of_all = gathered.more_on_host[:, : mine.counts.numel()].astype(np.int64)
-        return replace(mine, of_all=of_all.reshape(-1, *mine.counts.shape))
+        return mine.told(of_all.reshape(-1, *mine.counts.shape), self.place)
 
     def gather(self, message: Tensor) -> Tensor:
         """Return every rank's message, (P, n) float64, from this rank's, (n,) float64; the same on all ranks.

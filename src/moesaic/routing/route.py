@@ -189,8 +189,7 @@ def _decide(
         choices = top_k if capacity.spans_mesh else 1
         cell = choice.slot * num_experts + choice.expert if choices > 1 else choice.expert
         counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
-        told = choice if capacity.never_drops else None
-        more = peers.also(told, alive_N, num_tokens)
+        more = peers.also(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
         gathered = Gathered.exchange(
             peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, more
         )

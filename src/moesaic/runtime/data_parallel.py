@@ -26,6 +26,9 @@ from moesaic.experts import AbstractExperts
 from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
+BUCKET_BYTES = 32 * 2**20
+"""Gradients that travel together, at most, unless one alone has more: a message for each would cost its latency."""
+
 
 def expert_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of all experts that are spread over a mesh; a shared expert is a dense layer and not among them."""
@@ -45,16 +48,30 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
         mesh: the ranks.
     """
     of_experts = {id(parameter) for parameter in expert_parameters(module)}
+    buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        axis: Axis = "edp" if id(parameter) in of_experts else "dp"
-        group = mesh.grid.group(mesh.rank, (axis,))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         local: Tensor = gradient.to_local() if is_dtensor(gradient) else gradient
-        local.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)
+        axis: Axis = "edp" if id(parameter) in of_experts else "dp"
+        held = buckets.setdefault((axis, local.dtype), [])
+        if held and sum(each.nbytes for each in held) + local.nbytes > BUCKET_BYTES:
+            _average(buckets.pop((axis, local.dtype)), axis, mesh)
+            held = buckets.setdefault((axis, local.dtype), [])
+        held.append(local)
+    for (axis, _), held in buckets.items():
+        _average(held, axis, mesh)
+
+
+def _average(gradients: list[Tensor], axis: Axis, mesh: Mesh) -> None:
+    """Sum gradients of one dtype over an axis, all in one message to each rank, and divide them by dp, in place."""
+    joined = gradients[0].flatten() if len(gradients) == 1 else torch.cat([each.flatten() for each in gradients])
+    summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), joined) / mesh.grid.dp
+    for gradient, found in zip(gradients, summed.split([each.numel() for each in gradients])):
+        gradient.copy_(found.view_as(gradient))
 
 
 Group = dist.ProcessGroup | Literal["auto"] | None

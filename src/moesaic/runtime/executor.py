@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -232,12 +233,20 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
     """Run one rank to its end on a transport that blocks, as each process of a real world does."""
     answer: Handle | None = None
     while True:
+        started = perf_counter()
         try:
             request = steps.send(answer)
         except StopIteration as end:
+            transport.compute += perf_counter() - started
             result: Environment = end.value
             return result
-        answer = transport.issue(request) if isinstance(request, Transfer) else transport.wait(request)
+        now = perf_counter()
+        transport.compute += now - started
+        if isinstance(request, Transfer):
+            answer = transport.issue(request)
+        else:
+            answer = transport.wait(request)
+            transport.note_wait(request.transfer, perf_counter() - now)
         del request  # its messages need not live until the next one
 
 

@@ -29,7 +29,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity, count
 from moesaic.routing.losses import AbstractLoss
-from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
+from moesaic.routing.node_tokens import NodeTokens, find_node_tokens, places_of
 from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
@@ -377,9 +377,9 @@ class ExpertParallel:
         if padded_rows is not None:
             gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
         elif self.compiled.is_multicast:
-            told = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
-            node_tokens = told or self._node_tokens(token, expert, routing.num_tokens)
-        indices = {"index": token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
+            node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
+            if node_tokens is not None and len(node_tokens.copy_index) != len(order):
+                node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
         self.peers.skips_digests = padded_rows is not None
@@ -388,6 +388,8 @@ class ExpertParallel:
         else:
             even = (self.num_experts, routing.num_tokens, padded_rows)
             copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
+        if node_tokens is None and self.compiled.is_multicast:
+            node_tokens = self._node_tokens(token, expert, routing.num_tokens, int(copies[self.rank].sum()))
         copies = copies if self._order is None else self._order.columns(copies)
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
 
@@ -397,8 +399,9 @@ class ExpertParallel:
             chosen = self.calls.choose(routed.record, copies, units)
             compiled, replicated, run_slices = chosen
             key = None if padded_rows is None else (padded_rows, routing.num_tokens, units)
+            of_call = None if node_tokens is None or run_slices else self._told(node_tokens)
             sizes, made = self._padded.get(key) or (
-                self._sizes(compiled, replicated, copies, tokens, None if run_slices else node_tokens, units),
+                self._sizes(compiled, replicated, copies, tokens, of_call, units),
                 Indices(),
             )
             if key is not None:
@@ -406,6 +409,7 @@ class ExpertParallel:
             call = Call(
                 self.rank, sizes, experts, 0, self._weight_first, key is not None, codecs=self.codecs, indices=made
             )
+            indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
             work = LayerRun(compiled, self.transport, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if run_slices is not None:
@@ -508,16 +512,18 @@ class ExpertParallel:
         node_tokens: NodeTokens | None,
         units: int,
     ) -> CallSizes:
-        table = None
-        if node_tokens is not None and node_tokens.of_all is None:
-            told = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
-            table = torch.stack(told).cpu().numpy()
-        elif node_tokens is not None:
-            table = node_tokens.of_all
         chunks, shapes = compiled.plan.chunks, compiled.shapes(self.num_experts)
+        table = None if node_tokens is None else node_tokens.of_all
         return CallSizes(
             compiled.grid, copies, tokens, chunks, node_tokens=table, units=units, replicated=replicated, shapes=shapes
         )
+
+    def _told(self, node_tokens: NodeTokens) -> NodeTokens:
+        """Return node tokens with every rank's counts, which all ranks tell each other now unless they did before."""
+        if node_tokens.of_all is not None:
+            return node_tokens
+        told = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
+        return node_tokens.told(torch.stack(told).cpu().numpy(), self.rank)
 
     def _uncut(
         self, work: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
@@ -532,15 +538,16 @@ class ExpertParallel:
 
         return UncutCall(work, (self.rank,) if alone else self._tensor_group, *routing, find, bind)
 
-    def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
-        """Find the visits of the copies that this rank sends."""
+    def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
+        """Find the visits of the copies that this rank sends, which are `num_copies`."""
         if not self._slices and self.grid.tp > 1:
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]
             mine = share_of_each(counts_E, self._place, self.grid.tp)
             own = (place >= mine[0][expert]) & (place < mine[1][expert])
-            token, expert = token[own], expert[own]
+            at = places_of(own, num_copies)
+            token, expert = token[at], expert[at]
         return _find(self.num_experts, self.compiled, token, expert, num_tokens)
 
 

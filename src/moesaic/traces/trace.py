@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
@@ -360,8 +361,8 @@ def read_header(path: Path) -> Header:
     arrays = _read(path, ("header", "steps"))
     try:
         header = json.loads(str(arrays["header"]))
-        known = isinstance(header, dict) and header["format"] == FORMAT
-    except (ValueError, KeyError):
+        known = isinstance(header, dict) and header.get("format") == FORMAT and type(header.get("version")) is int
+    except (ValueError, RecursionError):
         known = False
     if not known:
         raise InputError(f"trace {path}: is no routing trace: make one with moesaic train --record-routing counts")
@@ -372,10 +373,17 @@ def read_header(path: Path) -> Header:
     try:
         shape = TraceShape(**header["shape"])
         found = Header(path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"trace {path}: its header is damaged ({error}): record it again") from error
     steps = found.steps
-    if found.holds not in TABLES or steps.ndim != 1 or not len(steps) or (np.diff(steps) <= 0).any():
+    if (
+        not isinstance(found.holds, str)
+        or found.holds not in TABLES
+        or steps.dtype.kind not in "iu"
+        or steps.ndim != 1
+        or not len(steps)
+        or (np.diff(steps) <= 0).any()
+    ):
         raise InputError(
             f"trace {path}: its header is damaged (holds {found.holds}, steps not ascending): record it again"
         )
@@ -403,12 +411,26 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Read arrays of a file."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in names}
+            found = {name: file[name] for name in names}
+            if not all(
+                isinstance(array, np.ndarray) for array in found.values()
+            ):  # a member that is no array comes as bytes
+                raise TypeError("a member is no array")
+            return found
     except FileNotFoundError as error:
         raise InputError(
             f"trace {path}: no such file: name a trace, or the folder of a run that recorded one"
         ) from error
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        MemoryError,
+        TokenError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise InputError(
             f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
         ) from error

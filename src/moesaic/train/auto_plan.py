@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from moesaic.balance.rates import simulator_of
+from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.algorithm1 import choose
 from moesaic.plan.files import MESH, read_planned
+from moesaic.plan.layouts import name_of
+from moesaic.plan.model import job_of
 from moesaic.plan.plan import Crossing, plan_in_words
-from moesaic.plan.predict import Predictor
+from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.train.balance import DecisionMeter
@@ -37,15 +44,53 @@ TABLE = TableSettings()
 """How a run's table learns."""
 
 
-def with_planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with mesh and plan of the file that `planner.plan` names, if it names one.
+def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> TrainConfig:
+    """Return the configuration with the mesh and the plan that `planner.plan` asks for: of a file, of a search, or of a rule.
+
+    A search is made for `search`, and for `auto` where the configured mesh does not fit the ranks that there are. One rank that
+    is left of several trains without a mesh.
+
+    Args:
+        config: of the run.
+        say: is given a line about what was found.
 
     Raises:
-        InputError: for a file that holds none, or fields of `mesh` and `plan` that say something else.
+        InputError: for a file that holds none, for fields of `mesh` and `plan` that say something else, where no mesh fits the
+            ranks, and for a cluster that they do not fit.
     """
-    if not config.planner.file:
+    if config.planner.rule:
+        return _by_rule(config)
+    if config.planner.file:
+        return _with_file(config, Path(config.planner.file))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    settings, grid = config.planner, config.mesh
+    fits = not (world % grid.tp or world % (grid.ep * grid.etp) or config.batch_size % (world // grid.tp))
+    is_left_alone = world == 1 and dist.is_initialized()
+    if not (settings.searches or (settings.is_auto and (is_left_alone or not fits))):
         return config
-    path = Path(config.planner.file)
+    if settings.searches and (grid.tp, grid.ep, grid.etp, config.layer_plan) != (1, 1, 1, Plan()):
+        raise InputError(
+            "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without balance.replication and "
+            "balance.token_budget: leave them out"
+        )
+    if world == 1:
+        return replace(config, mesh=replace(grid, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    found = find_layout(
+        asdict(config), world, ranks_of_a_node(grid.ranks_per_node),
+        cluster=settings.cluster, profile=settings.profile, on_cpu=on_cpu,
+    )  # fmt: skip
+    say(
+        f"planner: {world} ranks take {name_of(found.grid)} and {plan_in_words(found.plan)}, a predicted step of "
+        f"{1e3 * found.seconds:.1f} ms"
+    )
+    mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
+    found_plan = replace(found.plan, replication=config.balance.replication, token_budget=config.balance.token_budget)
+    kept = "" if settings.searches else settings.plan
+    return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
+
+
+def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     for name in MESH:
@@ -55,6 +100,18 @@ def with_planned(config: TrainConfig) -> TrainConfig:
     if config.layer_plan not in (plan, Plan()):
         raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
     return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
+
+
+def _by_rule(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with S1 or S2, by Algorithm 1; one process has no schedule."""
+    mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
+    if mesh is None:
+        return config
+    simulator = simulator_of(mesh.grid, cluster=planner.cluster, profile=planner.profile)
+    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, mesh.grid.dp).layer
+    chosen = choose(planner.rule, simulator, layer, mesh.grid)
+    plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
+    return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 
 
 @dataclass(frozen=True)
@@ -199,7 +256,7 @@ class AutoPlanner:
             return
         aside = self._path.with_suffix(".writing")
         try:
-            aside.write_text(json.dumps(self.table.state()) + "\n", encoding="utf-8")
+            aside.write_text(json.dumps({"mesh": self._mesh(), **self.table.state()}) + "\n", encoding="utf-8")
             os.replace(aside, self._path)
         except OSError as error:
             raise InputError(f"{self._path}: cannot be written ({error.strerror}): check the folder") from error
@@ -216,12 +273,16 @@ class AutoPlanner:
         with ranks.together():
             saved = _read(self._path) if self._run.step and ranks.is_first else None
         saved = ranks.first_says(saved)
-        if saved is not None:
+        if saved is not None and saved.pop("mesh", self._mesh()) == self._mesh():  # of another one nothing can be used
             try:
                 table.restore(saved)
             except InputError as error:
                 raise InputError(f"{self._path}: {error}") from error
         return table
+
+    def _mesh(self) -> dict[str, Any]:
+        assert self._ranks.mesh is not None
+        return asdict(self._ranks.mesh.grid)
 
     def _compile(self, number: int, layer: MoE) -> Compiled:
         """Return a plan compiled for a layer: once for all layers that are alike."""

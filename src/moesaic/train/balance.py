@@ -155,7 +155,7 @@ class ExpertMover:
     def __init__(
         self,
         config: TrainConfig,
-        model: GPT,
+        model: nn.Module,
         mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         element_bytes: int,
@@ -210,7 +210,7 @@ class DecisionMeter:
         element_bytes: of what crosses links.
     """
 
-    def __init__(self, model: GPT, element_bytes: int) -> None:
+    def __init__(self, model: nn.Module, element_bytes: int) -> None:
         self._model, self._element_bytes = model, element_bytes
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
         self._decisions: list[list[CallDecision]] = [[] for _ in self._layers]

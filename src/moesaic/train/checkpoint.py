@@ -14,9 +14,12 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,9 @@ from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
-from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, write_shards
-from moesaic.train.durable import checksum, flush
+from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
+from moesaic.train.durable import checksum, flush, require_read_back
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 FORMAT = 3
@@ -65,6 +69,68 @@ class Checkpoint:
     """Where it lies."""
 
 
+class Saving:
+    """A checkpoint that is being written; all ranks `finish` it together.
+
+    Args:
+        target: its name once it is whole.
+        state: its description.
+        keep_last: checkpoints to keep.
+        ranks: that write it.
+        write: writes this rank's tensors below a folder, and returns the checksums of files.
+        background: have a thread write, and return at once.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        state: dict[str, Any],
+        keep_last: int,
+        ranks: Ranks,
+        write: Callable[[Path], dict[str, str]],
+        *,
+        background: bool,
+    ) -> None:
+        self.target, self._state, self._keep_last, self._ranks = target, state, keep_last, ranks
+        self._aside = target.with_name(f".writing-{_step_of(target):08d}")
+        self._sums: Future[dict[str, str]] = Future()
+        work = partial(_fulfil, self._sums, partial(write, self._aside))
+        if background:
+            threading.Thread(target=work, name="moesaic-checkpoint", daemon=True).start()
+        else:
+            work()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank need not wait to finish it."""
+        return self._sums.done()
+
+    def finish(self) -> Path:
+        """Wait for the files of all ranks, and give the checkpoint its name; delete old ones. Return where it lies.
+
+        Raises:
+            InputError: on all ranks, if the disk is full, the folder cannot be written, or what was written does not read
+                back as it was; earlier checkpoints stay.
+        """
+        sums: dict[str, str] = {}
+        with _refusing(self.target, self._aside, self._ranks):
+            sums = self._sums.result()
+        every = self._ranks.gathered(sums)
+        with _refusing(self.target, self._aside, self._ranks):
+            if self._ranks.is_first:
+                _describe(self._aside, self._state, {name: value for part in every for name, value in part.items()})
+                _publish(self._aside, self.target, self._keep_last)
+        return self.target
+
+
+def _fulfil(future: Future[dict[str, str]], work: Callable[[], dict[str, str]]) -> None:
+    """Have a future hold what a function returns, or raises."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def save_checkpoint(
     folder: Path,
     *,
@@ -76,8 +142,10 @@ def save_checkpoint(
     extra: dict[str, Any],
     keep_last: int,
     ranks: Ranks | None = None,
-) -> Path:
-    """Write `folder/step-XXXXXXXX` atomically, then delete all but the newest `keep_last` checkpoints up to it.
+    background: str | bool = False,
+) -> Saving:
+    """Write `folder/step-XXXXXXXX` aside and read it back; `finish` gives it its name and deletes all but the newest
+    `keep_last` checkpoints up to it.
 
     Later ones, damaged and passed over when the run was taken up, go too: they belong to a course that is given up.
 
@@ -91,9 +159,11 @@ def save_checkpoint(
         extra: JSON data to hand back on loading; the first rank's is kept.
         keep_last: checkpoints to keep.
         ranks: that share the model and all call this; None for one process.
+        background: copy the tensors and have a thread write them. Of several ranks: the name of a process group of their own,
+            in which no more than one checkpoint is written at a time.
 
     Raises:
-        InputError: if the disk is full or the folder cannot be written; earlier checkpoints stay.
+        InputError: if the folder cannot be written; earlier checkpoints stay.
     """
     ranks = ranks or Ranks()
     target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
@@ -108,13 +178,15 @@ def save_checkpoint(
             for leftover in folder.glob(".writing-*"):
                 remove_checkpoint(leftover)
             aside.mkdir(exist_ok=True)
-    with _refusing(target, aside, ranks):
-        sums = _write_whole(aside, tensors) if ranks.mesh is None else write_shards(aside, tensors, ranks)
-    with _refusing(target, aside, ranks):
-        if ranks.is_first:
-            _describe(aside, state, sums)
-            _publish(aside, target, keep_last)
-    return target
+    if background:
+        tensors = stage(tensors)
+    group = background if isinstance(background, str) else None
+    write = (
+        partial(_write_whole, tensors=tensors)
+        if ranks.mesh is None
+        else partial(write_shards, tensors=tensors, ranks=ranks, group=group)
+    )
+    return Saving(target, state, keep_last, ranks, write, background=bool(background))
 
 
 def _describe(aside: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
@@ -171,7 +243,7 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
             ) from error
 
 
-def _cause(error: Exception) -> tuple[str, BaseException]:
+def _cause(error: BaseException) -> tuple[str, BaseException]:
     """Return who could not write, as the start of a phrase, and why; of several ranks the lowest."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return "", error
@@ -245,7 +317,8 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
         InputError: if it does not fit; the architecture is to be compared before (`require_architecture`).
     """
     try:
-        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists())
+        names = model.names if isinstance(model, PipelinedGPT) else None
+        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists(), names=names)
     except InputError:
         raise
     except (ValueError, RuntimeError, CheckpointException) as error:
@@ -335,6 +408,7 @@ def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
         save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}, path)
         flush(path)
         checksums[path.name] = checksum(path)
+        require_read_back(own, load_file(path))
     return checksums
 
 

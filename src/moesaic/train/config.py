@@ -12,6 +12,7 @@ from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.plan.algorithm1 import RULES
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
 UNMOVED = "none"
@@ -100,6 +101,11 @@ class MeshConfig:
     """Expert parallelism: the experts of a layer are split over so many ranks."""
     etp: int = 1
     """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
+    pp: int = 1
+    """Pipeline parallelism: the blocks are split over so many stages, which share the ranks evenly; a step's `accumulation`
+    micro-batches flow through them."""
+    vpp: int = 1
+    """Parts of the model that each stage has: 1 runs 1F1B, more run interleaved 1F1B."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
@@ -111,7 +117,7 @@ class MeshConfig:
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "etp", "ranks_per_node"):
+        for name in ("tp", "ep", "etp", "pp", "vpp", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"mesh.{name}={value}: must be at least 1")
@@ -119,7 +125,7 @@ class MeshConfig:
     @property
     def least_ranks(self) -> int:
         """The smallest world that the mesh fits."""
-        return math.lcm(self.tp, self.ep * self.etp)
+        return self.pp * math.lcm(self.tp, self.ep * self.etp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +134,40 @@ class PlannerConfig:
 
     plan: str = ""
     """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
-    moesaic plan --write wrote. auto: plans change while training, by predicted times at first, by measured ones as they come.
-    Without cluster and profile the first steps time them. --plan says the same."""
+    moesaic plan --write wrote. search: mesh and plan with the shortest predicted step on the ranks that there are. auto: plans
+    change while training, by predicted times at first, by measured ones as they come (without cluster and profile the first
+    steps time them); the mesh is searched where the configured one does not fit the ranks. parm, parm_printed: S1
+    or S2 by Parm's Algorithm 1, corrected or as printed, from the cluster or the profile. --plan says the same."""
     cluster: str = ""
     """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
     profile: str = ""
     """What moesaic profile measured, in place of a cluster."""
 
     def __post_init__(self) -> None:
-        if self.is_auto and self.cluster and self.profile:
+        if self.rule and bool(self.cluster) == bool(self.profile):
             raise InputError(
-                "planner.plan=auto predicts from planner.cluster or from planner.profile, not from both: leave one out, "
-                "or both to have the first steps timed"
+                f"planner.plan={self.plan} takes the times of collectives from planner.cluster or planner.profile: name one"
+            )
+        if (self.is_auto or self.searches) and self.cluster and self.profile:
+            raise InputError(
+                f"planner.plan={self.plan} predicts from planner.cluster or from planner.profile, not from both: leave one "
+                "out, or both to have usual links assumed"
             )
 
     @property
     def is_auto(self) -> bool:
         """Whether plans change while training."""
         return self.plan == "auto"
+
+    @property
+    def searches(self) -> bool:
+        """Whether mesh and plan are found when the run starts."""
+        return self.plan == "search"
+
+    @property
+    def rule(self) -> str:
+        """The rule that chooses the schedule; empty for none."""
+        return self.plan if self.plan in RULES else ""
 
     @property
     def predicts(self) -> bool:
@@ -155,7 +177,7 @@ class PlannerConfig:
     @property
     def file(self) -> str:
         """The file that holds the plan; empty for none."""
-        return "" if self.is_auto else self.plan
+        return "" if self.is_auto or self.searches or self.rule else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +278,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Checkpoints to keep."""
+    save_in_background: bool = False
+    """Copy what is saved into the CPU's memory and write it while training goes on."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
@@ -307,6 +331,7 @@ class TrainConfig:
                 "numbers.spikes=rollback clashes with replay_routing, whose trace is of samples in their order: leave one out"
             )
         self._check_shards()
+        self._check_stages()
         self._check_experts()
         self._check_samples()
 
@@ -324,13 +349,44 @@ class TrainConfig:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
 
+    def _check_stages(self) -> None:
+        mesh, asked = self.mesh, f"mesh.pp={self.mesh.pp}"
+        if mesh.pp == 1:
+            if mesh.vpp > 1:
+                raise InputError(f"mesh.vpp={mesh.vpp} with mesh.pp=1, where there are no stages: choose a pp above 1")
+            return
+        if mesh.pp * mesh.vpp > self.model.num_layers:
+            raise InputError(
+                f"{asked} and mesh.vpp={mesh.vpp} want {mesh.pp * mesh.vpp} parts of a model of "
+                f"model.num_layers={self.model.num_layers}: choose fewer"
+            )
+        if self.accumulation % mesh.pp:
+            raise InputError(
+                f"{asked} does not divide accumulation={self.accumulation}, the micro-batches of a step that flow through the "
+                f"stages: choose a multiple of {mesh.pp}"
+            )
+        balance, kind = self.balance, self.model.block.kind
+        for name, value, off in (
+            ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.experts, UNMOVED),
+            ("balance.replication", balance.replication, NO_REPLICATION), ("balance.token_budget", balance.token_budget, None),
+            ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
+            ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
+            ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, None),
+        ):  # fmt: skip
+            if value != off:
+                raise InputError(
+                    f"{asked} clashes with {name}={value}, which looks at all layers at once: leave one out"
+                )
+
     def _check_experts(self) -> None:
         asked = f"balance.experts={self.balance.experts}"
         if not self.balance.moves_experts:
             return
         if self.model.ffn == "dense":
             raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
-        if self.mesh.ep == 1 and not self.planner.file:  # a planned mesh is looked at once it is known
+        if self.mesh.ep == 1 and not (
+            self.planner.file or self.planner.searches
+        ):  # a planned mesh is looked at once it is known
             raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:

@@ -7,6 +7,7 @@ any other mesh, and one process too, reads what it needs. A checkpoint of one pr
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from moesaic.train.durable import checksum, flush
+from moesaic.models.split import local_part
+from moesaic.parallel import num_copies
+from moesaic.train.durable import checksum, flush, require_read_back
+from moesaic.train.numbers import ROUNDING
 from moesaic.train.ranks import Ranks
 from moesaic.train.shard_metadata import ShardReader
 
@@ -24,40 +30,74 @@ SHARDS = "shards"
 """The folder of a sharded checkpoint's files, inside the checkpoint."""
 
 
-def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
-    """Write every rank's shards into `folder / SHARDS` and flush them; all ranks call it.
+def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in the CPU's memory that training does not change, sharded as they are."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged: dict[str, Tensor] = stager.stage(tensors)  # type: ignore[assignment]
+    finally:
+        stager.close()
+    return staged
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: str | None = None) -> dict[str, str]:
+    """Write every rank's shards into `folder / SHARDS`, flush them and read them back; all ranks call it.
 
     Args:
         folder: on a file system that all ranks share; exists.
         tensors: by name, `model.<name>` and `optimizer.<name>.<state>`; DTensors, or plain ones that all ranks have alike.
         ranks: that share the model.
+        group: the name of a process group of their own, where the run goes on meanwhile; None for the world's.
 
     Returns:
-        the checksum of each file that was written, by its path below `folder`; each rank reads some of them.
+        the checksum of each file that this rank looked after, by its path below `folder`; the ranks share them out.
 
     Raises:
-        OSError, CheckpointException: on all ranks, if one of them cannot write.
+        OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank whose part does not read
+            back as it was.
     """
-    state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS)
+    members = None if group is None else _resolve_process_group(GroupName(group))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it remarks on CPU copies of tensors of a GPU's mesh
+        state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members)
+    del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
     mine = files[ranks.rank :: ranks.world]
     for path in mine:
         flush(path)
     found = {f"{SHARDS}/{path.name}": checksum(path) for path in mine}
-    return {name: value for part in ranks.gathered(found) for name, value in part.items()}
+    read = _read_back(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
+    for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies one is written, perhaps another rank's
+        own = {name: each for name, each in tensors.items() if (num_copies(each, ranks.world) > 1) == has_copies}
+        require_read_back(
+            {n: local_part(each) for n, each in own.items()}, {n: local_part(read[n]) for n in own}, share
+        )
+    return found
+
+
+def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Read this rank's part of a sharded checkpoint into tensors, without a word to the others; return these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it remarks that this is one process
+        state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
+    return targets
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the whole tensors of a sharded checkpoint whose names start with `prefix`, without it; in one process."""
     wanted = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _listed(folder).items()}
     wanted = {name: tensor for name, tensor in wanted.items() if name.startswith(prefix)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it remarks that this is one process
-        state_dict_loader.load(wanted, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, wanted).items()}
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+def restore(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sharded: bool,
+    names: Collection[str] | None = None,
+) -> None:
     """Read this rank's part of a checkpoint into a sharded model and its optimizer; all ranks call it.
 
     Args:
@@ -65,6 +105,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
         model: sharded; its names are those of the whole model.
         optimizer: of its parameters; its state is replaced.
         sharded: whether the checkpoint is; if not, it holds whole tensors.
+        names: of the whole model's tensors, where this rank has a pipeline stage of it; None where it has them all.
 
     Raises:
         ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
@@ -72,8 +113,9 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     sizes = _listed(folder) if sharded else _listed_whole(folder)
     targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     saved = {name for name in sizes if name.startswith("model.")}
-    if saved != targets.keys():
-        odd = sorted(saved ^ targets.keys())
+    wanted = targets.keys() if names is None else {f"model.{name}" for name in names}
+    if saved != wanted:
+        odd = sorted(saved ^ wanted)
         raise ValueError(f"{len(odd)} tensors are only in one of them, {odd[0]} for one")
     targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
     if sharded:
@@ -112,6 +154,8 @@ def _empty_state(
     optimizer.state.clear()
     for place, (size, dtype) in sizes.items():
         name, _, key = place.removeprefix("optimizer.").rpartition(".")
+        if name not in parameters:  # of another pipeline stage
+            continue
         parameter = parameters[name]
         scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
         state = torch.zeros_like(parameter.detach()) if size else scalar

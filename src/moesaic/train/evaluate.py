@@ -10,6 +10,7 @@ from torch import Tensor
 from moesaic.models.gpt import GPT
 from moesaic.train.data import Corpus, as_batch
 from moesaic.train.machine import autocast
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 
@@ -25,7 +26,13 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: GPT, corpus: Corpus, windows: list[int], *, batch_size: int, dtype: torch.dtype, ranks: Ranks | None = None
+    model: GPT | PipelinedGPT,
+    corpus: Corpus,
+    windows: list[int],
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Measure a model on windows of the validation data; its training mode is put back.
 
@@ -41,7 +48,7 @@ def evaluate(
         ranks: that share the model; None for one process.
     """
     ranks = ranks or Ranks()
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -7,9 +7,14 @@ that names the variables (docs/training.md).
 from __future__ import annotations
 
 import os
+import secrets
+import signal
 import sys
+import threading
+import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,10 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's env:// asks of a launcher."""
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-"""How often torchrun has started the ranks anew."""
 START_PATIENCE = timedelta(minutes=5)
 """How long ranks wait for each other when they start."""
 OTHERS = (
@@ -95,7 +101,8 @@ def launch() -> Launch:
     """Join the processes that a launcher started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
 
     CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU. Where torchrun
-    starts ranks anew (--max-restarts), they do not see what earlier ones left in the store.
+    starts ranks anew (--max-restarts, --nnodes 1:4), they do not see what earlier ones left in the store. Where it dies, they
+    save and end.
 
     Raises:
         InputError: if a launcher started several processes and did not say enough for them to meet.
@@ -107,9 +114,11 @@ def launch() -> Launch:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="moesaic-launcher", daemon=True).start()
     try:
         store, rank, world = next(rendezvous("env://", timeout=START_PATIENCE))
-        store = PrefixStore(f"moesaic/attempt_{os.environ.get(ATTEMPT, '0')}", store)
+        store = PrefixStore(f"moesaic/{meet(store, rank, world)}", store)
         roll = Roll(store, rank, world)
         roll.sign()
         with telling(roll, "while the ranks met: start the run again"):
@@ -122,6 +131,48 @@ def launch() -> Launch:
         ) from error
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
     return Launch(roll)
+
+
+def meet(store: Store, rank: int, world: int) -> str:
+    """Return a word that only the ranks of this attempt know; all of them call it.
+
+    The store outlives ranks, and nothing that torchrun sets tells one attempt from the next: a node that leaves or joins starts
+    the ranks anew under the same count of restarts, and nodes count differently. So each rank leaves a word of its own, the
+    first one answers each word with its own, and goes on once everybody has answered that.
+
+    Args:
+        store: that all of them reach, with whatever earlier attempts left there.
+        rank: this one.
+        world: how many there are.
+
+    Raises:
+        DistStoreError: if they do not all come within `START_PATIENCE`.
+    """
+    own = secrets.token_hex(8)
+    if rank:
+        store.set_timeout(START_PATIENCE)
+        store.set(f"moesaic/comes/{rank}", own)
+        attempt = store.get(f"moesaic/answer/{own}").decode()
+        store.set(f"moesaic/{attempt}/came/{rank}", "")
+        return attempt
+    missing, until = set(range(1, world)), time.monotonic() + START_PATIENCE.total_seconds()
+    while missing:
+        for each in missing:
+            if store.check([f"moesaic/comes/{each}"]):  # perhaps of an earlier attempt: then its rank comes later
+                store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{each}').decode()}", own)
+        missing = {each for each in missing if not store.check([f"moesaic/{own}/came/{each}"])}
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"ranks {', '.join(map(str, sorted(missing)))} did not come")
+        time.sleep(0.02)
+    return own
+
+
+def _end_with(parent: int) -> None:
+    """Ask this process to save and end once the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    print(f"moesaic: torchrun (process {parent}) is gone: its ranks save and end", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _has_company() -> bool:

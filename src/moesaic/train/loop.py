@@ -6,19 +6,21 @@ import math
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
 from moesaic.layer import MoE, balance_on_step
+from moesaic.models.gpt import GPT
 from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
@@ -26,7 +28,7 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
 from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
 from moesaic.train.balance import ExpertMover, budget_values
-from moesaic.train.checkpoint import list_checkpoints, save_checkpoint
+from moesaic.train.checkpoint import Saving, list_checkpoints, save_checkpoint
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import as_batch
 from moesaic.train.evaluate import evaluate, share
@@ -41,6 +43,7 @@ from moesaic.train.numbers import (
     weights_not_finite,
     wrong_numbers,
 )
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
@@ -49,6 +52,7 @@ from moesaic.train.watch import Watch
 
 DECAY_SHARE = 0.2
 """Share of the steps after the warm-up over which the schedule wsd comes down (Hu et al. 2024 take 10 to 20 %)."""
+T = TypeVar("T")
 PROBE_SEQUENCES = 2
 """Validation sequences of the fixed batch on which churn is measured."""
 MOST_RETURNS = 3
@@ -84,13 +88,19 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             ranks hold different copies of a weight, or another rank has died; the last checkpoint stays.
     """
     console = console or Console()
-    config = with_planned(config)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def say(line: str) -> None:
+        if is_first:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    config = with_planned(config, say)
     check_routing(config)
     candidates = find_candidates(config)
     wanted: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        run = open_run(config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        run = open_run(config, say)
         if wanted is not None:  # the step whose samples come next
             run.left_out = wanted - run.step
             returns[run.step] += 1
@@ -130,6 +140,9 @@ class Trainer:
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
         self.goes_back = False
         """Whether a spike of the loss takes the run back to its last checkpoint."""
+        self._saving: Saving | None = None
+        self._told = [run.seconds] + [0.0] * (1 + run.ranks.world)
+        self._group: str | bool = run.config.save_in_background
         self._in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
@@ -152,7 +165,7 @@ class Trainer:
                 self._say = progress.say
                 for line in (self._describe(), *self.planner.describe()):
                     progress.say(line)
-                stopped_by = self.ranks.agree_to_stop(stop)
+                stopped_by, _ = self.ranks.agree(stop)
                 while state.step < config.steps and not stopped_by:
                     values = self._step()
                     if values:
@@ -165,10 +178,15 @@ class Trainer:
                     if _due(state.step, config.save_every, config.steps):
                         with self.experts.at_home():
                             self._save()
-                    stopped_by = self.ranks.agree_to_stop(stop)
+                    is_busy = self._saving is not None and not self._saving.is_written
+                    stopped_by, is_busy = self.ranks.agree(stop, is_busy=is_busy)
+                    if not is_busy:
+                        self._finish_saving()
                 if state.step < config.steps and stopped_by:
                     with self.experts.at_home():
                         self._save()
+                self._finish_saving()
+                if state.step < config.steps and stopped_by:
                     progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
                 elif val_loss is None:  # taken up again after its last step
                     val_loss = self._evaluate(metrics, progress)
@@ -185,7 +203,7 @@ class Trainer:
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
-            norm = gradient_norm(self.model.parameters())
+            norm = self._gradient_norm()
             wrong = wrong_numbers(loss, norm, state.step + 1)
             if wrong:
                 self._leave_out(wrong)
@@ -207,35 +225,63 @@ class Trainer:
             self.experts.after_step()
         if not logs:
             return {}
-        moved = [self._churn(a, b) for a, b in zip(before, self._probe_sets())]
-        means = {name: float(value) for name, value in auxiliary.items()}
-        return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": moved, **means}
+        values = {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": self._churn(before)}
+        return values | self._mean_losses(auxiliary)
 
-    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add up the gradient of the step's micro-batches; returns the mean loss and auxiliary losses.
+    def _gradient_norm(self) -> Tensor:
+        if isinstance(self.model, PipelinedGPT):
+            assert self.ranks.mesh is not None
+            return self.model.gradient_norm(self.ranks.mesh)
+        return gradient_norm(self.model.parameters())
+
+    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+        """Add up the gradient of the step's micro-batches; returns the mean loss and each one's auxiliary losses, by layer.
 
         Args:
             again: this step was run before, so its routing is recorded and counted already.
         """
         count, state = self.config.accumulation, self.state
         self.model.train()
-        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
-        auxiliary: dict[str, Tensor] = {}
         set_loss_scale(self.model, 1 / count)
-        if self.ranks.dp > 1:  # routing noise: alike in a tp group, of its own in each dp group, a function of the step
-            torch.manual_seed(hash((self.config.seed, state.step, self.ranks.dp_index)))
+        if (
+            self.ranks.dp * self.ranks.pp > 1
+        ):  # alike in a tp group, apart in each dp group and stage, a function of the step
+            group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
+            torch.manual_seed(hash((self.config.seed, state.step, group)))
+        if isinstance(self.model, PipelinedGPT):
+            batches = [self._batch(micro) for micro in range(count)]
+            loss, routings = self.model.run_step(batches)
+            auxiliary = [self._noted(of_micro, again=again) for of_micro in routings]
+        else:
+            loss, auxiliary = self._run_in_turn(self.model, again=again)
+        return self.ranks.mean(loss), auxiliary
+
+    def _noted(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
+        """Add a micro-batch to the load, the first time; returns the auxiliary losses of its layers."""
+        if not again:
+            self.meter.add(routings)
+        return [routing.losses for routing in routings]
+
+    def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of a micro-batch of the step."""
+        state = self.state
+        tokens, targets = state.batches.get((state.step + state.left_out) * self.config.accumulation + micro)
+        return tokens.to(state.device), targets.to(state.device)
+
+    def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+        """Run forward and backward of one micro-batch after the other."""
+        count, state = self.config.accumulation, self.state
+        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
+        auxiliary = []
         for micro in range(count):
-            tokens, targets = state.batches.get((state.step + state.left_out) * count + micro)
+            tokens, targets = self._batch(micro)
             with self.routing.call(state.step, micro, again=again), autocast(state.device, state.dtype):
-                output = self.model(tokens.to(state.device), targets.to(state.device))
+                output = model(tokens, targets)
             assert output.loss is not None
             (output.loss / count).backward()
             loss += output.loss.detach() / count
-            for name, value in _mean_losses(output.routings).items():
-                auxiliary[name] = auxiliary.get(name, 0.0) + value / count
-            if not again:
-                self.meter.add(output.routings)
-        return self.ranks.mean(loss), auxiliary
+            auxiliary.append(self._noted(output.routings, again=again))
+        return loss, auxiliary
 
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the last call."""
@@ -245,12 +291,27 @@ class Trainer:
             "tokens_per_second": speed,
             "mfu": flops / self.peak,
             "seconds": self.clock.seconds,
-            "layers": self._balance(),
+            "layers": self._of_all_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
+            **self._times(),
             **self.planner.values(),
             **self.experts.values(),
             **budget_values(self.model),
         }
+
+    def _times(self) -> dict[str, Any]:
+        """Return what the ranks' steps took since the last call, what their programs worked and for whom they waited.
+
+        A host that hands its work to a GPU knows neither, so only runs on CPUs tell.
+        """
+        if self.ranks.mesh is None or self.state.device.type != "cpu":
+            return {}
+        transport = self.ranks.mesh.transport
+        now = [self.clock.seconds, transport.compute, *transport.waited]
+        since, self._told = [each - before for each, before in zip(now, self._told)], now
+        table = [[round(each, 6) for each in row] for row in self.ranks.gathered(since)]
+        seconds, compute, waited = ([row[0] for row in table], [row[1] for row in table], [row[2:] for row in table])
+        return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _leave_out(self, wrong: str) -> None:
         """Pass over a step whose numbers are wrong, on all ranks alike; the last of so many in a row ends the run."""
@@ -280,6 +341,7 @@ class Trainer:
         usual = self.spikes.usual(loss)
         if usual is None:
             return
+        self._finish_saving()
         step, rolls_back = self.state.step + 1, self.goes_back and bool(self._saved())
         self._metrics.write("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
@@ -298,6 +360,26 @@ class Trainer:
         self._collapsed |= found.keys()
         return [load.as_dict() for load in loads]
 
+    def _of_all_layers(self, own: list[T]) -> list[T]:
+        """Return what each MoE layer of the model has, from what those that are here have; all ranks call it together."""
+        return list(self.ranks.of_stages(dict(zip(self._layers, own))).values())
+
+    def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
+        """Return each auxiliary loss's mean over the layers and the micro-batches of a step."""
+        own = [
+            {name: float(torch.stack([each[name] for each in calls]).mean()) for name in calls[0]}
+            for calls in zip(*auxiliary)
+        ]
+        layers = self._of_all_layers(own)
+        return {name: sum(layer[name] for layer in layers) / len(layers) for name in (layers[0] if layers else ())}
+
+    @property
+    def _layers(self) -> Sequence[int]:
+        """Which of the model's MoE layers are here."""
+        if isinstance(self.model, PipelinedGPT):
+            return self.model.layers
+        return range(len(self.moe_layers))
+
     def _evaluate(self, metrics: Metrics | NoMetrics, progress: TrainingProgress) -> float:
         """Measure and write down the validation loss; returns nats per byte."""
         state = self.state
@@ -308,7 +390,7 @@ class Trainer:
         if not math.isfinite(found.per_byte):
             wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
         if not metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
             metrics.write("eval", state.step, values)
@@ -330,11 +412,14 @@ class Trainer:
         self.model.train()
         return [expert_sets(routing) for routing in output.routings]
 
-    def _churn(self, before: Tensor, after: Tensor) -> float:
-        """Return the share of the probe's tokens, over all dp groups, whose experts changed."""
-        changed = torch.tensor([churn(before, after) * len(before), len(before)], dtype=torch.float64)
-        moved, tokens = self.ranks.total(changed).tolist()
-        return moved / max(tokens, 1)
+    def _churn(self, before: list[Tensor]) -> list[float]:
+        """Return for each MoE layer the share of the probe's tokens, over all dp groups, whose experts changed."""
+        here = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
+        layers = self.model.num_sparse if isinstance(self.model, PipelinedGPT) else len(self.moe_layers)
+        found = torch.zeros(layers, 2, dtype=torch.float64)
+        if here:
+            found[list(self._layers)] = torch.tensor(here, dtype=torch.float64)
+        return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(found).tolist()]
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if not self.ranks.is_first:
@@ -343,6 +428,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
+        self._finish_saving()
         with self.ranks.together():
             state.claim.require()
         self.routing.flush()
@@ -351,8 +437,12 @@ class Trainer:
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on())
-        save_checkpoint(
+        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
+        if self._group is True and self.ranks.mesh is not None:
+            self._group = dist.new_group(
+                backend="gloo"
+            ).group_name  # by name: nothing may hold a group longer than torch
+        self._saving = save_checkpoint(
             state.folder / "checkpoints",
             step=state.step,
             model=self.model,
@@ -370,8 +460,17 @@ class Trainer:
             },
             keep_last=self.config.keep_last,
             ranks=self.ranks,
+            background=self._group,
         )
         self.planner.save()
+        if not self._group:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Give the checkpoint that is being written its name, if there is one; all ranks call it together."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.finish()
 
     def at(self) -> str:
         """Return what the run is at, in words."""
@@ -400,13 +499,15 @@ class Trainer:
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
             f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
             f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+            + (f"; taken up after step {self.state.step}" if self.state.step else "")
         )
 
     def _ranks_in_words(self) -> str:
         if self.ranks.mesh is None:
             return ""
         grid = self.ranks.mesh.grid
-        return f" x {grid.world} ranks (dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
+        stages = f"pp {self.ranks.pp}, each " if self.ranks.pp > 1 else ""
+        return f" x {self.ranks.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
 
 
 @torch.no_grad()
@@ -433,12 +534,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 def _due(step: int, every: int, steps: int) -> bool:
     return step % every == 0 or step == steps
-
-
-def _mean_losses(routings: list[Routing]) -> dict[str, Tensor]:
-    """Return each auxiliary loss's mean over the layers of one micro-batch, without its graph."""
-    names = routings[0].losses if routings else {}
-    return {name: torch.stack([routing.losses[name].detach() for routing in routings]).mean() for name in names}
 
 
 @contextmanager

@@ -37,6 +37,9 @@ CHECKED_AT_ONCE = 2**22
 COLLAPSED = 0.9
 """Share of all copies from which the `top_k` busiest experts of a layer mean that its router has collapsed."""
 
+ROUNDING = 1e-3
+"""Share of a tensor's largest number by which copies of it may differ because ranks sum in another order."""
+
 
 class LossSpikeError(Exception):
     """A step whose loss is far above those before, for which the run goes back to its last checkpoint."""
@@ -108,19 +111,21 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
     passes = _Passes(model)
     with passes.watched():
         repeat()
-    found = ranks.gathered((weights, passes.forward, passes.backward))
+    forward, backward = passes.forward, passes.backward  # activations flow from stage to stage, gradients back
+    in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
+    found = ranks.gathered((weights, *in_order))
     said = _of_weights([each[0] for each in found])
     if said:
         return said
-    forward = [each[1] for each in found]
-    if any(forward):
-        _, name, detail = min(each for each in forward if each)
-        where = [rank for rank, each in enumerate(forward) if each and each[1] == name]
+    of_ranks = [each[1] for each in found]
+    if any(of_ranks):
+        *_, name, detail = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
         return f"what {name} returns is the first that is not finite, on {in_words(where)}{detail}"
-    backward = [each[2] for each in found]
-    if any(backward):
-        _, name = min(each for each in backward if each)
-        where = [rank for rank, each in enumerate(backward) if each and each[1] == name]
+    of_ranks = [each[2] for each in found]
+    if any(of_ranks):
+        *_, name = min(each for each in of_ranks if each)
+        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
         return f"the gradient that reaches {name} is the first that is not finite, on {in_words(where)}"
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
@@ -214,46 +219,49 @@ def _expert_of(y: Tensor, routing: Routing) -> str:
     return f", expert {of_experts.most_common(1)[0][0]}" if of_experts else ""
 
 
-def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str) -> None:
+def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str, *, align: bool) -> None:
     """Make sure that ranks which hold the same part of a tensor hold the same numbers; all ranks call it.
+
+    Under some plans the ranks of a tensor-parallel group sum in another order, so that copies differ in their last bits.
 
     Args:
         model: sharded or whole; its persistent buffers are compared too.
         ranks: that share it.
         step: optimizer steps taken.
         advice: how to go on.
+        align: give copies that differ by rounding the numbers of the lowest rank.
 
     Raises:
-        TrainingError: on all ranks, if some drifted apart; it names them and the tensors.
+        TrainingError: on all ranks, if some drifted apart by more than rounding; it names them and the tensor.
     """
     if ranks.mesh is None:
         return
-    shared = {n: each for n, each in model.state_dict().items() if num_copies(each, ranks.world) > 1}
-    parts = [_part(each) for each in shared.values()]
+    shared = {name: each for name, each in model.state_dict().items() if num_copies(each, ranks.world) > 1}
     sums = [_checksum(local_part(each.detach())) for each in shared.values()]
     values = torch.stack(sums).tolist() if sums else []
-    told = ranks.gathered(list(zip(shared, parts, values)))
-    odd: dict[str, set[int]] = {}
-    groups: dict[tuple[str, Any], list[tuple[int, Any]]] = {}
+    mine = {(name, _part(each)): tuple(value) for (name, each), value in zip(shared.items(), values)}
+    told: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(mine)
+    by_copy: dict[tuple[str, Any], dict[int, tuple[int, int]]] = {}
     for rank, entries in enumerate(told):
-        for name, part, value in entries:
-            groups.setdefault((name, part), []).append((rank, value))
-    for (name, _), held in groups.items():
-        ((usual, count), *others) = Counter(tuple(value) for _, value in held).most_common()
-        if others:
-            is_clear = count > len(held) - count
-            wrong = {rank for rank, value in held if not is_clear or tuple(value) != usual}
-            odd.setdefault(name, set()).update(wrong)
-    if odd:
-        name, drifted = next(iter(odd.items()))
-        who = in_words(sorted(drifted))
-        more = f" and {len(odd) - 1} more tensors" if len(odd) > 1 else ""
-        what = (
-            f"{who} holds other numbers than the other ranks" if len(drifted) == 1 else f"{who} hold different numbers"
-        )
+        for key, value in entries.items():
+            by_copy.setdefault(key, {})[rank] = value
+    differing = [key for key, held in by_copy.items() if len(set(held.values())) > 1]
+    if not differing:
+        return
+    brought = ranks.gathered({key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in mine})
+    for key in differing:
+        held = {rank: parts[key].double() for rank, parts in enumerate(brought) if key in parts}
+        usual = torch.stack(list(held.values())).median(0).values
+        apart = {rank: float((each - usual).abs().max()) for rank, each in held.items()}
+        if max(apart.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
+            if align and key in mine:
+                local_part(shared[key[0]].detach()).copy_(held[min(held)])
+            continue
+        drifted = [rank for rank in held if apart[rank] > 0] if len(held) > 2 else sorted(held)
+        what = "holds other numbers than the others" if len(drifted) == 1 else "hold different numbers"
         raise TrainingError(
-            f"after step {step} {what} of {name}{more}, of which they have copies: suspect the memory or the processor of "
-            f"{who}; {advice}"
+            f"after step {step} {in_words(drifted)} {what} of {key[0]}, up to {max(apart.values()):.3g} apart: suspect the "
+            f"memory or the processor of {in_words(drifted)}; {advice}"
         )
 
 

@@ -31,13 +31,14 @@ from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
 from moesaic.parallel import parallelize_layers, shard_over_data
 from moesaic.plan import Compiled, Plan
+from moesaic.train.pipeline import PipelinedGPT
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 """Which dimension of the parameters of a dense layer is its inner width."""
 
 
 def parallelize(
-    model: GPT,
+    model: GPT | PipelinedGPT,
     mesh: Mesh,
     plan: Plan,
     *,
@@ -47,8 +48,8 @@ def parallelize(
     """Split a model over a mesh, in place.
 
     Args:
-        model: whole, on its device, the same on all ranks.
-        mesh: of more than one rank.
+        model: whole, on its device, the same on all ranks; or the parts that the ranks of a pipeline stage have.
+        mesh: of these ranks.
         plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
         policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
@@ -60,10 +61,11 @@ def parallelize(
     parallelize_layers(model, mesh, plan, policy_of)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
-    shard_over_data(model, mesh, model.blocks)
+    for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
+        shard_over_data(part, mesh, part.blocks.children())
 
 
-def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
+def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:
     """Split attention by heads, dense layers by their inner width, the embedding by vocabulary; the rest is replicated.
 
     Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. By position: its
@@ -76,8 +78,10 @@ def split_dense(model: GPT, tp: DeviceMesh, *, by_position: bool) -> None:
         by_position: split positions between the layers.
     """
     outside: Placement = Shard(1) if by_position else Replicate()
-    styles: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)}
-    if model.unembedding is not None:
+    styles: dict[str, ParallelStyle] = {}
+    if hasattr(model, "embedding"):
+        styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
+    if getattr(model, "unembedding", None) is not None:
         styles["unembedding"] = SplitParameters({"weight": 0}, takes=None, gives=None)
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moesaic.comm.agree import check_same
 from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
 
+T = TypeVar("T")
+
 
 class Ranks:
     """All processes of a run, seen from one of them.
 
     Args:
-        mesh: how they share the model; None for a single process.
+        mesh: how they share the model, or this rank's pipeline stage of it; None for a single process.
+        stages: the ranks as ("pp", "stage"); None without pipeline stages.
     """
 
-    def __init__(self, mesh: Mesh | None = None) -> None:
-        self.mesh = mesh
-        self.rank: int = 0 if mesh is None else mesh.rank
-        self.world: int = 1 if mesh is None else mesh.grid.world
+    def __init__(self, mesh: Mesh | None = None, stages: DeviceMesh | None = None) -> None:
+        self.mesh, self.stages = mesh, stages
+        self.pp, self.stage = (1, 0) if stages is None else (stages.size(0), stages.get_local_rank("pp"))
+        of_stage = 1 if mesh is None else mesh.grid.world
+        self.rank: int = 0 if mesh is None else self.stage * of_stage + mesh.rank
+        self.world: int = self.pp * of_stage
         self.dp: int = 1 if mesh is None else mesh.grid.dp
         self.dp_index = 0 if mesh is None else mesh.grid.coordinate(mesh.rank, "dp")
 
@@ -52,7 +58,7 @@ class Ranks:
                     f"torchrun --nproc-per-node {config.mesh.least_ranks} -m moesaic train ..."
                 )
             return cls()
-        return cls(_make_mesh(config, device_type))
+        return cls(*_make_meshes(config, device_type))
 
     @property
     def is_first(self) -> bool:
@@ -68,8 +74,11 @@ class Ranks:
         return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.MAX)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the data parallel groups of a tensor that the ranks of such a group have alike."""
-        return tensor if self.mesh is None else self.total(tensor) / self.world
+        """Return the mean over the data parallel groups of a tensor that the ranks of such a group have alike.
+
+        Of pipeline stages the last one has it, the others pass zeros.
+        """
+        return tensor if self.mesh is None else self.total(tensor) * self.pp / self.world
 
     def gathered(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; small picklable data."""
@@ -79,6 +88,11 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def of_stages(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Return what the stages have together, by ascending number; small data that the ranks of a stage have alike."""
+        found = [values] if self.pp == 1 else self.gathered(dict(values))
+        return dict(sorted((number, value) for each in found for number, value in each.items()))
+
     def first_says(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
@@ -87,17 +101,18 @@ class Ranks:
         """Wait for all ranks."""
         self.gathered(None)
 
-    def agree_to_stop(self, asked: list[str]) -> str | None:
-        """Return the name of a signal that any rank was sent, the same on all, or None.
+    def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
+        """Return the name of a signal that any rank was sent, or None, and whether any rank is busy; the same on all.
 
         Args:
             asked: names of signals that this rank was sent.
+            is_busy: whether this rank still writes a checkpoint.
         """
         if self.mesh is None:
-            return asked[0] if asked else None
-        number = torch.tensor(signal.Signals[asked[0]].value if asked else 0)  # on the CPU: no wait for a GPU
-        found = int(self.largest(number))
-        return signal.Signals(found).name if found else None
+            return (asked[0] if asked else None), is_busy
+        number = signal.Signals[asked[0]].value if asked else 0
+        found, busy = self.largest(torch.tensor([number, int(is_busy)])).tolist()  # on the CPU: no wait for a GPU
+        return (signal.Signals(found).name if found else None), bool(busy)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -134,10 +149,17 @@ class Ranks:
         return result
 
 
-def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
-    check_same(open_transport(device_type), _flat(asdict(config)))
-    chosen = config.mesh
-    return Mesh.create(
+def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
+    """Return the mesh of this rank's stage, and the stages if there are several."""
+    # Over Gloo, which launch() has for CPU tensors: NCCL would make communicators for this alone.
+    check_same(open_transport("cpu"), _flat(asdict(config)))
+    chosen, world, stages, group = config.mesh, dist.get_world_size(), None, None
+    if world % chosen.pp:
+        raise InputError(f"mesh.pp={chosen.pp} does not divide the {world} ranks: choose a divisor of {world}")
+    if chosen.pp > 1:
+        stages = init_device_mesh(device_type, (chosen.pp, world // chosen.pp), mesh_dim_names=("pp", "stage"))
+        group = stages["stage"].get_group()
+    mesh = Mesh.create(
         tp=chosen.tp,
         ep=chosen.ep,
         etp=chosen.etp,
@@ -145,7 +167,11 @@ def _make_mesh(config: TrainConfig, device_type: DeviceType) -> Mesh:
         ranks_per_node=chosen.ranks_per_node,
         device_type=device_type,
         transport=chosen.transport,
+        group=group,
     )
+    if stages is not None:  # on all ranks, whatever layers a stage has: torch names a group by how many there are
+        _ = mesh.dense, mesh.sparse
+    return mesh, stages
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:

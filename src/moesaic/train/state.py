@@ -33,6 +33,7 @@ from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CONFIG, HANG, TOKENIZER, RunFolder
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
@@ -53,7 +54,7 @@ class RunState:
     device: torch.device
     dtype: torch.dtype
     """Of the forward pass's autocast; float32 for none. With float64 the parameters have it too."""
-    model: GPT
+    model: GPT | PipelinedGPT
     optimizer: torch.optim.Optimizer
     step: int
     """Optimizer steps taken, those left out among them."""
@@ -170,12 +171,15 @@ def _look_up(
 
 def _build(
     config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, ranks: Ranks
-) -> tuple[GPT, torch.optim.AdamW]:
+) -> tuple[GPT | PipelinedGPT, torch.optim.AdamW]:
     """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
     seed_everything(config.seed)
-    model = make_model(config, vocab_size).to(device)
+    model: GPT | PipelinedGPT = make_model(config, vocab_size).to(device)
     if dtype == torch.float64:
         model.double()
+    if ranks.stages is not None:
+        assert isinstance(model, GPT)
+        model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype)
     if ranks.mesh is not None:
         parallelize(
             model,
@@ -184,7 +188,8 @@ def _build(
             sequence_parallel=config.mesh.sequence_parallel,
             policy_of=partial(make_arbiter, config),
         )
-        place_samples(model, ranks.mesh, config)
+        if isinstance(model, GPT):
+            place_samples(model, ranks.mesh, config)
     elif config.balance.moves_samples:
         raise InputError(
             f"balance.samples={config.balance.samples}: one process has nowhere to move samples: start several ranks with "
@@ -196,7 +201,12 @@ def _build(
 
 
 def _load(
-    saved: Checkpoint, config: TrainConfig, vocab_size: int, model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks
+    saved: Checkpoint,
+    config: TrainConfig,
+    vocab_size: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
 ) -> None:
     if ranks.mesh is None:
         load_into(model, saved, config.model, vocab_size)

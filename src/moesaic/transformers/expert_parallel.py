@@ -8,11 +8,14 @@ transformers' own exchange gives: of an expert the sum over all tokens that reac
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from functools import partial, wraps
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation, EPImplementationInterface
 
 from moesaic.comm.mesh import Mesh
@@ -121,3 +124,29 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
     for implementation in found:
         implementation.on_mesh.use(plan, implementation.experts)
         implementation.on_mesh.auto = None
+
+
+def complete_sizes() -> None:
+    """Let `DistributedConfig(ep_size=N, ep_implementation="moesaic")` do without `fsdp_size`, which transformers takes as 1 and
+    then refuses: every rank that tp leaves has a batch of its own. Only where the implementation is one of Moesaic's.
+    """
+    resolve = DistributedConfig._resolve_parallelism
+
+    @wraps(resolve)
+    def resolved(config: Any) -> None:
+        is_said = config.fsdp_size is not None
+        resolve(config)
+        known: Any = EPImplementationInterface()
+        name = config.ep_implementation
+        chosen = known[name] if name in known else None
+        if is_said or config.ep_size == 1 or getattr(chosen, "func", chosen) is not MoesaicEP:
+            return
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        config.fsdp_size = max(world // (config.tp_size * config.pp_size * config.dp_replicate_size), 1)
+        if config.fsdp_size * config.tp_size % config.ep_size:
+            raise InputError(
+                f"ep_size={config.ep_size} does not divide the processes that share a model, {world} of them: start "
+                f"torchrun --nproc-per-node {config.ep_size}, or choose an ep_size that divides them"
+            )
+
+    DistributedConfig._resolve_parallelism = resolved

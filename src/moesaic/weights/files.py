@@ -129,8 +129,8 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
     listed: dict[str, str] | None = None
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        paths = [folder / Path(name).name for name in sorted(set(listed.values()))]
+        listed = _index(folder / INDEX)
+        paths = [folder / name for name in sorted(set(listed.values()))]
     elif len(paths) > 1:
         raise InputError(f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it")
     found: dict[str, Stored] = {}
@@ -154,19 +154,40 @@ def _header(path: Path) -> dict[str, Stored]:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         try:
             header = json.loads(file.read(min(length, size)))
-        except ValueError:
+            header.pop("__metadata__", None)
+            return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+        except InputError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InputError(f"{path}: is no safetensors file, or its beginning is damaged: fetch it again") from None
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in CODES:
-            raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
-        shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-        if 8 + length + end > size:
-            raise InputError(f"{path}: has {size:,} bytes and needs {8 + length + end:,} for {name}: fetch it again")
-        part = Part(path, 8 + length + start, (0,) * len(shape), shape)
-        found[name] = Stored(CODES[entry["dtype"]], shape, (part,))
-    return found
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+    """Return the tensor that an entry of a header describes; the tensors begin at byte `begin` of a file of `size` bytes."""
+    if entry["dtype"] not in CODES:
+        raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
+    shape, (start, end), dtype = tuple(entry["shape"]), entry["data_offsets"], CODES[entry["dtype"]]
+    if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
+        raise ValueError("a size or a place is no whole number")
+    if begin + end > size:
+        raise InputError(f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again")
+    if math.prod(shape) * dtype.itemsize != end - start:
+        raise InputError(f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again")
+    return Stored(dtype, shape, (Part(path, begin + start, (0,) * len(shape), shape),))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Return which file holds which tensor."""
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(
+            name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name for name in listed.values()
+        ):
+            found: dict[str, str] = listed
+            return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"{path}: is no index of safetensors files, or it is damaged: fetch it again")
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:

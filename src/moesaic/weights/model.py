@@ -119,7 +119,7 @@ def read_config(folder: Path, named: Path | None) -> Any:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         config = transformers.AutoConfig.for_model(**table)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # its own checks raise whatever they like
         raise InputError(
             f"{path}: is no configuration of transformers ({' '.join(str(error).split()):.200})"
         ) from error

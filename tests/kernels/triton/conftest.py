@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,42 +25,8 @@ elif not CAN_RUN:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in UNINTERPRETED]
 
 
-def mend_the_interpreter() -> None:
-    """Make Triton 3.6's interpreter do what a GPU does.
-
-    Loop bounds may be tensors: NumPy 2.4 no longer turns an array of one number into an int. bfloat16, which it keeps as
-    16-bit integers, is rounded to nearest, subnormal numbers included, and multiplied as numbers in `tl.dot`.
-    """
-    from triton.runtime import interpreter
-
-    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
-    handle, bfloat16, float32 = interpreter.TensorHandle, triton.language.bfloat16, triton.language.float32
-
-    def patched(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(operand: Any) -> Any:
-        if operand.dtype.scalar != bfloat16:
-            return operand
-        return handle((operand.data.astype(np.uint32) << 16).view(np.float32), float32)
-
-    def cast_impl(self: Any, source: Any, to: Any) -> Any:
-        if (source.dtype.scalar, to.scalar) == (bfloat16, float32):
-            return widened(source)
-        if (source.dtype.scalar, to.scalar) == (float32, bfloat16):
-            values = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
-            return handle(values.view(torch.int16).numpy().view(np.uint16), bfloat16)
-        return cast(self, source, to)
-
-    interpreter._patch_lang_tensor = patched
-    builder.cast_impl = cast_impl
-    builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
-
-
 if CAN_RUN and IS_INTERPRETED:
-    import triton
+    from moesaic_lab.gpu.interpreter import mend_the_interpreter
 
     mend_the_interpreter()
 

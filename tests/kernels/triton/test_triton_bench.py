@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moesaic.errors import InputError
+from moesaic.kernels.triton.rows.tiles import default_tile
 from moesaic_lab.gpu import layers as gpu_layers
 from moesaic_lab.gpu import run as gpu_device
 from moesaic_lab.gpu import timing as gpu_timing
@@ -42,7 +43,7 @@ def no_gpu(monkeypatch, device):
     monkeypatch.setattr(gpu_device, "_chosen", lambda options: [TINY])
     monkeypatch.setattr(gpu_device, "SMALL", TINY)
     monkeypatch.setattr(gpu_device, "in_turn", in_turn)
-    monkeypatch.setattr(gpu_device, "dense_tflops", lambda size, dtype: 100.0)
+    monkeypatch.setattr(gpu_device, "dense_tflops", lambda *_: 100.0)
     monkeypatch.setattr(gpu_tune, "seconds_of", lambda run: in_turn({"it": run}, 1)["it"][0])
     memory = gpu_timing.GpuMemory(kept=1.0, forward_peak=2.0, backward_peak=3.0)
     monkeypatch.setattr(gpu_device, "memory_of", lambda *_: memory)
@@ -59,7 +60,7 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     assert row["ours"]["forward_tflops"] > 0
     assert row.get("grouped_mm_absent") is None
     assert row["grouped_mm"]["over_ours"] > 0
-    assert "scattermoe" in row["scattermoe_absent"]
+    assert "liger" in row["liger_absent"]
     assert set(row["steps"]) == {
         "up",
         "down",
@@ -73,15 +74,15 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     values = {claim.name.rsplit(".", 1)[1]: claim for claim in found.claims}
     assert values["forward_tflops"].value == row["ours"]["forward_tflops"]
     assert values["activation_gib"].value == 1.0
-    assert values["over_scattermoe"].value is None
-    assert "ScatterMoE could not be run" in values["over_scattermoe"].reason
+    assert values["over_liger"].value is None
+    assert "liger-kernel could not be run" in values["over_liger"].reason
     found.write(str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["claims"][0]["name"].startswith("gpu.T24_H40")
     assert measure(options).rows == found.rows  # nothing is timed again: the very figures
 
 
 def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("moesaic_lab.gpu.search.candidates", lambda shape, device: iter([]))
+    monkeypatch.setattr("moesaic_lab.gpu.search.candidates", lambda shape, device: iter([default_tile(shape, device)]))
     measure(GpuOptions(folder=tmp_path, stages=("tune",)))
     (tiles,) = json.loads((tmp_path / "tiles.json").read_text()).values()
     assert len(tiles) == 6
@@ -119,7 +120,7 @@ def test_the_way_of_grouped_mm_is_the_same_layer(device):
 
 def test_claims_of_layers_that_were_not_measured_say_so():
     found = claims(list(LAYERS), {})
-    assert len(found) == 5 * 12 + 2
+    assert len(found) == 6 * 12 + 2
     assert all(claim.value is None and claim.reason for claim in found)
     targets = {claim.name: claim.target for claim in found}
     assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337

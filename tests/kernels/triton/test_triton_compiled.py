@@ -7,8 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
 
-from no_gpu import DEVICES, Compiled, compiling_for
-
 from moesaic.kernels.codecs import Fp8, Int8, Zfp
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton import quantise
@@ -19,6 +17,7 @@ from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
+from moesaic_lab.gpu.compiled import DEVICES, Compiled, compiling_for
 from moesaic_lab.gpu.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
@@ -47,6 +46,7 @@ def check(found: list[Compiled], capability: int) -> set[str]:
     room = DEVICES[capability].shared_bytes
     assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
     assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
+    assert [kernel.name for kernel in found if kernel.is_serialized] == []
     wanted = "wgmma.mma_async" if capability >= 90 else "mma.sync"
     return {kernel.name for kernel in found if wanted in kernel.ptx}
 
@@ -54,8 +54,8 @@ def check(found: list[Compiled], capability: int) -> set[str]:
 @pytest.mark.slow
 @capabilities
 @pytest.mark.parametrize(("dtype", "gated"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
-def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path, monkeypatch):
-    with compiling_for(capability, tmp_path, monkeypatch) as found:
+def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
+    with compiling_for(capability, tmp_path) as found:
         run_layer(dtype, gated=gated)
     assert check(found, capability) == PRODUCTS
 
@@ -63,11 +63,11 @@ def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path, monkeypatch):
+def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with compiling_for(capability, tmp_path, monkeypatch) as found:
+        with compiling_for(capability, tmp_path) as found:
             run_layer(torch.float32, gated=True)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -75,11 +75,11 @@ def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path, 
 
 
 @pytest.mark.slow
-def test_hopper_fetches_weights_by_descriptor(tmp_path, monkeypatch):
+def test_hopper_fetches_weights_by_descriptor(tmp_path):
     """Rows that stand in expert order come by descriptor too; persistent programs flatten their loops."""
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
-    with compiling_for(90, tmp_path, monkeypatch) as found, torch.no_grad():
+    with compiling_for(90, tmp_path) as found, torch.no_grad():
         rows_times([zeros(TOKENS, DIM)], [zeros(1, HIDDEN, DIM)], ends, tile, transposed=True)
         up(zeros(TOKENS, DIM), [zeros(1, HIDDEN, DIM)], ends, tile, activation="silu")
     assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
@@ -88,8 +88,8 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @capabilities
-def test_everything_else_compiles(capability, tmp_path, monkeypatch):
-    with compiling_for(capability, tmp_path, monkeypatch) as found:
+def test_everything_else_compiles(capability, tmp_path):
+    with compiling_for(capability, tmp_path) as found:
         top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)

@@ -11,7 +11,7 @@ from triton_references import down_grad_reference, outer_products_reference, row
 
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.outer import longest_first, outer_products
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 from moesaic.kernels.triton.up import up
 
@@ -132,3 +132,8 @@ def test_the_epilogue_in_bites_is_the_epilogue(device):
     exact = up_reference(dy, matrices, ends, activation="silu", weight=weight)
     for mine, expected in zip((*pre, hidden), (*exact[0], exact[1]), strict=True):
         close(mine, expected)
+
+
+def test_the_longest_expert_starts_first(device):
+    ends = torch.tensor([3, 3, 10, 12, 15], dtype=torch.int32, device=device)
+    assert longest_first(ends).tolist() == [2, 0, 4, 3, 1], "of equal ones the first"

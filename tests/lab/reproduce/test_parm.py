@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moesaic.cost.workload import Workload
+from moesaic.plan.algorithm1 import CostLine, Operations, corrected, operations, published
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce.parm import ParmTimes, layers, mean_speedup, shares
 from moesaic_lab.reproduce.parm import Testbed as Bed
-from moesaic_lab.reproduce.parm_choice import CostLine, Operations, corrected, operations, published
 from moesaic_lab.reproduce.records import read_book
 
 BOOK = read_book()
@@ -52,7 +52,7 @@ def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_w
 def test_operations_are_fitted_to_the_simulated_cluster() -> None:
     """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per message."""
     bed = Bed(BOOK, "a")
-    found = operations(bed, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8))
+    found = operations(bed.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k)
     rate = BOOK.constant("parm.a.link") * 1e9 / 8
     assert found.all_to_all.per_element == pytest.approx(4 * 7 / 8 / rate)
     assert found.all_to_all.startup == pytest.approx(7 * 664e-6)

@@ -135,12 +135,12 @@ def test_behind_a_norm_the_routing_weight_of_one_expert_is_lost() -> None:
         _, found = gradients(drawn(config), *batch(config))
         share[norm] = max(float(g.norm()) for name, g in found.items() if ".router." in name)
     assert share["post"] < 1e-3 * share["pre"]
-    assert PRESETS["swinv2-moe-b"].norm == PRESETS["swinv2-moe-s"].norm == PRESETS["digits"].norm == "pre"
+    assert PRESETS["swinv2-moe-b"].norm == PRESETS["swinv2-moe-s"].norm == PRESETS["swin-tiny"].norm == "pre"
 
 
 def test_one_batch_is_learnt_by_heart() -> None:
     for norm in ("post", "pre"):
-        config = replace(PRESETS["digits"], norm=norm, capacity=Capacity.fixed(1.25))
+        config = replace(PRESETS["swin-tiny"], norm=norm, capacity=Capacity.fixed(1.25))
         torch.manual_seed(0)
         model, optimizer = SwinMoE(config), None
         images, labels = batch(config)
@@ -157,7 +157,7 @@ def test_one_batch_is_learnt_by_heart() -> None:
 
 
 def test_matrices_start_small_and_biases_at_zero() -> None:
-    model = SwinMoE(replace(PRESETS["digits"], dim=64))
+    model = SwinMoE(replace(PRESETS["swin-tiny"], dim=64))
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", ".b1", ".b2")) and not name.startswith("patches"):
             assert not parameter.any(), name

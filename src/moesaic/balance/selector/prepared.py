@@ -3,7 +3,8 @@
 To make a table of replicated copies takes milliseconds where ranks and experts are many. So all that can be known before the
 counts is done beforehand: which copies of which origin go to which helper, as shares of the counts of the call before (NetMoE
 and LAER-MoE decide from the call before too), and the memory of the table. What is left is one product per entry, in whole
-numbers, so that all ranks come to the same table. Small tables are made from the counts themselves, which is as quick.
+numbers, so that all ranks come to the same table. Small tables are made from the counts themselves, which is as quick, and so
+are those of a load that moved so much that the shares of the call before leave some place busier than they did then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 
 SMALL = 1024
 """Counts of a call, ranks times experts, up to which its table is made from them."""
+
+WORSE = 0.25
+"""Share of the mean load by which the busiest place may be busier than when its table was prepared."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,14 @@ class Prepared:
         self._is_small = load.copies.size <= SMALL
         self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
         self._memory: np.ndarray | None = None
+        self._busiest = np.inf
+        self._places: tuple[np.ndarray, np.ndarray] | None = None
         text = hashlib.blake2b(f"{choice}{is_trial}".encode(), digest_size=6)
         replicated = None if self._is_small else weigher.tables(choice.recipe, found)
         if replicated is not None:
             self._cells, self._amounts = _entries(found, replicated)
             self._of = load.copies.reshape(-1)[self._cells // load.grid.ep]
+            self._busiest = self._busiest_place(load, self._amounts)
             self._memory = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
             self._memory.reshape(-1)[self._cells] = (
                 self._amounts
@@ -89,19 +96,37 @@ class Prepared:
             load: of the call.
         """
         found = tuple(self._weigher.replica_loads(load))
-        if self._is_small and self.choice.recipe.policy:
+        if not self.choice.recipe.policy:
+            return Pick(self.choice, found, None, self.is_trial)
+        amounts = None if self._is_small else self._fitted(load)
+        if amounts is None:
             replicated = self._weigher.tables(self.choice.recipe, found)
             table = None if replicated is None else spread(found, replicated)
         else:
-            table = self._fitted(load)
-        if table is None and self.choice.recipe.policy:
+            table = self._filled(load, amounts)
+        if table is None:
             return Pick(NO_CHANGE, found, None)
-        return Pick(self.choice, found, table, self.is_trial, None if self._is_small else self._cells)
+        return Pick(self.choice, found, table, self.is_trial, None if amounts is None else self._cells)
 
     def _fitted(self, load: CallLoad) -> np.ndarray | None:
-        """Return the table with the same shares of the call's copies; None where nothing is replicated."""
+        """Return what each entry replicates, the same shares of the call's copies; None if the load moved too much for that."""
         now = load.copies.reshape(-1)[self._cells // load.grid.ep]
-        amounts = self._amounts * now // self._of
+        amounts: np.ndarray = self._amounts * now // self._of
+        return amounts if self._busiest_place(load, amounts) <= self._busiest + WORSE else None
+
+    def _busiest_place(self, load: CallLoad, amounts: np.ndarray) -> float:
+        """Return the copies that the busiest place of ep computes under the entries, all replicas together, over the mean."""
+        ep, experts = load.grid.ep, load.num_experts
+        if self._places is None:
+            self._places = load.home[self._cells // ep % experts], self._cells % ep
+        loads = load.copies.sum(0).reshape(ep, -1).sum(1)
+        source, target = self._places
+        moved = np.bincount(target, amounts, ep) - np.bincount(source, amounts, ep)
+        total = int(loads.sum())
+        return float((loads + moved).max()) * ep / total if total else 0.0
+
+    def _filled(self, load: CallLoad, amounts: np.ndarray) -> np.ndarray | None:
+        """Return the table with these entries; None for nothing."""
         if not amounts.any():
             return None
         table, self._memory = self._memory, None

@@ -30,7 +30,13 @@ OUTLIER = 0.4
 TRUST = 1.0
 """Measured calls of an option that weigh as much as what options like it were off by."""
 SPREAD = 1.4
-"""How much the margin grows with what is not known yet: an option that was measured four times must be faster by 0.7 of it."""
+"""Over the margin: what one call is taken to deviate by, as a share, while that is not known."""
+ENOUGH = 4
+"""Measured calls of an option from which on their deviations say how noisy calls are."""
+DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation, of normal noise."""
+DOUBT = 2.0
+"""Standard errors by which a measured option may be faster than it is thought to be."""
 LEAST = 0.5
 """Share of the margin that is left between options that were measured often."""
 MOST_TRIALS = 8
@@ -144,28 +150,49 @@ class Times:
         """Return measured over modelled seconds that all options have in common of late."""
         return math.exp(self._machine)
 
-    def margin(self, margin: float, name: str, other: str, load: float) -> float:
-        """Return by how much one option must be faster than another to replace it: less, the better both are known.
+    def noise(self) -> float | None:
+        """Return by which share one call deviates from the median of its option; None while no option was measured enough."""
+        found = [
+            abs(ratio - known.at(load)[1])
+            for known in self._known.values()
+            if len(known.measured) >= ENOUGH
+            for load, ratio in known.measured
+        ]
+        return DEVIATION * median(found) if found else None
 
-        Before anything was measured it is the margin itself.
+    def margin(self, margin: float, name: str, other: str, load: float) -> float:
+        """Return by how much one option must be faster than another to replace it: the standard error of their difference.
+
+        Before anything was measured it is the margin itself, and it is never below `LEAST` of it.
         """
         if self.is_empty:
             return margin
-        variances = (1 / max(self.count(each, load), 0.5) for each in (name, other))
-        return margin * max(SPREAD * math.sqrt(sum(variances)), LEAST)
+        noise = self.noise()
+        spread = SPREAD * margin if noise is None else noise
+        return max(spread * self._error(name, other, load), LEAST * margin)
+
+    def _error(self, name: str, other: str, load: float) -> float:
+        """Return the standard error of the difference of two options, over the deviation of one call."""
+        return math.sqrt(sum(1 / max(self.count(each, load), 0.5) for each in (name, other)))
 
     def worth_trying(self, seconds: Mapping[str, float], best: str, load: float) -> str | None:
         """Return the option that may well be faster than the one that seems best; None if there is none.
+
+        One that never ran may be faster by the optimism; one that was measured by two standard errors of what calls deviate by,
+        so that quiet machines are done with trials early, and noisy ones do not take a lucky call for an answer.
 
         Args:
             seconds: that options are thought to take.
             best: of them.
             load: of the call.
         """
-        hopes = {}
+        hopes, noise = {}, self.noise()
         for name, each in seconds.items():
             count = self.count(name, load)
-            hope = each * self._believed(name, load) * (1 - self._optimism / (1 + count))
+            doubt = self._optimism / (1 + count)
+            if count and noise is not None:
+                doubt = min(DOUBT * noise * self._error(name, best, load), self._optimism)
+            hope = each * self._believed(name, load) * (1 - doubt)
             if name != best and count < MOST_TRIALS and hope < seconds[best]:
                 hopes[name] = hope
         return min(hopes, key=lambda name: (hopes[name], name), default=None)

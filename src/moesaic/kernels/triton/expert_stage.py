@@ -23,7 +23,7 @@ from torch import Tensor
 from moesaic.kernels import whole_batch
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
-from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.outer import longest_first, outer_products
 from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile
@@ -122,10 +122,11 @@ def backward(
         d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
     d_down, d_ups = None, []
     if wanted.weights:
-        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token)
+        order = longest_first(ends)
+        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order)
     del hidden
     if wanted.weights:
-        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token) for each in d_pre]
+        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token, order=order) for each in d_pre]
     if wanted.x:
         rows = rows_times(d_pre, work.ups, ends, tile["rows_grad"], transposed=False)
         del d_pre

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -39,7 +40,11 @@ def device_of(device: torch.device) -> TileDevice:
     """Return what a choice of tiles depends on; where there is no GPU, and so only the interpreter, `INTERPRETED`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return INTERPRETED
-    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=32)
+def _gpu(index: int) -> TileDevice:
     properties = torch.cuda.get_device_properties(index)
     return TileDevice(
         name=properties.name,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
-import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -40,6 +40,8 @@ class Compiled:
     registers: int
     spilled_bytes: int
     ptx: str
+    is_serialized: bool = False
+    """The assembler makes products of the tensor cores wait for each other (its warning C7515)."""
 
 
 class _Driver:
@@ -59,23 +61,28 @@ class _Driver:
 
 
 @contextmanager
-def compiling_for(capability: int, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
-    """Within, kernels that are launched are compiled for a capability instead, and listed."""
+def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[Compiled]]:
+    """Within, kernels that are launched are compiled for a capability instead, and listed.
+
+    Args:
+        capability: 80 for (8, 0).
+        cache: a folder, which processes may share.
+        private: a folder of this process alone; None for `cache`.
+    """
     found: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append(_describe(kernel, capability, cache))
+        found.append(_describe(kernel, capability, private or cache))
         return kernel
 
-    with patch.context() as within:
-        within.setattr(triton.knobs.cache, "dir", str(cache))
-        within.setattr(JITFunction, "run", compile_only)
-        within.setattr(driver, "_active", _Driver(capability))
-        within.setattr(launch, "device_of", lambda _: DEVICES[capability])
-        for user in (mlp, expert_stage):
-            within.setattr(user, "device_of", lambda _: DEVICES[capability])
+    with ExitStack() as within:
+        within.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
+        within.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        within.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+        for user in (launch, mlp, expert_stage):
+            within.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
         yield found
 
 
@@ -95,4 +102,5 @@ def _describe(kernel: object, capability: int, cache: Path) -> Compiled:
         registers=int(registers.group(1)),
         spilled_bytes=int(spilled.group(1)) if spilled else 0,
         ptx=ptx,
+        is_serialized="C7515" in said or "serialized" in said,
     )

@@ -1,7 +1,7 @@
 """Parm's Algorithm 1, which picks S1 or S2 for a layer: as published, and with its errors corrected.
 
-Yin et al. (INFOCOM 2024), section V. Both need the start-up and rate of three operations; here they are fitted to the same
-simulated cluster on which the schedules run, so that only the algorithm differs.
+Yin et al. (INFOCOM 2024), section V. Both need the start-up and rate of three operations, which come from the cluster that is
+described or was measured, so that only the algorithm differs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
+from moesaic.plan.compile import compile_plan
+from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Lane, Op, Stage
-from moesaic_lab.reproduce.parm import Testbed
+
+CHOICES = {"s1": Plan(schedule="s1"), "s2": Plan(schedule="s2", overlap_gather=True)}
+"""What it chooses between: S2 has its last all-to-all and all-gather overlapped (SAA)."""
+SMALL, LARGE = 1024, 4096
+"""Tokens of the two layers through whose times the lines go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +62,47 @@ def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by the closed forms of papers.md 1.5: y = s E C M, everything of y / m."""
+    """Return "s1" or "s2" by the closed forms: y = s E C M, everything of y / m."""
     y = s * layer.copies * layer.dim
     first = 2 * operations.all_to_all(y / m) + operations.gather(layer.tokens * layer.dim)
     second = operations.all_to_all(y / m) + operations.overlapped(y / m)
     return "s1" if first <= second else "s2"
 
 
-RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"published": published, "corrected": corrected}
-"""Both, by name."""
+RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"parm_printed": published, "parm": corrected}
+"""Both, by the names that a run's `planner.plan` has for them."""
 
 
-def operations(bed: Testbed, grid: Grid) -> Operations:
-    """Return the three lines on a simulated cluster, each through two sizes, forward.
+def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
+    """Return the plan that a rule takes for a layer.
 
     Args:
-        bed: the cluster.
+        rule: a key of `RULES`.
+        simulator: of the cluster.
+        layer: of the run, on one rank.
         grid: the mesh.
     """
+    found = operations(simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor)
+    return CHOICES[RULES[rule](found, layer, grid.tp, grid.etp)]
+
+
+def operations(
+    simulator: Simulator, grid: Grid, top_k: int, dtype: str = "fp32", capacity_factor: float = 1.2
+) -> Operations:
+    """Return the three lines on a cluster, each through two sizes, forward.
+
+    Args:
+        simulator: of the cluster.
+        grid: the mesh.
+        top_k: experts per token.
+        dtype: of rows.
+        capacity_factor: rows per expert over the mean.
+    """
     layer = Workload(
-        tokens=4096, num_experts=grid.ep, top_k=bed.top_k, dim=4096, hidden=1024, matrices=2, dtype="fp32",
-        capacity_factor=1.2,
+        tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
+        dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
     )  # fmt: skip
-    small, large = ((each, _spans(bed, grid, each)) for each in (replace(layer, tokens=1024), layer))
+    small, large = ((each, _spans(simulator, grid, each)) for each in (replace(layer, tokens=SMALL), layer))
 
     def line(name: str, elements: Callable[[Workload], float]) -> CostLine:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
@@ -94,10 +119,10 @@ def operations(bed: Testbed, grid: Grid) -> Operations:
     )
 
 
-def _spans(bed: Testbed, grid: Grid, layer: Workload) -> dict[str, float]:
+def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
     """Return the seconds of the three operations in one layer."""
-    one, two = bed.compiled("s1", grid), bed.compiled("s2", grid)
-    volumes = bed.simulator.volumes(one.forward, layer, one.grid)
+    one, two = (compile_plan(plan, grid) for plan in CHOICES.values())
+    volumes = simulator.volumes(one.forward, layer, one.grid)
     slots = {slot.name: slot for slot in one.forward.slots}
     found = {"all_to_all": 0.0, "gather": 0.0}
     for task in one.forward.tasks:
@@ -111,11 +136,13 @@ def _spans(bed: Testbed, grid: Grid, layer: Workload) -> dict[str, float]:
             found["gather"] += seconds
         elif task.stage is Stage.COMBINE:
             found["all_to_all"] += seconds
-    run = bed.simulator.run(two.forward, layer, two.grid)
+    run = simulator.run(two.forward, layer, two.grid)
     tail = [
         span
         for span in run.timeline.spans
         if span.stage is Stage.COMBINE and span.lane in (Lane.INTER, Lane.INTRA) and span.end > span.start
     ]
-    found["overlapped"] = max(span.end for span in tail) - min(span.start for span in tail)
+    found["overlapped"] = max((span.end for span in tail), default=0.0) - min(
+        (span.start for span in tail), default=0.0
+    )
     return found

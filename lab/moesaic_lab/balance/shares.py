@@ -1,0 +1,124 @@
+"""Shares of forced balance on larger clusters, simulated: what of the throughput of plain expert parallelism under forced even
+routing each method keeps, under loads that others recorded, under made-up ones, and with experts' weights heavy and light."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.traces.trace import Trace
+from moesaic_lab.balance.config import SharesOfForced, SimulatedLoads
+from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
+from moesaic_lab.balance.methods import NETMOE, PLAIN
+from moesaic_lab.balance.simulated import Larger
+from moesaic_lab.benchmark import Told
+
+RECORDED, MADE_UP = "recorded", "made up"
+"""Kinds of loads."""
+UNASKED = (NETMOE, "smart + shadow")
+"""Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One method in one call."""
+
+    cluster: str
+    ranks: int
+    load: str
+    """`RECORDED` or `MADE_UP`."""
+    layer: int
+    """Of a recorded load; -1 of others."""
+    step: int
+    """Iteration that was recorded; the number of the call of others."""
+    max_vio: float
+    """Of ranks."""
+    ratio: float
+    """Weight rows of an expert over the rows that a rank routes."""
+    method: str
+    seconds: float
+    """Forward and backward."""
+    forced_seconds: float
+    """Of the plain layer under forced balance."""
+    own_forced_seconds: float
+    """Of the method itself."""
+    decision_seconds: float
+    """What deciding kept a rank from going on, on this machine."""
+    replicated_experts: int
+    """Experts that some other rank computed."""
+
+    @property
+    def of_forced(self) -> float:
+        """Throughput over that under forced balance."""
+        return self.forced_seconds / self.seconds
+
+
+def shares_of_forced(config: SharesOfForced, folder: Path, seed: int, told: Told) -> list[Share]:
+    """Simulate every method under every load.
+
+    Args:
+        config: what to simulate.
+        folder: where its trace is.
+        seed: of made-up loads.
+        told: hears what is simulated.
+    """
+    trace, found = Trace.open(folder / config.trace), []
+    for ranks in config.ranks:
+        larger = None
+        for cluster in config.clusters:
+            spec = read_cluster(cluster)
+            larger = Larger(
+                SimulatedLoads(
+                    cluster=cluster, ranks=(ranks,), dim=config.dim, hidden=config.hidden, top_k=config.top_k,
+                    experts_per_rank=config.experts_per_rank, samples_per_rank=1, sample_tokens=config.tokens(config.ratio),
+                ),
+                read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
+            )  # fmt: skip
+            first = cluster == config.clusters[0] and ranks == config.ranks[0]
+            for ratio in dict.fromkeys((config.ratio, *(config.ratios if first else ()))):
+                told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows")
+                found += list(_of(config, larger, trace, cluster, ratio, seed))
+    return found
+
+
+def _of(config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, seed: int) -> Iterator[Share]:
+    """Yield the shares of all methods and loads on one cluster, with one weight of experts."""
+    ranks, each = larger.grid.world, config.experts_per_rank
+    tokens = config.tokens(ratio)
+    copies = tokens * config.top_k
+    names = [name for name in larger.methods if name not in UNASKED]
+    even = [alike(np.full(ranks * each, 1 / (ranks * each)), ranks, copies)] * 2
+    forced = {name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in names}
+    for load, layer, steps, calls in _loads(config, trace, ranks, copies, ratio, seed):
+        for name in names:
+            found = larger.seconds(name, calls, calls[0].sum(0), tokens)
+            for step, counts, (seconds, deciding, replicated) in list(zip(steps, calls, found))[1:]:
+                yield Share(
+                    cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
+                    ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[PLAIN], own_forced_seconds=forced[name],
+                    decision_seconds=deciding, replicated_experts=replicated,
+                )  # fmt: skip
+
+
+def _loads(
+    config: SharesOfForced, trace: Trace, ranks: int, copies: int, ratio: float, seed: int
+) -> Iterator[tuple[str, int, Sequence[int], list[np.ndarray]]]:
+    """Yield loads: which kind, layer, steps, and calls that follow each other, of which the first only begins."""
+    each = config.experts_per_rank
+    for layer in config.layers:
+        shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
+        yield RECORDED, layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
+    for load in config.max_vio if ratio == config.ratio else ():
+        samples = -(-copies // (config.top_k * 512))
+        routes = made_up(
+            Skew(
+                ranks=ranks, num_experts=ranks * each, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
+                max_vio=load, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
+            )
+        )  # fmt: skip
+        totals = [routes.counts(call, ranks, ranks * each).sum(0) for call in range(2)]
+        yield MADE_UP, -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]

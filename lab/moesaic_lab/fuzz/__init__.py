@@ -1,0 +1,1 @@
+"""`moesaic fuzz`: every reader and every command line on inputs that nobody meant for them."""

@@ -1,0 +1,223 @@
+"""Everything in Moesaic that reads a file: how a valid one is made, and what reads it.
+
+`readers_in_source` finds the functions that do; a test holds that each of them is reached from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moesaic.configfile import as_json, override, read_table
+from moesaic.cost import cluster_file
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.profile import (
+    ClusterProfile,
+    Errors,
+    HostCosts,
+    LinkCosts,
+    MachineInfo,
+    Products,
+    Versions,
+    read_profile,
+)
+from moesaic.cost.workload import read_counts
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.files import read_planned, write_plan
+from moesaic.plan.model import read_job
+from moesaic.plan.others import from_megatron
+from moesaic.program.grid import Grid
+from moesaic.program.text import from_text, to_text
+from moesaic.report.page import write_page
+from moesaic.report.summary import read_runs
+from moesaic.traces.synthetic import SyntheticRouting, make_segment
+from moesaic.traces.trace import Trace, read_header, write_segment
+from moesaic.traces.trace import read_table as read_trace_table
+from moesaic.train.checkpoint import SUMS, load_checkpoint
+from moesaic.train.config import DataConfig, TrainConfig
+from moesaic.train.data import load_corpus
+from moesaic.train.documents import read_documents
+from moesaic.train.durable import checksum
+from moesaic.train.metrics import METRICS, read_metrics
+from moesaic.train.run_folder import RunFolder
+from moesaic.train.shard_metadata import read_list
+from moesaic.train.state import open_run
+from moesaic.train.tokenizer import BPETokenizer
+from moesaic.train.watch import read_hang
+from moesaic.weights.files import read_dcp, read_safetensors
+from moesaic.weights.model import read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Something that reads a file."""
+
+    kind: str
+    """Of the file, see `mutate.mutated`."""
+    file: str
+    """The file that is changed, inside the folder."""
+    read: Callable[[Path], object]
+    """Reads from the folder."""
+    base: str
+    """The folder of `make_bases` that holds a valid one."""
+    seal: Callable[[Path], None] | None = None
+    """Makes checksums anew after the change."""
+
+
+def make_bases(folder: Path) -> None:
+    """Write a valid file of every kind into folders of their own."""
+    import io
+
+    from rich.console import Console
+
+    from moesaic.train.loop import train
+
+    text = folder / "text" / "a.txt"
+    text.parent.mkdir(parents=True)
+    text.write_text("one two three four five six seven eight nine ten\n" * 40, encoding="utf-8")
+    config = override(TrainConfig(), _TINY | {"out": str(folder / "run")}, source="fuzz")
+    config = override(config, {"data": {"path": [str(text)]}}, source="fuzz")
+    train(config, console=Console(file=io.StringIO()))
+    (folder / "run" / "hang.json").write_text(
+        json.dumps(
+            {
+                "line": "it hung",
+                "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}],
+            }
+        )
+    )
+    one = folder / "one"
+    one.mkdir()
+    (one / "config.json").write_text(as_json(config))
+    write_plan(Plan(), one / "plan.json")
+    planned = json.loads((one / "plan.json").read_text()) | {"mesh": {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}}
+    (one / "planned.json").write_text(json.dumps(planned))
+    (one / "table.toml").write_text('out = "x"\nsteps = 3\n[model]\ndim = 16\nnum_heads = 2\n')
+    (one / "cluster.toml").write_text(
+        (Path(cluster_file.__file__).parent / "presets" / "bed-2x2.toml").read_text(encoding="utf-8")
+    )
+    _PROFILE().write(one / "profile.json")
+    np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
+    (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
+    write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
+    (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
+    (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
+    (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
+    hub = folder / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_text(json.dumps(_HUB))
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2, 3), "b": torch.ones(4)}, hub / "model.safetensors")
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}})
+    )
+    BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
+    import warnings
+
+    from torch.distributed.checkpoint import state_dict_saver
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_saver.save({"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True)
+
+
+_TINY: dict[str, Any] = {
+    "steps": 2, "batch_size": 2, "device": "cpu", "precision": "float32", "threads": 1, "log_every": 1, "eval_every": 2,
+    "eval_sequences": 2, "save_every": 1, "tensorboard": False,
+    "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
+}  # fmt: skip
+_HUB = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+
+
+def _PROFILE() -> ClusterProfile:  # noqa: N802
+    return ClusterProfile(
+        date="2026-01-01", machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
+        inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
+        host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, transport_byte=1e-9, sharing=2.0),
+        products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
+    )  # fmt: skip
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _seal(checkpoint: Path) -> None:
+    names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
+    (checkpoint / SUMS).write_text("".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)))
+
+
+def _seal_last(folder: Path) -> None:
+    _seal(folder / "checkpoints" / "step-00000002")
+
+
+def _train_config(path: Path) -> TrainConfig:
+    return override(TrainConfig(), read_table(path), source=str(path))
+
+
+def _resumed(folder: Path) -> object:
+    config = override(_train_config(folder / "config.json"), {"out": str(folder)}, source="fuzz")
+    return open_run(config, _silent).claim.release()
+
+
+def _reported(folder: Path) -> object:
+    return write_page(read_runs([folder]), folder / "report.html")
+
+
+def _trace(folder: Path) -> object:
+    read_trace_table(read_header(folder / "trace.npz"))
+    return Trace.open(folder / "trace.npz").loads
+
+
+def _tensors(folder: Path) -> object:
+    return [stored.read(tuple(range(size) for size in stored.shape)) for stored in read_safetensors(folder).values()]
+
+
+_LAST = "checkpoints/step-00000002"
+READERS = {
+    "training configuration": Reader(base="one", kind="json", file="config.json", read=lambda at: _train_config(at / "config.json")),
+    "configuration in TOML": Reader(base="one", kind="toml", file="table.toml", read=lambda at: _train_config(at / "table.toml")),
+    "plan": Reader(base="one", kind="json", file="planned.json", read=lambda at: read_planned(at / "planned.json")),
+    "job": Reader(base="one", kind="json", file="config.json", read=lambda at: read_job(str(at / "config.json"))),
+    "model of the hub": Reader(base="hub", kind="json", file="config.json", read=lambda at: read_job(str(at / "config.json"))),
+    "cluster": Reader(base="one", kind="toml", file="cluster.toml", read=lambda at: read_cluster(str(at / "cluster.toml"))),
+    "profile": Reader(base="one", kind="json", file="profile.json", read=lambda at: read_profile(at / "profile.json", any_machine=True)),
+    "counts": Reader(base="one", kind="bytes", file="counts.npy", read=lambda at: read_counts(at / "counts.npy")),
+    "counts in text": Reader(base="one", kind="words", file="counts.csv", read=lambda at: read_counts(at / "counts.csv")),
+    "trace": Reader(base="one", kind="npz", file="trace.npz", read=_trace),
+    "documents": Reader(base="one", kind="lines", file="documents.jsonl", read=lambda at: read_documents(at / "documents.jsonl", "text")),
+    "tokens": Reader(
+        base="one", kind="bytes", file="tokens.bin",
+        read=lambda at: load_corpus(DataConfig(path=(str(at / "tokens.bin"),), vocab_size=2000)),
+    ),
+    "tokenizer": Reader(base="one", kind="json", file="tokenizer.json", read=lambda at: BPETokenizer.load(at / "tokenizer.json")),
+    "program": Reader(base="one", kind="words", file="program.txt", read=lambda at: from_text((at / "program.txt").read_text("utf-8", "replace"))),
+    "flags of Megatron": Reader(base="one", kind="words", file="flags.txt", read=lambda at: from_megatron((at / "flags.txt").read_text("utf-8", "replace"))),
+    "metrics": Reader(base="run", kind="lines", file=METRICS, read=read_metrics),
+    "report": Reader(base="run", kind="lines", file=METRICS, read=_reported),
+    "record of a hang": Reader(base="run", kind="json", file="hang.json", read=read_hang),
+    "mark of a run": Reader(base="run", kind="json", file="config.json", read=lambda at: RunFolder(at).is_a_run()),
+    "state of a checkpoint": Reader(base="run", kind="json", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed),
+    "tensors of a checkpoint": Reader(base="run", kind="safetensors", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed),
+    "checksums of a checkpoint": Reader(
+        base="run", kind="words", file=f"{_LAST}/{SUMS}", read=lambda at: load_checkpoint(at / "checkpoints", _silent)
+    ),
+    "list of shards": Reader(base="shards", kind="bytes", file=".metadata", read=lambda at: read_list((at / ".metadata").read_bytes(), "x")),
+    "shards": Reader(base="shards", kind="bytes", file=".metadata", read=read_dcp),
+    "safetensors": Reader(base="hub", kind="safetensors", file="model.safetensors", read=_tensors),
+    "index of safetensors": Reader(base="hub", kind="json", file="model.safetensors.index.json", read=read_safetensors),
+    "configuration of transformers": Reader(base="hub", kind="json", file="config.json", read=lambda at: read_config(at, None)),
+}  # fmt: skip
+"""By what is read."""

@@ -1,0 +1,195 @@
+"""Does the library itself run right on a GPU: `MoE` on CUDA against the CPU, waits, graphs, and meshes without NCCL.
+
+Every check is a claim; one that raises is a claim without a value, with the reason. With `--dry` the stand-in is the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.layer import MoE
+from moesaic.routing.capacity import Capacity
+from moesaic_lab.claims import Claim
+from moesaic_lab.gpu import waits
+from moesaic_lab.gpu.stand_in import StandIn, pretending, to_device, values
+from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ERRORS = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 2e-2}
+"""Relative; float32 with what the CPU has not, TF32, where it is allowed."""
+ROUTERS = ("softmax", "sigmoid", "switch", "expert_choice")
+CAPACITIES = {"dropless": None, "capacity": Capacity.fixed(0.75)}
+PLANS = ("linear.dropless", "linear.padded", "hier2d.dropless", "multicast.dropless", "s2.dropless", "int8.dropless")
+SIZES, TOKENS = (64, 96, 8, 2), 200
+"""dim, hidden, experts, top-k, and tokens of the checked layers."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks, writing after each; returns 0."""
+    parser = argparse.ArgumentParser(description="Checks of the library on a GPU.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args(arguments)
+    found: list[Claim] = []
+    for name, target, check in _checks(dry=given.dry):
+        try:
+            claim = Claim(name=f"gpu.{name}", value=check(), unit="1", target=target, op="<=")
+        except Exception as error:  # whatever a device makes of it: the others go on
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            claim = Claim(name=f"gpu.{name}", value=None, unit="1", target=target, op="<=", reason=reason)
+        found.append(claim)
+        given.out.write_text(
+            json.dumps({"claims": [each.as_dict() for each in found]}, indent=1) + "\n", encoding="utf-8"
+        )
+    return 0
+
+
+def _checks(*, dry: bool) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """Yield name, largest allowed value, and what finds the value."""
+    for dtype, router in itertools.product(("bfloat16",) if dry else DTYPES, ROUTERS[:1] if dry else ROUTERS):
+        for capacity, given in CAPACITIES.items():
+            arguments = (dtype, {"router": router, "capacity": given}, dry)
+            name, most = f"{dtype}.{router}.{capacity}", ERRORS[dtype]
+            yield f"error.{name}", most, partial(error_of, *arguments)
+            if router == ROUTERS[0]:
+                yield f"waits.{name}", 0, partial(waits_of, *arguments)
+                yield f"graph_error.{name}", most, partial(graph_error, *arguments)
+    of_plans = {case.name: case for case in cases()}
+    for plan in PLANS[1:2] if dry else PLANS:
+        yield f"host_waits.{plan}", max(of_plans[plan].most), partial(_waits_of_plan, of_plans[plan])
+        if not dry:
+            yield f"mesh_error.{plan}", 5e-2, partial(mesh_error, of_plans[plan])
+
+
+def _layer(dtype: str, options: dict[str, Any]) -> tuple[MoE, Tensor]:
+    torch.manual_seed(0)
+    dim, hidden, experts, top_k = SIZES
+    layer = MoE(dim, hidden, experts, top_k, losses=(), **options).to(DTYPES[dtype])
+    return layer, torch.randn(TOKENS, dim).to(DTYPES[dtype])
+
+
+def _step(layer: MoE, x: Tensor) -> list[Tensor]:
+    layer.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, *(each.grad for each in layer.parameters() if each.grad is not None)]  # type: ignore[list-item]
+
+
+@contextmanager
+def _device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | None]]:
+    """Give a device's name, what moves a layer there, and the stand-in where it is one."""
+    if not dry:
+        yield "cuda", lambda layer: layer.to("cuda"), None
+        return
+    with pretending(), StandIn() as stand_in:
+        yield "cuda:0", to_device, stand_in
+
+
+def error_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
+    """Return the largest relative difference of result and gradients from the CPU's, in float32 there."""
+    layer, x = _layer(dtype, options)
+    expected = _step(copy.deepcopy(layer).float(), x.float())
+    with _device(dry) as (device, move, _):
+        found = [values(each) for each in _step(move(layer), x.to(device))]
+    return max(_relative(mine.cpu().float(), true) for mine, true in zip(found, expected, strict=True))
+
+
+def waits_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
+    """Return how often the second step makes the host wait: 0, or on a GPU an error at the first wait."""
+    layer, x = _layer(dtype, options)
+    with _device(dry) as (device, move, stand_in):
+        layer, x = move(layer), x.to(device)
+        _step(layer, x)
+        if stand_in is not None:
+            stand_in.record.clear()
+            _step(layer, x)
+            return len(stand_in.record.waits)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _step(layer, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return 0.0
+
+
+def graph_error(dtype: str, options: dict[str, Any], dry: bool) -> float:
+    """Return how far a captured step, replayed on other tokens, is from the same step run eagerly.
+
+    Without a GPU: how many waits and uploads a step has, which no graph can hold.
+    """
+    layer, x = _layer(dtype, options)
+    with _device(dry) as (device, move, stand_in):
+        layer, x = move(layer), x.to(device)
+        if stand_in is not None:
+            _step(layer, x)
+            stand_in.record.clear()
+            _step(layer, x)
+            return len(stand_in.record.waits) + len(stand_in.record.uploads)
+        static = x.clone().requires_grad_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                _step(layer, static)
+        torch.cuda.current_stream().wait_stream(stream)
+        layer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(static)
+            (y * y).sum().backward()
+        other = x.flip(0)
+        with torch.no_grad():
+            static.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [y.detach().clone(), static.grad.clone()]  # type: ignore[union-attr]
+        expected = _step(layer, other)
+    return max(_relative(a.float(), b.float()) for a, b in zip(found, expected))
+
+
+def mesh_error(case: WaitCase) -> float:
+    """Return the largest relative difference of ranks of one process on one GPU from the same ranks on the CPU."""
+    torch.manual_seed(0)
+    whole = MoE(*SIZES, capacity=waits.CAPACITIES[case.capacity], losses=()).bfloat16()
+    tokens = [torch.randn(32, SIZES[0]).bfloat16() for _ in range(case.grid.world)]
+
+    def rank(transport: AbstractTransport, device: str) -> list[Tensor]:
+        layer = copy.deepcopy(whole)
+        layer.parallelize(Mesh(case.grid, transport), case.plan)
+        transport.device = torch.device(device)
+        x = tokens[case.grid.coordinate(transport.rank, "dp")].to(device)
+        return [each.cpu() for each in _step(layer.to(device), x)[:2]]
+
+    on_cpu, on_gpu = (run_ranks(case.grid.world, partial(rank, device=device)) for device in ("cpu", "cuda"))
+    pairs = [pair for a, b in zip(on_gpu, on_cpu) for pair in zip(a, b)]
+    return max(_relative(a.float(), b.float()) for a, b in pairs)
+
+
+def _waits_of_plan(case: WaitCase) -> float:
+    found = count_waits(case)
+    assert found is not None
+    return float(max(found.forward, found.backward))
+
+
+def _relative(found: Tensor, true: Tensor) -> float:
+    return float((found - true).abs().max() / true.abs().max().clamp_min(1e-30))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""`moesaic bench gpu`: all figures of one GPU in one command of nine minutes, of which nothing stops the rest.
+
+Every step is a process of its own under a deadline: one that crashes, hangs or leaves the GPU in error costs its own figures.
+Results are written as they come, into one folder: at most eight files, listed in `FILES`. Scratch files and Triton's cache go
+to a temporary folder. With `--dry` every step runs on a CPU, with the stand-in and Triton's interpreter in place of the GPU.
+Needs torch and Triton; what else is missing on the machine (pytest, liger-kernel, compute-sanitizer, ncu) is a reason in the
+results, not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.gpu.claims import claims
+from moesaic_lab.gpu.shapes import LAYERS
+
+SECONDS = 540.0
+"""Of the whole command: a borrowed GPU gives ten minutes to one."""
+FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "tests.txt", "sanitizer.txt", "ncu.csv")
+TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
+"""Two layers that span the shapes, whose tiles are searched; the others have default tiles unless their products are alike."""
+PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
+NOTES = "One process per step; a step that did not end well is named with its reason in the row `steps`."
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuStep:
+    """One process."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    """At most; less where the command's own deadline comes first."""
+    output: str = ""
+    """The file of the results that takes what it prints; "" for none."""
+    beside: bool = False
+    """Whether the next step starts without waiting for this one, which needs no GPU."""
+    needs: str = ""
+    """A program that must be there."""
+
+
+@dataclass
+class Outcome:
+    """How a step ended."""
+
+    name: str
+    seconds: float
+    ended: str
+    """"ok", or why not, in one line."""
+    tail: list[str] = field(default_factory=list)
+    """The last lines that it printed, where it is not ok."""
+
+
+def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
+    """Return the steps in order; those of `dry` are the same on tiny layers.
+
+    Args:
+        folder: of the results.
+        scratch: for files that nobody keeps.
+        dry: without a GPU.
+    """
+    python, extra = sys.executable, ("--dry",) if dry else ()
+
+    def part(*words: str) -> tuple[str, ...]:
+        module = (python, "-m", "moesaic_lab.gpu", "--folder", str(folder), "--json", str(scratch / "part.json"))
+        return *module, *words, *extra
+
+    checks = (python, "-m", "moesaic_lab.gpu.checks", "--out", str(folder / "checks.json"), *extra)
+    tests = "tests/kernels/triton/test_triton_top_k.py" if dry else "tests/kernels/triton"
+    pytest = (python, "-m", "pytest", tests, "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
+    layers = ["T24"] if dry else [layer.name for layer in LAYERS]
+    compiled = (python, "-m", "moesaic_lab.gpu.precompile", "--out", str(folder / "compiled.json"), *extra)
+    found = [
+        GpuStep(name="compile", command=compiled, seconds=100, beside=True),
+        GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=110, output="tests.txt"),
+        GpuStep(name="checks", command=checks, seconds=60),
+        GpuStep(
+            name="sanitizer", seconds=40, output="sanitizer.txt", needs="compute-sanitizer",
+            command=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *part("--stages", "check")),
+        ),
+    ]  # fmt: skip
+    tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
+    for layer, product in ((layer, product) for layer in tuned for product in (PRODUCTS[:1] if dry else PRODUCTS)):
+        command = part("--stages", "tune", "--layers", layer, "--products", product, "--seconds", str(per_product - 5))
+        found.append(GpuStep(name=f"tune.{layer}.{product}", command=command, seconds=per_product))
+    for layer in layers:
+        command = part("--stages", "measure", "--layers", layer, "--repeats", "2" if dry else "20")
+        found.append(GpuStep(name=f"layer.{layer}", command=command, seconds=60))
+    profile = (
+        "ncu",
+        "--clock-control",
+        "none",
+        "--csv",
+        "--section",
+        "SpeedOfLight",
+        "--section",
+        "MemoryWorkloadAnalysis",
+    )
+    counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
+    command = (*profile, *counted, *part("--stages", "check"))
+    found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
+    return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # the interpreter is slow
+
+
+def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
+    """Run all steps and return what they found; `gpu.json` in the folder is written after each.
+
+    Args:
+        folder: of the results.
+        dry: without a GPU.
+        seconds: after which no step starts, and what runs is ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, outcomes = time.monotonic() + seconds, list[Outcome]()
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
+            "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
+        } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
+        beside: list[_Running] = []
+        for step in steps(folder, Path(scratch), dry=dry):
+            running = _start(step, folder, Path(scratch), environment, deadline)
+            if isinstance(running, Outcome):
+                outcomes.append(running)
+            elif step.beside:
+                beside.append(running)
+            else:
+                outcomes.append(running.end())
+            merged(folder, outcomes, dry=dry).write(str(folder / "gpu.json"))
+        outcomes += [running.end() for running in beside]
+    found = merged(folder, outcomes, dry=dry)
+    found.write(str(folder / "gpu.json"))
+    return found
+
+
+@dataclass
+class _Running:
+    step: GpuStep
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+    until: float
+    file: IO[bytes]
+
+    def end(self) -> Outcome:
+        """Wait for it until its deadline, then end it and all that it started."""
+        try:
+            code = self.process.wait(max(self.until - time.monotonic(), 0.1))
+            ended = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"ended after {time.monotonic() - self.began:.0f} s, its limit"
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: what a step leaves behind goes with it
+        self.process.wait()
+        self.file.close()
+        tail = self.log.read_text(errors="replace").splitlines()[-12:]
+        return Outcome(self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail)
+
+
+def _start(
+    step: GpuStep, folder: Path, scratch: Path, environment: dict[str, str], deadline: float
+) -> _Running | Outcome:
+    now = time.monotonic()
+    if now > deadline:
+        return Outcome(step.name, 0.0, "not begun: no time was left")
+    if step.needs and shutil.which(step.needs) is None:
+        return Outcome(step.name, 0.0, f"not begun: the program {step.needs} is not there")
+    log = folder / step.output if step.output else scratch / f"{step.name}.txt"
+    own = environment
+    if step.name == "compile":  # which needs a compiler, not the interpreter
+        own = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
+    file = log.open("wb")
+    process = subprocess.Popen(
+        step.command, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    return _Running(step, process, log, now, min(now + step.seconds, deadline), file)
+
+
+def merged(folder: Path, outcomes: Sequence[Outcome], *, dry: bool = False) -> Measurement:
+    """Return rows and claims of all that the folder holds; a layer whose process ended without a row says how it ended.
+
+    Args:
+        folder: of the results.
+        outcomes: of the steps so far.
+        dry: no figure is of a GPU.
+    """
+    rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
+    for each in outcomes:
+        name = each.name.removeprefix("layer.")
+        if each.name.startswith("layer.") and name not in rows and each.ended != "ok":
+            rows[name] = {"name": name, "error": f"its process: {each.ended}; {' '.join(each.tail[-1:])[:200]}"}
+    checked, ended = _read(folder / "checks.json").get("claims", []), {each.name: each for each in outcomes}
+    found = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
+    for name in ("tests", "sanitizer"):
+        step = ended.get(name)
+        is_known = step is not None and not step.ended.startswith(("not begun", "ended after"))
+        reason = "" if is_known else "the step did not run to its end" if step is None else step.ended
+        value = float(step is not None and step.ended != "ok") if is_known else None
+        found.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
+    described = rows.get("dense", {})
+    return Measurement(
+        rows=[{"name": "steps", "steps": [asdict(each) for each in outcomes]}, *rows.values()],
+        claims=[*claims(list(LAYERS), rows), *found], packages=("torch", "triton", "liger_kernel"),
+        notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES,
+        machine={"gpu": _gpu(), "dense_tflops": described.get("tflops")},
+    )  # fmt: skip
+
+
+def _gpu() -> str:
+    """Return what the driver says of the GPU; "" where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    asked = (
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit",
+        "--format=csv,noheader",
+    )
+    return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or cut off while it was written
+        return {}
+    return held
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; returns the exit code, 0 whatever the steps found. (No tyro: a borrowed machine may have torch alone.)"""
+    parser = argparse.ArgumentParser(prog="moesaic bench gpu", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_results"), help=f"folder of the results: {', '.join(FILES)}"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole command")
+    parser.add_argument("--dry", action="store_true", help="every step on a CPU, without a GPU: does everything run?")
+    given = parser.parse_args(arguments)
+    found = run(given.out, dry=given.dry, seconds=given.seconds)
+    for each in found.rows[0]["steps"]:
+        print(f"{each['name']:<44} {each['seconds']:6.1f} s  {each['ended']}")
+    measured = [claim for claim in found.claims if claim.value is not None]
+    print(f"{len(measured)} of {len(found.claims)} figures; {given.out / 'gpu.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Triton's interpreter where there is no GPU: what of it has to be mended, and how it takes tensors of the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moesaic_lab.gpu.stand_in import DeviceTensor, values
+
+
+def mend_the_interpreter() -> None:
+    """Make Triton 3.6's interpreter do what a GPU does.
+
+    Loop bounds may be tensors: NumPy 2.4 no longer turns an array of one number into an int. bfloat16, which it keeps as
+    16-bit integers, is rounded to nearest, subnormal numbers included, and multiplied as numbers in `tl.dot`.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+    handle, bfloat16, float32 = interpreter.TensorHandle, triton.language.bfloat16, triton.language.float32
+
+    def patched(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != bfloat16:
+            return operand
+        return handle((operand.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    def cast_impl(self: Any, source: Any, to: Any) -> Any:
+        if (source.dtype.scalar, to.scalar) == (bfloat16, float32):
+            return widened(source)
+        if (source.dtype.scalar, to.scalar) == (float32, bfloat16):
+            values = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+            return handle(values.view(torch.int16).numpy().view(np.uint16), bfloat16)
+        return cast(self, source, to)
+
+    interpreter._patch_lang_tensor = patched
+    builder.cast_impl = cast_impl
+    builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Let Triton's interpreter, where it is on, take tensors of the device; for all threads."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
+        for each in tree_leaves((args, kwargs)):
+            if hasattr(each, "base"):  # a tensor descriptor
+                each.base = values(each.base)
+        with _disable_current_modes():
+            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
+
+    with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
+        yield

@@ -1,0 +1,162 @@
+"""How often a layer's call makes the host wait for a GPU, under every plan, counted on the stand-in: needs no GPU.
+
+A plan is taken from every name of every registry, so a new one is counted without being named here. Each runs on ranks of one
+process, two steps, of which the second is counted: the first one compiles, uploads and agrees once for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.codecs import CODECS, NO_CODEC
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.plan.plan import Crossing
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
+from moesaic.program.order import ORDERS
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device, values
+
+EP = Grid(world=4, ep=4, ranks_per_node=2)
+SHARDS = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
+CAPACITIES: dict[str, AbstractCapacity] = {
+    "dropless": Dropless(),
+    "capacity": Capacity.fixed(0.75),
+    "padded": Capacity.fixed(0.75, scope="rank", padded=True),
+}
+DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 12
+BY_HOST = ("zfp",)
+"""Codecs that run on the host where a GPU has no Triton, as here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitCase:
+    """A layer on a mesh under one plan and one capacity."""
+
+    name: str
+    plan: Plan
+    grid: Grid
+    capacity: str
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The waits that are allowed, forward and backward: one for the counts, unless sizes are known beforehand."""
+        if self.capacity == "padded":
+            return 0, 0
+        # Visits of copies that may be dropped, or of a part of a tensor group's, are told once the copies are known.
+        is_late = self.plan.crossing is Crossing.MULTICAST and (self.capacity == "capacity" or self.grid.tp > 1)
+        return 1 + is_late, 0
+
+    @property
+    def most_uploads(self) -> int:
+        """The copies to the device that are allowed: runs of rows, and the times that the arbiter tells."""
+        return 0 if self.capacity == "padded" else 1 + (self.plan.replication == "arbiter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """What one step of a case took."""
+
+    forward: int
+    """Waits of the forward pass, the most of any rank."""
+    backward: int
+    uploads: int
+    """Copies to the device that nobody waits for, of both passes."""
+    lines: tuple[str, ...]
+    """What waited, and where."""
+    error: float
+    """Largest difference of result and input gradient from the CPU's, over their largest value."""
+
+
+def plans() -> Iterator[tuple[str, Plan, Grid]]:
+    """Yield a plan for every name of every registry, and for every other choice."""
+    for name in SCHEDULES:
+        yield name, Plan(schedule=name), SHARDS
+    for name in ALL_TO_ALLS:
+        yield name, Plan(all_to_all=name), EP
+    yield "multicast", Plan(all_to_all="multicast"), EP
+    yield "multicast.s2", Plan(schedule="s2", all_to_all="multicast"), SHARDS
+    for name in CODECS:
+        if name != NO_CODEC and name not in BY_HOST:
+            yield name, Plan(codec=name, backward_codec=name), EP
+    for name in ORDERS:
+        yield name, Plan(order=name, chunks=2), EP
+    for name in REPLICATION_POLICIES:
+        yield name, Plan(replication=name), EP
+    yield "peer_groups", Plan(peer_groups=2), EP
+    yield "fuse", Plan(schedule="s3", fuse=True), SHARDS
+    yield "overlap_gather", Plan(schedule="s2", overlap_gather=True), SHARDS
+    yield "gather_weights", Plan(schedule="s2", gather_weights=0), SHARDS
+
+
+def cases() -> Iterator[WaitCase]:
+    """Yield every plan with every capacity; those that clash are found out when they run."""
+    for (name, plan, grid), capacity in itertools.product(plans(), CAPACITIES):
+        yield WaitCase(name=f"{name}.{capacity}", plan=plan, grid=grid, capacity=capacity)
+
+
+def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
+    """Run a case and count; None for a plan that its capacity or mesh clashes with.
+
+    Args:
+        case: what to run.
+        triton: under Triton's interpreter, with the kernels that a GPU runs.
+    """
+    torch.manual_seed(0)
+    whole = MoE(DIM, HIDDEN, EXPERTS, TOP_K, capacity=CAPACITIES[case.capacity], losses=()).bfloat16()
+    tokens = [torch.randn(TOKENS, DIM).bfloat16() for _ in range(case.grid.world)]
+
+    def on_cpu(transport: AbstractTransport) -> list[torch.Tensor]:
+        layer = copy.deepcopy(whole)
+        layer.parallelize(Mesh(case.grid, transport), case.plan)
+        return _step(layer, tokens[case.grid.coordinate(transport.rank, "dp")], None)
+
+    def on_stand_in(transport: AbstractTransport) -> tuple[list[torch.Tensor], int, StandIn]:
+        layer = copy.deepcopy(whole)
+        layer.parallelize(Mesh(case.grid, transport), case.plan)
+        with StandIn() as stand_in:
+            transport.device = DEVICE
+            to_device(layer)
+            x = tokens[case.grid.coordinate(transport.rank, "dp")].to(DEVICE)
+            _step(layer, x, None)
+            stand_in.record.clear()
+            found = _step(layer, x, stand_in)
+        return found, stand_in.forward, stand_in
+
+    try:
+        expected = run_ranks(case.grid.world, on_cpu)
+    except InputError:
+        return None
+    with pretending(triton=triton):
+        found = run_ranks(case.grid.world, on_stand_in)
+    pairs = [pair for (mine, _, _), true in zip(found, expected) for pair in zip(mine, true)]
+    errors = [
+        float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
+    ]
+    busiest = max(found, key=lambda each: len(each[2].record.waits))
+    return Waits(
+        forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),
+        lines=tuple(busiest[2].record.waits), error=max(errors),
+    )  # fmt: skip
+
+
+def _step(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    if stand_in is not None:
+        stand_in.forward = len(stand_in.record.waits)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]

@@ -1,0 +1,182 @@
+"""A long run on four processes whose plans, policies and checkpoints change all the time: memory, descriptors and threads.
+
+Every rank looks at itself after each round of all plans. Growth compares medians: of the last sixth of the looks with those of
+the first sixth after a third of the time, by when every cache is warm; the largest of the ranks counts.
+
+moesaic soak --json benchmarks/results/soak.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from moesaic.configfile import override
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.testing.processes import leave, start_ranks
+from moesaic.train.config import TrainConfig
+from moesaic.train.loop import Trainer
+from moesaic.train.presets import demo
+from moesaic.train.state import open_run
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+
+WORLD = 4
+MINUTES = 30.0
+MOST_GROWTH = 0.01
+PLANS = (
+    Plan(),
+    Plan(schedule="s2", chunks=2),
+    Plan(schedule="s1", chunks=4, all_to_all="pipelined"),
+    Plan(codec="int8"),
+    Plan(replication="shadow"),
+    Plan(replication="spill"),
+    Plan(replication="least_loaded", token_budget=64),
+)
+"""Run in turn: schedules, chunks, all-to-alls, codecs, and policies of replication."""
+STEPS_EACH = 3
+"""Steps under each plan; a checkpoint follows."""
+SMALL: dict[str, Any] = {
+    "batch_size": 4, "device": "cpu", "precision": "float32", "threads": 1, "tensorboard": False, "log_every": 1,
+    "eval_sequences": 4, "steps": 10_000_000, "save_every": 10_000_000, "eval_every": 10_000_000,
+    "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 32, "moe": {"num_experts": 8, "hidden": 16}},
+    "mesh": {"ep": 4},
+}  # fmt: skip
+"""What the demo model is made small by."""
+LOOKED = ("rss", "descriptors", "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions(BenchmarkOptions):
+    """How long."""
+
+    minutes: float = MINUTES
+    """Of training."""
+
+
+def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, Any]]:
+    """Train; returns a row per rank."""
+    if not 0 < options.minutes < 10_000:
+        raise InputError(f"--minutes {options.minutes}: choose more than 0")
+    with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as made, ThreadPoolExecutor(1) as pool:
+        folder = Path(made)
+        draw = random.Random(0)
+        words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
+        (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
+        ended = pool.submit(start_ranks, WORLD, _rank, folder, 60 * options.minutes)
+        started = time.monotonic()
+        while not ended.done():
+            told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
+            time.sleep(0.5)
+        ended.result()
+        looks = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
+    return [_row(rank, found) for rank, found in enumerate(looks)]
+
+
+def _rank(rank: int, folder: Path, seconds: float) -> None:
+    """Train until the time is over, look at this process after every round, and write down what was seen."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
+    looks: list[dict[str, float]] = []
+    with _trainer(folder) as trainer:
+        layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
+        started = time.monotonic()
+        while not trainer.ranks.largest(torch.tensor(float(time.monotonic() - started > seconds))):
+            for plan in PLANS:
+                for layer in layers:
+                    layer.use_plan(plan)
+                for _ in range(STEPS_EACH):
+                    trainer._step()
+                    trainer._interval()
+                trainer._save()
+            looks.append(_look(time.monotonic() - started, trainer.state.step))
+    (folder / f"{rank}.json").write_text(json.dumps(looks), encoding="utf-8")
+    leave()
+
+
+@contextmanager
+def _trainer(folder: Path) -> Iterator[Trainer]:
+    config: TrainConfig = override(replace(demo(), out=str(folder / "run")), SMALL, source="soak")
+    config = replace(config, data=replace(config.data, path=(str(folder / "text.txt"),)))
+    run = open_run(config, lambda line: None)
+    try:
+        yield Trainer(run, Console(quiet=True))
+    finally:
+        run.claim.release()
+
+
+def _look(seconds: float, step: int) -> dict[str, float]:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return {
+        "seconds": seconds,
+        "step": step,
+        "rss": pages * resource.getpagesize() / 2**20,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python_threads": threading.active_count(),
+    }
+
+
+def growth(values: list[float]) -> float:
+    """Return how much the median of the last sixth is above that of the first sixth after a third; 0 for a shrunken one."""
+    if len(values) < 6:
+        raise InputError(f"{len(values)} rounds are too few to tell growth: give more --minutes")
+    part, begin = max(len(values) // 6, 1), len(values) // 3
+    before, after = median(values[begin : begin + part]), median(values[-part:])
+    return max(after / before - 1, 0.0)
+
+
+def _row(rank: int, looks: list[dict[str, float]]) -> dict[str, Any]:
+    last = looks[-1]
+    found: dict[str, Any] = {"rank": rank, "minutes": last["seconds"] / 60, "steps": last["step"], "rounds": len(looks)}
+    for name in LOOKED:
+        values = [look[name] for look in looks]
+        found |= {
+            f"{name}_third": values[len(values) // 3],
+            f"{name}_end": values[-1],
+            f"{name}_growth": growth(values),
+        }
+    return found
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return how long it ran, and what grew."""
+    grew = [
+        Claim(
+            name=f"soak.{name}_growth",
+            value=max(row[f"{name}_growth"] for row in rows),
+            unit="1",
+            target=MOST_GROWTH,
+            op="<=",
+        )
+        for name in LOOKED
+    ]
+    minutes = min(row["minutes"] for row in rows)
+    return [*grew, Claim(name="soak.minutes", value=minutes, unit="min", target=MINUTES, op=">=")]
+
+
+BENCHMARK = Benchmark(
+    name="soak", description="Train for a long time while plans, policies and checkpoints change; hold memory, descriptors and "
+    "threads against what they were.",
+    options=SoakOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    columns=[Shown(title="Ranks")], is_proof=True,
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""A small model trained in pipeline stages under 1F1B and interleaved 1F1B, beside the same run on one process, in float64.
+
+Compared are every step's loss and gradient norm, the validation loss, and all parameters at the end, relative to the largest of
+each tensor. Both schedules run on two and on four stages, beside expert, tensor and data parallelism.
+
+    moesaic bench stages --json benchmarks/results/stages.json
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.testing.processes import leave
+from moesaic.train.checkpoint import load_checkpoint
+from moesaic.train.config import DataConfig, MeshConfig, TrainConfig
+from moesaic.train.loop import train
+from moesaic.train.metrics import read_metrics
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+
+MESHES: tuple[tuple[int, MeshConfig], ...] = (
+    (2, MeshConfig(pp=2)),
+    (4, MeshConfig(pp=2, ep=2)),
+    (4, MeshConfig(pp=4)),
+    (4, MeshConfig(pp=2, vpp=2)),
+    (4, MeshConfig(pp=4, vpp=2)),
+    (4, MeshConfig(pp=2, vpp=2, tp=2, etp=2, sequence_parallel=True)),
+    (8, MeshConfig(pp=4, vpp=2, ep=2)),
+)
+"""Ranks, and how they share the model."""
+WORST = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesOptions(BenchmarkOptions):
+    """What to run."""
+
+    steps: int = 3
+    """Optimizer steps of each run."""
+
+
+def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> TrainConfig:
+    """Return a run of a model of nine layers, every second of them sparse, with two auxiliary losses."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(" ".join(str(number * number) for number in range(4000)), encoding="utf-8")
+    moe = MoEConfig(every=2, num_experts=8, top_k=2, hidden=32, z_loss=0.001, balance_level="global_batch")
+    return TrainConfig(
+        out=str(folder / name), steps=steps, batch_size=4, accumulation=4, precision="float64", device="cpu", log_every=1,
+        eval_every=steps, eval_sequences=7, tensorboard=False, threads=1, mesh=mesh, data=DataConfig(path=(str(text),)),
+        model=ModelConfig(dim=32, num_layers=9, num_heads=2, seq_len=32, moe=moe),
+    )  # fmt: skip
+
+
+def _rank(rank: int, world: int, config: TrainConfig, store: str) -> None:
+    if world > 1:
+        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
+    train(config, console=Console(quiet=True))
+    if world > 1:
+        leave()
+
+
+def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the figures of a run on so many processes, and its parameters at the end."""
+    config = configuration(folder, name, steps, mesh)
+    spawn(_rank, args=(world, config, str(folder / f"{name}.store")), nprocs=world)
+    lines = read_metrics(Path(config.out))
+    figures = [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
+    return figures, load_checkpoint(Path(config.out) / "checkpoints", print).model
+
+
+def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:
+    """Return how far a run is off: `found` and `expected` as `trained` returns them."""
+    (figures, tensors), (wanted, whole) = found, expected
+    assert tensors.keys() == whole.keys()
+    scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in whole.items()}
+    return {
+        "ranks": world,
+        "mesh": " ".join(f"{name}={value}" for name, value in vars(mesh).items() if value != vars(MeshConfig())[name]),
+        "schedule": "interleaved 1F1B" if mesh.vpp > 1 else "1F1B",
+        "figures": max(abs(a - b) / abs(b) for a, b in zip(figures, wanted, strict=True)),
+        "parameters": max(float((tensors[name] - whole[name]).abs().max()) / scales[name] for name in whole),
+    }
+
+
+def measure(options: StagesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train on one process, then in stages."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder, steps, found = Path(name), options.steps, []
+        told("one process")
+        expected = trained(folder, "one", steps, 1, MeshConfig())
+        for number, (world, mesh) in enumerate(MESHES):
+            told(f"{number + 1} of {len(MESHES)}")
+            found.append(row(mesh, world, trained(folder, str(number), steps, world, mesh), expected))
+    return found
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the largest relative difference of any run."""
+    worst = max(max(each["figures"], each["parameters"]) for each in rows)
+    return [Claim(name="pp.worst", value=worst, unit="1", target=WORST, op="<=")]
+
+
+BENCHMARK = Benchmark(
+    name="stages", description="Train the same in pipeline stages and on one process.", options=StagesOptions,
+    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="largest relative difference to one process"),),
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""Do the tiny models end below their dense twins? gpt-tiny, bert-tiny, seq2seq-tiny and swin-tiny, three seeds each.
+
+A twin has the same active parameters (of Swin, the same expert once), data, steps and learning rate. Language models are judged
+by their validation loss, the images by the share of them that is recognised.
+
+    moesaic bench tiny --json benchmarks/results/tiny.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moesaic.configfile import override
+from moesaic.train.loop import train
+from moesaic.train.presets import preset
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.vision.train import VisionOptions
+from moesaic_lab.vision.train import train as train_images
+
+MODELS = ("gpt-tiny", "bert-tiny", "seq2seq-tiny", "swin-tiny")
+LEAST_ACCURACY = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyOptions(BenchmarkOptions):
+    """What to measure."""
+
+    models: tuple[str, ...] = MODELS
+    """Presets."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of initialisation and data order."""
+    steps: int | None = None
+    """Steps of each run; None takes the presets'."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any]:
+    """Train one model; returns its row, in which less is better."""
+    with tempfile.TemporaryDirectory() as folder:
+        if model == "swin-tiny":
+            more = {} if steps is None else {"steps": steps}
+            options = VisionOptions(ffn=ffn, seed=seed, out=folder, **more)  # type: ignore[arg-type]
+            loss = 1 - train_images(options, say=lambda _: None)["accuracy"]
+        else:
+            config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
+            config = replace(config, out=folder, existing="replace", seed=seed, tensorboard=False, eval_every=10**9)
+            config = replace(config, steps=steps or config.steps, save_every=10**9)
+            loss = train(config, console=Console(quiet=True)).val_nats_per_byte
+    return {"model": model, "ffn": ffn, "seed": seed, "loss": loss}
+
+
+def mean_loss(rows: list[dict[str, Any]], model: str, ffn: str) -> float:
+    """Return the mean over the seeds."""
+    return statistics.mean(row["loss"] for row in rows if (row["model"], row["ffn"]) == (model, ffn))
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return how many sparse models end below their twins, by how much each, and how well the digits are recognised."""
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    gains = {model: mean_loss(rows, model, "dense") - mean_loss(rows, model, "moe") for model in models}
+    beaten = sum(gain > 0 for gain in gains.values())
+    found = [Claim(name="mission.tiny_beats_dense", value=float(beaten), unit="models", target=len(MODELS), op=">=")]
+    found += [
+        Claim(name=f"tiny.gain.{model}", value=gain, unit="1", target=None, op=">=") for model, gain in gains.items()
+    ]
+    if "swin-tiny" in models:
+        right = 1 - mean_loss(rows, "swin-tiny", "moe")
+        found.append(Claim(name="tiny.digits_accuracy", value=right, unit="1", target=LEAST_ACCURACY, op=">="))
+    return found
+
+
+def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Train every model and its twin with every seed."""
+    rows = []
+    for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense")):
+        told(f"{model}, {ffn}, seed {seed}")
+        rows.append(one_run(model, ffn, seed, options.steps))
+    return rows
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Return mean, least and most of each model."""
+    means = []
+    for model, ffn in dict.fromkeys((row["model"], row["ffn"]) for row in rows):
+        losses = [row["loss"] for row in rows if (row["model"], row["ffn"]) == (model, ffn)]
+        means.append(
+            {"model": model, "ffn": ffn, "mean": statistics.mean(losses), "min": min(losses), "max": max(losses)}
+        )
+    return Shown(title="validation loss, nats; of swin-tiny the share that is not recognised").of(means)
+
+
+BENCHMARK = Benchmark(
+    name="tiny", description="Train tiny models beside their dense twins.", options=TinyOptions,
+    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims, columns=tables,
+)  # fmt: skip

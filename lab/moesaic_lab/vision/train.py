@@ -1,0 +1,290 @@
+"""`moesaic vision`: train, fine-tune, probe, time and run an image classifier with MoE layers, on one process or several ranks.
+
+moesaic vision --preset swin-tiny                                        # scikit-learn's digits
+torchrun --nproc-per-node 4 -m moesaic vision --preset swin-tiny --ep 2
+moesaic vision --preset swinv2-moe-s --images photos --init runs/vision/model.safetensors --freeze-moe
+moesaic vision --init runs/vision/model.safetensors --steps 0 --eval-capacity-factor 0.5   # inference
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesaic.cli.arguments import parse
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.layer import balance_on_step
+from moesaic.parallel import clip_grad_norm_, parallelize_model, parameter_groups, shard_over_data
+from moesaic.plan import Plan
+from moesaic.routing.capacity import Capacity
+from moesaic.train.launch import launch
+from moesaic_lab.vision.config import PRESETS, SwinConfig
+from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
+from moesaic_lab.vision.swin import SwinMoE
+
+TIMED_STEPS = 10
+"""Batches over which speed is measured, after as many that warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """What to train on what."""
+
+    preset: str = "swin-tiny"
+    """swin-tiny, swin-tiny-dense, swinv2-s, swinv2-b, swinv2-moe-s or swinv2-moe-b."""
+    images: str = ""
+    """A folder with a folder of pictures per class. Empty: scikit-learn's digits."""
+    out: str = "runs/vision"
+    """Folder of the weights and the results."""
+    init: str = ""
+    """Weights to begin with, as a run wrote them; a head of another number of classes starts anew."""
+    steps: int = 300
+    """Optimizer steps; 0 only evaluates."""
+    batch_size: int = 64
+    """Images per step, over all ranks."""
+    lr: float = 3e-3
+    """Largest learning rate."""
+    seed: int = 0
+    """Of weights and order."""
+    ffn: Literal["preset", "moe", "dense"] = "preset"
+    """Feed-forward layers; dense gives the twin of the same active size."""
+    freeze_moe: bool = False
+    """Do not train MoE layers, as Tutel does when it fine-tunes."""
+    num_experts: int | None = None
+    """Experts per layer; None for the preset's, as with the next five."""
+    top_k: int | None = None
+    """Experts per token."""
+    router: str | None = None
+    """Who chooses the experts."""
+    balance_loss: float | None = None
+    """Coefficient of the load-balance loss."""
+    capacity_factor: float | None = None
+    """Rows per expert over the mean load, in training."""
+    eval_capacity_factor: float | None = None
+    """The same in evaluation."""
+    admit_by: Literal["position", "score"] = "position"
+    """Who gets in when an expert is full; score is batch-prioritised routing."""
+    shots: int = 0
+    """Also fit a linear probe on the features of so many images per class."""
+    throughput: bool = False
+    """Also measure images per second, in training and in inference."""
+    ep: int = 1
+    """Expert parallelism."""
+    etp: int = 1
+    """Expert tensor parallelism."""
+    schedule: str = "s1"
+    """Of the MoE layers on several ranks."""
+    fsdp: bool = True
+    """Shard the other parameters over the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise InputError(f"preset={self.preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+        if self.steps < 0 or self.batch_size < 1 or self.shots < 0 or not self.lr > 0:
+            raise InputError("steps and shots must be at least 0, batch-size at least 1, lr above 0")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train and evaluate; returns the exit code."""
+    options = parse(VisionOptions, arguments, prog="moesaic vision", description="Train an image classifier.")
+    place = launch()
+    found = train(options, say=print if place.is_first else lambda _: None)
+    if place.is_first:
+        print(json.dumps(found))
+    place.leave()
+    return 0
+
+
+def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
+    """Return the model's configuration: the preset's, as changed, for these images."""
+    config = PRESETS[options.preset]
+    names = ("num_experts", "top_k", "router", "balance_loss")
+    changes: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.capacity_factor is not None or options.admit_by == "score":
+        changes["capacity"] = Capacity.fixed(options.capacity_factor or 1.0, order=options.admit_by)
+    if options.eval_capacity_factor is not None:
+        changes["eval_capacity"] = Capacity.fixed(options.eval_capacity_factor, order=options.admit_by)
+    if options.ffn != "preset":
+        changes["ffn"] = options.ffn
+    if options.images:
+        changes["num_classes"] = int(train.labels.max()) + 1
+    return replace(config, **changes)
+
+
+def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
+    """Train as asked, on the ranks of the process group if there is one; returns the results, alike on every rank.
+
+    Raises:
+        InputError: for data, sizes or a mesh that do not fit.
+    """
+    size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
+    data, held = load_folder(Path(options.images), size, channels) if options.images else load_digits()
+    torch.manual_seed(options.seed)
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    model = SwinMoE(shape_of(options, data)).to(device)
+    if options.init:
+        load_weights(model, Path(options.init))
+    if options.freeze_moe:
+        for layer in model.moe_layers():
+            layer.requires_grad_(False)
+    total, active = model.num_parameters(), model.num_active_parameters()
+    say(f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images")
+    part = spread(model, options, device)
+    trained = _steps(model, options, ImageBatches(data, options.batch_size, options.seed, part), say)
+    found: dict[str, Any] = {"parameters": total, "active": active, "loss": trained}
+    found["accuracy"] = accuracy(model, held)
+    say(f"accuracy {found['accuracy']:.4f} on {len(held)} images that were not trained on")
+    if options.shots:
+        found["probe"] = linear_probe(model, data, held, options.shots)
+    if options.throughput:
+        found |= speed(model, data, options.batch_size // part[1])
+    save_weights(model, options, found)
+    return found
+
+
+def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """Put the model on the ranks; returns which part of a batch this one takes, of how many."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if options.ep * options.etp > 1:
+            raise InputError(f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun")
+        return 0, 1
+    mesh = Mesh.create(ep=options.ep, etp=options.etp, device_type=device)
+    if model.moe_layers():
+        parallelize_model(model, mesh, Plan(schedule=options.schedule), fsdp=options.fsdp)
+    else:
+        shard_over_data(model, mesh, model.blocks)
+    return mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp
+
+
+def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any) -> float | None:
+    """Take the steps; returns the last loss."""
+    if not options.steps:
+        return None
+    groups = parameter_groups(model, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(groups, lr=options.lr)
+    balance_on_step(optimizer, model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    device = next(model.parameters()).device
+    loss = torch.zeros(())
+    for step in range(options.steps):
+        pixels, labels = (each.to(device) for each in batches.get(step))
+        loss = F.cross_entropy(model(pixels), labels)
+        loss.backward()
+        clip_grad_norm_(model, 3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 0 or step + 1 == options.steps:
+            say(f"step {step + 1}: loss {loss.item():.3f}")
+    mean = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return float(mean)
+
+
+@torch.no_grad()
+def accuracy(model: SwinMoE, images: Images) -> float:
+    """Return the share of images that are recognised; every rank passes all of them."""
+    return float((_in_parts(model, images.pixels).argmax(1) == images.labels).float().mean())
+
+
+def _in_parts(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
+    """Return what a model gives for images, in evaluation mode, on the CPU."""
+    model.eval()
+    device = next(model.parameters()).device
+    found = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
+    model.train()
+    return found
+
+
+@torch.no_grad()
+def linear_probe(model: SwinMoE, data: Images, held: Images, shots: int, ridge: float = 1e-2) -> float:
+    """Return the accuracy of a linear map from features to classes, fitted in closed form on few images of each class.
+
+    Args:
+        model: its features are those in front of the head.
+        data: the first `shots` images of each class are taken.
+        held: to evaluate on.
+        shots: images per class.
+        ridge: penalty on the squared weights, of the mean squared feature.
+    """
+    classes = int(data.labels.max()) + 1
+    few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
+    head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
+    try:
+        x, y = _in_parts(model, data.pixels[few]).double(), F.one_hot(data.labels[few], classes).double()
+        others = _in_parts(model, held.pixels).double()
+    finally:
+        model.head = head
+    mean = x.mean(0)
+    x, others = x - mean, others - mean
+    penalty = ridge * x.square().sum(1).mean() * torch.eye(len(x), dtype=x.dtype)
+    weights = x.T @ torch.linalg.solve(x @ x.T + penalty, y - y.mean(0))
+    return float(((others @ weights + y.mean(0)).argmax(1) == held.labels).double().mean())
+
+
+def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
+    """Return images per second of one rank, forward and backward, and forward alone (Tutel's tables 7 and 11)."""
+    device = next(model.parameters()).device
+    pixels = data.pixels[:batch_size].to(device)
+    found = {}
+    for name in ("train", "infer"):
+        model.train(name == "train")
+        for timed in (False, True):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(TIMED_STEPS):
+                with nullcontext() if name == "train" else torch.no_grad():
+                    logits = model(pixels)
+                if name == "train":
+                    logits.float().square().mean().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if timed:
+                found[f"{name}_images_per_second"] = TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
+    model.zero_grad()
+    return found
+
+
+def load_weights(model: SwinMoE, path: Path) -> None:
+    """Read weights into a whole model; a head that does not fit stays as it was drawn.
+
+    Raises:
+        InputError: if the file is missing, or of another model.
+    """
+    if not path.exists():
+        raise InputError(f"init={path}: no such file")
+    weights, own = load_file(path), model.state_dict()
+    for name in [name for name in weights if name.startswith("head.") and weights[name].shape != own[name].shape]:
+        weights[name] = own[name]
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"init={path}: the weights are of another model ({reason:.200})") from error
+
+
+def save_weights(model: SwinMoE, options: VisionOptions, found: dict[str, Any]) -> None:
+    """Write whole weights, results and options into the folder; all ranks call it."""
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    if dist.is_initialized() and dist.get_rank():
+        return
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in whole.items()}, folder / "model.safetensors")
+    (folder / "results.json").write_text(json.dumps({"options": asdict(options), **found}, indent=2) + "\n")

@@ -1,0 +1,241 @@
+"""Pipeline parallelism of our model: each rank has some of its blocks, and micro-batches flow through torch's schedules.
+
+The ranks of a stage share its blocks as the ranks of a whole run share a model: experts over ep and etp, attention over tp, all
+over dp. A step's micro-batches are `accumulation` many, so a run in stages does what one process does with the same settings.
+Where the embedding is also the output matrix, the first and the last stage have a copy each, whose gradients are added before a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.models.gpt import GPT, GPTOutput, embed, flops_per_token, token_loss
+from moesaic.models.split import local_part, unembed
+from moesaic.parallel import gradient_norm
+from moesaic.routing.routing import Routing
+from moesaic.runtime.routing_cache import checkpoint
+from moesaic.train.config import TrainConfig
+from moesaic.train.machine import autocast
+
+
+class Part(nn.Module):
+    """Consecutive blocks of a GPT: the first part embeds tokens before them, the last one returns logits after them.
+
+    Args:
+        whole: the model, whose modules it shares.
+        index: of the part.
+        count: of all parts.
+        dtype: of the forward pass.
+    """
+
+    def __init__(self, whole: GPT, index: int, count: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.config, self.dtype = whole.config, dtype
+        if self.is_first or (self.is_last and whole.unembedding is None):
+            self.embedding = whole.embedding
+        if self.is_first:
+            self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
+        layers = len(whole.blocks)
+        own = range(layers * index // count, layers * (index + 1) // count)
+        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in own})
+        if self.is_last:
+            self.norm, self.unembedding = whole.norm, whole.unembedding
+        self.routings: list[list[Routing]] = []
+        """Of the forward passes since somebody emptied it: one per MoE layer, without graphs."""
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Run the part on a micro-batch.
+
+        Args:
+            x: tokens (batch, positions) for the first part, else what the part before returned.
+            tokens: (batch, positions) int64.
+
+        Returns:
+            (batch, positions, dim), or logits (batch, positions, vocab_size) of the last part.
+        """
+        self.routings.append([])
+        with autocast(tokens.device, self.dtype):
+            x = embed(self, x) if self.is_first else x
+            for block in self.blocks.values():
+                recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
+                run = partial(checkpoint, block) if recomputes else block
+                x, routing = run(x, tokens, None, None)
+                self.routings[-1] += [] if routing is None else [replace(routing, logits=None)]
+            if not self.is_last:
+                return x
+            return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
+
+
+class PipelinedGPT(nn.Module):
+    """What a rank has of a GPT in pipeline stages: its parts' parameters, under the names of the whole model.
+
+    Args:
+        whole: the model, the same on all ranks, not split yet.
+        config: of the run; its `mesh.pp` is above 1.
+        stages: the ranks as ("pp", "stage").
+        dp: data parallel groups of a stage.
+        dtype: of the forward pass.
+    """
+
+    def __init__(self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = whole.config
+        self.names = frozenset(whole.state_dict())
+        """Of the whole model's tensors."""
+        self._sizes = whole.num_parameters(), whole.num_active_parameters()
+        self.stages, self.stage, self.pp = stages, stages.get_local_rank("pp"), stages.size(0)
+        count = self.pp * config.mesh.vpp
+        numbers = range(self.stage, count, self.pp)
+        self.parts = [Part(whole, number, count, dtype) for number in numbers]
+        self.blocks = nn.ModuleDict({name: block for part in self.parts for name, block in part.blocks.items()})
+        self.is_tied = whole.unembedding is None
+        if self.stage == 0:
+            self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
+        if self.stage == 0 or (self.stage == self.pp - 1 and self.is_tied):
+            self.embedding = whole.embedding
+        if self.stage == self.pp - 1:
+            self.norm, self.unembedding = whole.norm, whole.unembedding
+        sparse = [name for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)]
+        self.layers = [place for place, name in enumerate(sparse) if str(name) in self.blocks]
+        """Which of the whole model's MoE layers are here."""
+        self.num_sparse = len(sparse)
+        """MoE layers of the whole model."""
+        length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
+        self._inner = length, config.model.dim
+        self._nothing = torch.zeros_like(next(whole.parameters())[0, 0]).detach()
+        self._schedule = self._make_schedule(config, [(number, count) for number in numbers], config.batch_size // dp)
+
+    def _make_schedule(
+        self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
+    ) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        tokens = torch.empty(rows, config.model.seq_len, dtype=torch.int64, device="meta")
+        x = torch.empty(rows, *self._inner, dtype=self._nothing.dtype, device="meta", requires_grad=True)
+        device, group = self._nothing.device, self.stages["pp"].get_group()
+        made = [
+            PipelineStage(part, *place, device, tokens if part.is_first else x, x, group=group)
+            for place, part in zip(places, self.parts)
+        ]
+        micro = config.accumulation
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return token_loss(logits, targets) / micro
+
+        if len(made) > 1:
+            return ScheduleInterleaved1F1B(list(made), micro, loss_fn=loss_of, scale_grads=False)
+        return Schedule1F1B(made[0], micro, loss_fn=loss_of, scale_grads=False)
+
+    def run_step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[list[Routing]]]:
+        """Add up the gradient of a step's micro-batches.
+
+        Args:
+            batches: `accumulation` many tokens and targets, on the device.
+
+        Returns:
+            the mean loss of the micro-batches, (), 0 on ranks without the last part; and of each micro-batch the routings of
+            the MoE layers that are here.
+
+        Raises:
+            InputError: what a layer raised.
+        """
+        tokens, targets = (torch.cat(each) for each in zip(*batches))
+        losses: list[Tensor] = []
+        ends: dict[str, Any] = {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
+        self._forget()
+        try:
+            inputs = (tokens,) if self.stage == 0 else ()
+            self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            if isinstance(error.__cause__, InputError):
+                raise error.__cause__ from error
+            raise
+        self._add_embeddings()
+        loss = torch.stack(losses).sum().detach() if losses else self._nothing
+        routings = zip(*(part.routings for part in self.parts))
+        return loss, [[routing for each in of_parts for routing in each] for of_parts in routings]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
+        """Evaluate the whole model, stage after stage; all ranks call it together.
+
+        Args:
+            tokens: (batch, positions) int64.
+            targets: (batch, positions) int64.
+
+        Returns:
+            logits and loss where the last part is, else an empty tensor and 0; the routings of the MoE layers that are here.
+        """
+        self._forget()
+        group, x = self.stages["pp"].get_group(), tokens
+        for part in self.parts:
+            if not part.is_first:
+                x = torch.empty(len(tokens), *self._inner, dtype=self._nothing.dtype, device=tokens.device)
+                if x.numel():
+                    dist.recv(x, group=group, group_src=(self.stage - 1) % self.pp)
+            x = part(x, tokens)
+            if not part.is_last and x.numel():
+                dist.send(x.contiguous(), group=group, group_dst=(self.stage + 1) % self.pp)
+        routings = [routing for part in self.parts for routing in part.routings[0]]
+        if not self.parts[-1].is_last:
+            return GPTOutput(x.new_empty(0), None if targets is None else self._nothing, routings)
+        return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
+
+    def gradient_norm(self, mesh: Mesh) -> Tensor:
+        """Return the norm of the whole model's gradient, the embedding counted once; all ranks call it together.
+
+        Args:
+            mesh: of this rank's stage.
+        """
+        copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
+        own = [parameter for parameter in self.parameters() if parameter not in copies]
+        return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)
+
+    def num_parameters(self) -> int:
+        """Return how many parameters the whole model has."""
+        return self._sizes[0]
+
+    def num_active_parameters(self) -> int:
+        """Return how many parameters of the whole model one token passes."""
+        return self._sizes[1]
+
+    def flops_per_token(self, length: int) -> float:
+        """Return what `GPT.flops_per_token` says of the whole model."""
+        return flops_per_token(self.config, self._sizes[1], length)
+
+    def _forget(self) -> None:
+        for part in self.parts:
+            part.routings = []
+
+    def _add_embeddings(self) -> None:
+        """Add the gradients of the embedding's two copies, on both of their ranks."""
+        if self.stage not in (0, self.pp - 1) or not self.is_tied:
+            return
+        weight = self.embedding.weight  # a lookup in a split vocabulary leaves parts of a sum as its gradient
+        assert weight.grad is not None
+        if isinstance(weight.grad, DTensor) and isinstance(weight, DTensor):
+            weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
+        own = local_part(weight.grad)
+        if not own.numel():
+            return
+        other, group = torch.empty_like(own), self.stages["pp"].get_group()
+        peer = self.pp - 1 if self.stage == 0 else 0
+        moves = [
+            dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        ]
+        for move in dist.batch_isend_irecv(moves):
+            move.wait()
+        own += other

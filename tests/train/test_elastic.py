@@ -1,0 +1,199 @@
+"""Ranks that come and go: restarts under any count, a new mesh for those that are left, launchers that die."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from cli.test_train import has_lines, wait_for
+from moesaic.errors import InputError
+from moesaic.train import auto_plan, launch
+from moesaic.train.auto_plan import with_planned
+from moesaic.train.checkpoint import list_checkpoints
+from moesaic.train.launch import meet
+from runs import assert_same, losses, parameters, tiny, write_config
+from train.test_launch import free_port, start
+
+
+def met(store: dist.Store, world: int) -> list[str]:
+    """Return the word that each rank of an attempt comes to, the first one last to arrive."""
+    words = [""] * world
+
+    def come(rank: int) -> None:
+        words[rank] = meet(store, rank, world)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(world))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(20)
+    return words
+
+
+def test_every_attempt_has_a_word_of_its_own_whatever_earlier_ones_left():
+    store = dist.HashStore()
+    attempts = [met(store, world) for world in (3, 2, 4, 4)]
+    assert [len(set(words)) for words in attempts] == [1, 1, 1, 1]
+    assert len({words[0] for words in attempts}) == 4
+    store.set("moesaic/comes/1", "of a rank that was killed before it was answered")
+    (word,) = set(met(store, 2))
+    assert word not in {words[0] for words in attempts}
+
+
+def test_who_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(launch, "START_PATIENCE", timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError, match="ranks 1, 2 did not come"):
+        meet(dist.HashStore(), 0, 3)
+
+
+def left(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """Let so many ranks be there."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: world)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_search_finds_mesh_and_plan_for_the_ranks_that_are_left(tmp_path, monkeypatch, world):
+    left(monkeypatch, world)
+    config = tiny(tmp_path, batch_size=12, planner={"plan": "search"}, model={"moe": {"num_experts": 12}})
+    said: list[str] = []
+    found = with_planned(config, said.append)
+    grid = found.mesh
+    assert world % grid.least_ranks == 0
+    assert grid.least_ranks > 1 or found.layer_plan is not None
+    assert found.planner.plan == ""
+    assert said[0].startswith(f"planner: {world} ranks take tp {grid.tp}, ep {grid.ep}, etp {grid.etp}")
+    assert with_planned(config) == found, "all ranks find the same"
+
+
+def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, monkeypatch):
+    config = tiny(tmp_path, batch_size=4, mesh={"ep": 4}, planner={"plan": "auto"})
+    left(monkeypatch, 4)
+    assert with_planned(config) == config
+    left(monkeypatch, 2)
+    found = with_planned(config)
+    assert found.mesh.ep in (1, 2)
+    assert found.planner.plan == "auto"
+    left(monkeypatch, 1)
+    alone = with_planned(config)
+    assert (alone.mesh.ep, alone.planner.plan) == (1, "")
+
+
+def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
+    left(monkeypatch, 3)
+    with pytest.raises(InputError, match=r"the search space holds no layout of 3 ranks: .* does not divide"):
+        with_planned(tiny(tmp_path, batch_size=4, planner={"plan": "search"}))
+    with pytest.raises(InputError, match=r"planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan"):
+        with_planned(tiny(tmp_path, batch_size=4, mesh={"ep": 4}, planner={"plan": "search"}))
+
+
+def children(parent: int) -> list[int]:
+    """Return the processes that a process started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
+def is_gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "Z"
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
+    process = start(tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"ep": 2}), tmp_path)
+    run = tmp_path / "run"
+    wait_for(lambda: has_lines(run, 2), process)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    _, err = process.communicate(timeout=60)
+    until = time.monotonic() + 60
+    while not all(map(is_gone, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert all(map(is_gone, ranks))
+    assert err.count(f"torchrun (process {process.pid}) is gone: its ranks save and end") >= 1
+    assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{losses(run)[-1][0]:08d}"
+
+
+SLOWLY = """
+import sys, time
+from moesaic.cli.main import main
+from moesaic.train.loop import Trainer
+
+plain = Trainer._step
+
+def step(self):
+    time.sleep(0.2)
+    return plain(self)
+
+Trainer._step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def node(folder: Path, port: int, script: Path) -> subprocess.Popen[str]:
+    """Start a node of two ranks among one to two."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
+    words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2", "--rdzv-id", "any"]
+    words += [str(script), "train", "--config", str(folder / "given.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_node_goes_on_with_the_mesh_and_the_losses_of_two_ranks(tmp_path):
+    config = tiny(tmp_path, steps=30, batch_size=4, save_every=5, keep_last=99, existing="resume")
+    config = replace(config, planner=replace(config.planner, plan="search"))
+    write_config(config, tmp_path / "given.json")
+    script, run = tmp_path / "slowly.py", tmp_path / "run"
+    script.write_text(SLOWLY)
+    port = free_port()
+    nodes = [node(tmp_path, port, script)]
+    time.sleep(1)  # the first keeps the store
+    nodes.append(node(tmp_path, port, script))
+    try:
+        wait_for(lambda: has_lines(run, 7), nodes[0])
+        for process in (nodes[1].pid, *children(nodes[1].pid)):
+            os.kill(process, signal.SIGKILL)
+        out, _ = nodes[0].communicate(timeout=240)
+    finally:
+        for each in nodes:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+    assert nodes[0].returncode == 0, out
+    assert "planner: 4 ranks take" in out
+    assert "planner: 2 ranks take" in out
+    assert [step for step, _ in losses(run)] == list(range(1, 31))
+    resumed = int(re.findall(r"taken up after step (\d+)", out)[-1])
+    assert 0 < resumed < 30
+    twin = tmp_path / "twin"
+    shutil.copytree(run, twin)
+    for path in list_checkpoints(twin / "checkpoints"):
+        if int(path.name[5:]) > resumed:
+            shutil.rmtree(path)
+    plain = start(replace(config, out=str(twin)), tmp_path)
+    text, err = plain.communicate(timeout=120)
+    assert plain.returncode == 0, text + err
+    assert losses(twin) == losses(run)
+    assert_same(parameters(twin), parameters(run))
