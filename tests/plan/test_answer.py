@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cost.clusters import DEVICE, flat
-from moesaic.cost.cluster import Tflops
-from moesaic.plan.answer import SPREAD, changes, cost_of_skew, operations_per_token, speed_of
+from moesaic.cost.cluster import RankSkew, Tflops
+from moesaic.plan.answer import (
+    DRAWS,
+    SPREAD,
+    changes,
+    cost_of_skew,
+    longer_by_rank_skew,
+    operations_per_token,
+    speed_of,
+)  # fmt: skip
 from moesaic.plan.findings import Result, Settings
 from moesaic.plan.layouts import Pins
 from moesaic.plan.model import Job
@@ -67,3 +76,23 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
     moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
     assert cost == pytest.approx(1 + moe / spread.seconds, rel=0.1)
     assert cost_of_skew(JOB, weak, found(Pins(tp=1, ep=1, etp=1), weak).best) is None
+
+
+@pytest.mark.parametrize("skew", [RankSkew(speed=0.1), RankSkew(start_us=2000)])
+def test_the_interval_of_unlike_ranks_is_that_of_its_draws(skew: RankSkew) -> None:
+    """With links that take no time a step waits for its slowest rank in everything, and for the last one in every pass."""
+    free = replace(flat(1, 8, intra=1e9, device=DEVICE), rank_skew=skew)
+    best = found(Pins(tp=1, ep=8, etp=1), free).best
+    draw, (steps, passes), expected = np.random.default_rng(0), DRAWS, []
+    for _ in range(steps):
+        speeds = np.exp(skew.speed * draw.standard_normal(8))
+        last = np.mean([draw.exponential(size=8).max() for _ in range(passes)]) * skew.start_us * 1e-6
+        # Two layers, forward and backward, in two micro-batches.
+        expected.append((best.seconds / speeds.min() + 2 * 2 * 2 * last) / best.seconds)
+    longer = longer_by_rank_skew(JOB, free, best)
+    assert longer == pytest.approx(np.quantile(expected, (0.25, 0.75)), rel=1e-3)
+    assert longer is not None
+    plain, wide = (speed_of(JOB, best, free, devices=8, sequences=32, **more) for more in ({}, {"longer": longer}))
+    assert wide.tokens_per_second == plain.tokens_per_second
+    assert wide.interval == pytest.approx((plain.interval[0] / longer[1], plain.interval[1] / longer[0]))
+    assert longer_by_rank_skew(JOB, replace(free, rank_skew=RankSkew()), best) is None

@@ -38,7 +38,8 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
     flags = (
         "--num-layers 48 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size=4 "
         "--expert-model-parallel-size 8 --moe-token-dispatcher-type flex --moe-enable-deepep --micro-batch-size 1 "
-        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16"
+        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16 "
+        "--use-distributed-optimizer"
     )
     assert from_megatron(flags) == OthersLayout(
         tp=2,
@@ -55,12 +56,30 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "sharded"),
+    [
+        ("", "none"),
+        ("--use-distributed-optimizer", "optimizer"),
+        ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "gradients"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params", "parameters"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy=no_shard", "none"),
+    ],
+)
+def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> None:
+    assert from_megatron(f"--expert-model-parallel-size 8 {flags}").sharded == sharded
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--expert-model-parallel-size many", "needs a whole number, got 'many'"),
         ("--expert-model-parallel-size", "needs a whole number, got ''"),
         ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
         ("", "no flag of Megatron that splits a model is there, but nothing"),
+        (
+            "--data-parallel-sharding-strategy half",
+            "'half': choose one of no_shard, optim, optim_grads, optim_grads_params",
+        ),
         ("--expert-model-parallel-size 0", "ep=0: must be at least 1"),
     ],
 )
@@ -116,6 +135,33 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     assert once.memory.optimizer == pytest.approx(12 * (around / 32 + experts / 32))
     assert each.memory.weights < once.memory.weights
     assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
+
+
+def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
+    """Whole parameters of a rank: all but the experts, and an eighth of these. Ten micro-batches."""
+    of = {
+        name: predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded=name))
+        for name in ("none", "optimizer", "gradients")
+    }
+    shape = QWEN.model
+    experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
+    around = shape.parameters() - experts
+    block = (around - 2 * shape.vocab * shape.dim + experts / 8) / shape.num_layers
+    whole, part = around + experts / 8, (around + experts) / 32
+    for name, gradients, stepped in (
+        ("none", whole, whole),
+        ("optimizer", whole, part),
+        ("gradients", part + block, part),
+    ):
+        memory = of[name].memory
+        assert memory.weights == pytest.approx(2 * whole)
+        assert memory.gradients == pytest.approx(4 * gradients)
+        assert memory.optimizer == pytest.approx(12 * stepped)
+        assert of[name].estimate.parts["optimizer"] == pytest.approx(stepped * 7 * 4 / 2850e9)
+    # Reduced once and gathered once at half the width; both at full width; reduced ten times and gathered once.
+    moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
+    assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
+    assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
 
 
 def test_every_emitter_says_what_was_found() -> None:

@@ -25,7 +25,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
-from moesaic.plan.answer import Speed, changes, cost_of_skew, speed_of
+from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
@@ -356,7 +356,8 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     """Return in sentences what people ask: how fast and how sure, what to change first, what skew, tokens and their own layout
     cost."""
     best, sequences = result.best, job.batch_size * job.accumulation
-    speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences)
+    longer = longer_by_rank_skew(job, cluster, best)
+    speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences, longer=longer or (1.0, 1.0))
     lines = [f"speed: {_in_words(speed, best.seconds, sequences * job.model.seq_len)}"]
     lines += ["activations are recomputed: without that it fits no layout"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
@@ -368,6 +369,8 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         lines.append(
             f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
         )
+    if longer is not None:
+        lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
     if options.price_per_hour is not None:
         lines.append(
             f"price: {speed.price(options.price_per_hour):,.0f} for a trillion tokens at {options.price_per_hour:g} an hour"

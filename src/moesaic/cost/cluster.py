@@ -186,6 +186,20 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSkew:
+    """How unlike ranks are that should be alike, as distributions; nothing of it is known of a cluster unless it says so."""
+
+    start_us: float = 0.0
+    """Mean microseconds by which a rank comes late to a pass of a layer, exponentially distributed, anew for every pass."""
+    speed: float = 0.0
+    """Standard deviation of the logarithm of a rank's speed of computing, the same for the whole step."""
+
+    def __post_init__(self) -> None:
+        for name in ("start_us", "speed"):
+            check_not_negative(f"cluster.rank_skew.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """A cluster of equal nodes."""
 
@@ -201,6 +215,11 @@ class ClusterSpec:
     """Direct links between devices of a node."""
     host: Host = field(default_factory=Host)
     """What issues the work."""
+    speeds: tuple[float, ...] = ()
+    """Speed of computing over `device`'s, of each device of a node or of the cluster; () where all are alike. Where one rank
+    stands for all, it is the slowest."""
+    rank_skew: RankSkew = field(default_factory=RankSkew)
+    """How unlike ranks are besides; only intervals read it."""
     name: str = "cluster"
     """Shown in tables."""
     description: str = ""
@@ -215,6 +234,13 @@ class ClusterSpec:
         for name in ("nodes", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise InputError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        if len(self.speeds) not in (0, self.devices_per_node, self.world):
+            raise InputError(
+                f"cluster.speeds has {len(self.speeds)} values: give one for each of a node's {self.devices_per_node} devices, "
+                f"or of all {self.world}"
+            )
+        for speed in self.speeds:
+            check_above_zero("cluster.speeds", speed)
         for peer in self.peers:
             if max(peer.devices) >= self.devices_per_node:
                 raise InputError(
@@ -248,7 +274,8 @@ class ClusterSpec:
         if count < 1 or (count > per_node and count % per_node):
             near = max(count // per_node, 1) * per_node
             raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
-        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node))
+        speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
+        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node), speeds=speeds)
 
     def with_links(self, carries: Literal["inside", "outside"], times: float) -> ClusterSpec:
         """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count."""

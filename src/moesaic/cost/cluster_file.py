@@ -62,7 +62,7 @@ def to_toml(spec: ClusterSpec) -> str:
         value = getattr(spec, each.name)
         if is_dataclass(value):
             tables += _section(f"[{each.name}]", each.name, value)
-        elif isinstance(value, tuple) and any(isinstance(item, str) for item in value):
+        elif isinstance(value, tuple) and any(isinstance(item, str | float) for item in value):
             head.append(f"{each.name} = {_text(value)}")
         elif isinstance(value, tuple):
             for item in value:

@@ -75,19 +75,19 @@ class Rates:
 
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
-    """Return the rates of a cluster's devices.
+    """Return the rates of a cluster's devices; of unlike ones those of the slowest.
 
     Raises:
         InputError: if the rate of this dtype is not known.
     """
-    device = spec.device
+    device, slowest = spec.device, min(spec.speeds, default=1.0)
     codec = device.codec_gigabytes_per_second
     return Rates(
-        flops=device.tflops.of(dtype),
+        flops=device.tflops.of(dtype) * slowest,
         rows=device.gemm_rows,
         share=device.gemm_share,
-        memory=device.memory_gigabytes_per_second * 1e9,
-        codec=None if codec is None else codec * 1e9,
+        memory=device.memory_gigabytes_per_second * 1e9 * slowest,
+        codec=None if codec is None else codec * 1e9 * slowest,
         activation_traffic=device.activation_traffic,
     )
 

@@ -153,12 +153,18 @@ class Events:
         self.ends = np.zeros((self._tasks, self._actors))
         """When it has ended there."""
 
-    def run(self) -> None:
-        """Run all events."""
-        for actor in range(self._actors):
+    def run(self, late: np.ndarray | None = None) -> None:
+        """Run all events.
+
+        Args:
+            late: (actors,) seconds before which each actor begins nothing; None: all begin at 0.
+        """
+        begin = [0.0] * self._actors if late is None else late.tolist()
+        assert len(begin) == self._actors, "who is late is told of every actor"
+        for actor, now in enumerate(begin):
             for node, waits in enumerate(self._graph.waits):
                 if not waits:
-                    self._start(0.0, actor, node)
+                    self._start(now, actor, node)
         while self._heap:
             now = self._heap[0][0]
             changed: set[int] = set()

@@ -27,6 +27,9 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.task import Program
 
+Sharded = Literal["parameters", "gradients", "optimizer", "none"]
+"""As of `StepModel.sharded`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
@@ -61,10 +64,11 @@ class StepModel:
     all tokens before it."""
     embeddings: int = 2
     """Matrices vocab x dim: embedding and output; 1 where they are one."""
-    sharded: Literal["parameters", "optimizer"] = "parameters"
-    """What lies in parts on data-parallel ranks: all that belongs to a parameter (FSDP2, ZeRO-3); or its float32 master and
-    moments only (ZeRO-1), with parameters as wide as activations and gradients whole on every rank, gathered and reduced
-    once per step."""
+    sharded: Sharded = "parameters"
+    """What lies in parts on data-parallel ranks. parameters: all that belongs to one (FSDP2, ZeRO-3). The others have
+    parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
+    gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
+    (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
     stages: int = 1
     """Pipeline stages; `num_layers` are those of one, and `vocab` its part."""
     virtual_stages: int = 1
@@ -250,8 +254,9 @@ class StepCostModel:
             at_once = waiting + (model.stages - 1) / model.virtual_stages * (model.virtual_stages > 1)
             return Memory(
                 weights=whole * layer.element_bytes,
-                gradients=whole * size,
-                optimizer=held * 3 * size,
+                # Of gradients in parts a block's are whole while they are reduced.
+                gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
+                optimizer=self._stepped_parameters * 3 * size,
                 activations=blocks * at_once,
                 buffers=buffers + (tokens * model.vocab * 4 / grid.tp),
             )
@@ -274,8 +279,9 @@ class StepCostModel:
         stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
         size = self.model.parameter_bytes
         if not self._in_parts:
-            whole = self._whole_parameters * (size + self.model.layer.element_bytes)
-            return whole + self._held_parameters * 3 * size + self.model.num_layers * stream
+            gradients = self._held_parameters if self.model.sharded == "gradients" else self._whole_parameters
+            whole = self._whole_parameters * self.model.layer.element_bytes + gradients * size
+            return whole + self._stepped_parameters * 3 * size + self.model.num_layers * stream
         return self._held_parameters * 4 * size + self.model.num_layers * stream
 
     @cached_property
@@ -289,8 +295,9 @@ class StepCostModel:
         did where they are fewer bytes; parameters and gradients included."""
         count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
         if not self._in_parts:
+            times = self._gatherings
             return max(
-                [0.0, *(count * passes * self._crossing(link) + self._sharding(link) / 2 for link in self._links)]
+                [0.0, *(count * passes * self._crossing(link) + times * self._sharding(link) for link in self._links)]
             )
         return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
 
@@ -322,9 +329,9 @@ class StepCostModel:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """Seconds of reading and writing parameters and moments and reading gradients, each rank its part."""
+        """Seconds of reading and writing parameters and moments and reading gradients, each rank its part if it has one."""
         per_parameter = 7 * self.model.parameter_bytes
-        return self._held_parameters * per_parameter / (self.cluster.device.memory_gigabytes_per_second * 1e9)
+        return self._stepped_parameters * per_parameter / self._rates.memory
 
     @property
     def _outside(self) -> float:
@@ -389,18 +396,20 @@ class StepCostModel:
     def _exposed_once(self, there: Simulated, back: Simulated) -> float:
         """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
 
-        Gradients are reduced behind the last micro-batch's backward pass, parameters gathered behind the first forward pass.
+        Gradients are reduced behind the last micro-batch's backward pass, or in parts behind each, parameters gathered behind
+        the first forward pass; without parts gradients are gathered where they were reduced.
         """
         dense, experts = self._unit_seconds
         units = self.model.num_layers * dense + self.model.moe_layers * experts + self.sharding["ends"] / 3
         total, attention = 0.0, self.attention / self._passes
+        whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
         # Gradients have parameter_bytes each, parameters element_bytes.
-        for run, passes, share in (
-            (there, 1, self.model.layer.element_bytes / self.model.parameter_bytes),
-            (back, 2, 1.0),
+        for run, passes, share, times in (
+            (there, 1, 0.0 if whole else self.model.layer.element_bytes / self.model.parameter_bytes, 1),
+            (back, 2, 2.0 if whole else 1.0, self.model.micro_batches if each_time else 1),
         ):
             idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            total += max(share * units - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
+            total += times * max(share * units - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
         return total
 
     @property
@@ -411,7 +420,15 @@ class StepCostModel:
     @property
     def _gatherings(self) -> float:
         """How often per step all parameters are gathered twice and gradients scattered once, float32 all."""
-        return self.model.micro_batches if self._in_parts else 0.5
+        count = self.model.micro_batches
+        return {"parameters": count, "gradients": (count + 0.5) / 3, "optimizer": 0.5, "none": 2 / 3}[
+            self.model.sharded
+        ]
+
+    @property
+    def _stepped_parameters(self) -> float:
+        """Parameters that a rank's optimizer steps."""
+        return self._whole_parameters if self.model.sharded == "none" else self._held_parameters
 
     @property
     def _whole_parameters(self) -> float:

@@ -90,10 +90,11 @@ class SpecTiming(AbstractTiming):
 
     Args:
         cluster: rates of devices and links, and what the host takes for a task and for a message.
+        late: (ranks,) seconds by which each rank begins late; None: nobody does. It needs every rank apart.
     """
 
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: ClusterSpec, *, late: np.ndarray | None = None) -> None:
+        self._cluster, self._late = cluster, late
 
     @property
     def around_seconds(self) -> float:
@@ -108,6 +109,11 @@ class SpecTiming(AbstractTiming):
         rates, host = rates_of(self._cluster, dtype), self._cluster.host
         shape = (len(program.tasks), volumes.num_actors)
         compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
+        speeds, topology = np.array(self._cluster.speeds), volumes.topology
+        if len(speeds) and volumes.num_actors == topology.world:
+            # The rates are the slowest device's.
+            devices = topology.devices_of(np.arange(topology.world))
+            compute *= speeds.min() / speeds[devices % len(speeds)]
         issue = np.full(shape, host.task_us * 1e-6)
         movements = movements_of(program, volumes)
         in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
@@ -115,7 +121,7 @@ class SpecTiming(AbstractTiming):
             for moved in parts if number not in in_a_message else ():
                 issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
-        events.run()
+        events.run(self._late)
         computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
         if self._cluster.device.contention:
             moving = np.array([bool(parts) for parts in movements], dtype=bool)

@@ -117,7 +117,7 @@ class Topology:
     def _leaves_a_node(self, source: np.ndarray, target: np.ndarray) -> bool:
         """Whether any message does; movements of which none does have ports of their own, beside those of the others."""
         per_node = self.spec.devices_per_node
-        return bool((self._device(source) // per_node != self._device(target) // per_node).any())
+        return bool((self.devices_of(source) // per_node != self.devices_of(target) // per_node).any())
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
@@ -125,7 +125,7 @@ class Topology:
         """Return (2, links) seconds and messages, the latency of each entry's way, and the seconds of its slowest link."""
         total = np.zeros((2, len(self.names)))
         latency, slowest = np.zeros(len(source)), np.zeros(len(source))
-        a, b = self._device(source), self._device(target)
+        a, b = self.devices_of(source), self.devices_of(target)
         nodes = a // self.spec.devices_per_node, b // self.spec.devices_per_node
         inside = nodes[0] == nodes[1]
         on_tree = np.ones(len(source), dtype=bool)
@@ -161,7 +161,8 @@ class Topology:
             latency[used] += link.latency_us * 1e-6
         return total, latency, slowest
 
-    def _device(self, ranks: np.ndarray) -> np.ndarray:
+    def devices_of(self, ranks: np.ndarray) -> np.ndarray:
+        """Return on which devices of the cluster ranks are."""
         return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
 
     def _uses(self, link: Link, a: np.ndarray, b: np.ndarray, inside: np.ndarray) -> np.ndarray:

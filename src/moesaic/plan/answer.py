@@ -12,6 +12,9 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
+from moesaic.cost.timing import SpecTiming
+from moesaic.cost.workload import uniform_counts
+from moesaic.plan.compile import Compiled
 from moesaic.plan.findings import Found, Result
 from moesaic.plan.layouts import compile_on, name_of
 from moesaic.plan.loads import simulate_counts
@@ -29,7 +32,7 @@ class Speed:
     tokens_per_second: float
     """Of one device."""
     interval: tuple[float, float]
-    """What the same may turn out to be, as far off as the ledger's steps were."""
+    """What the same may turn out to be: as far off as the ledger's steps were, and where ranks are unlike, slower by that."""
     utilization: float
     """Model FLOPs (6 per active parameter and token, and scores) over the data sheet's rate; recomputing counts nothing."""
 
@@ -51,7 +54,19 @@ class Change:
     """Seconds before over seconds after."""
 
 
-def speed_of(job: Job, found: Found, cluster: ClusterSpec, *, devices: int, sequences: int) -> Speed:
+DRAWS = (8, 2)
+"""Steps that are drawn of unlike ranks, each with speeds of its own, and passes of each, with latenesses of their own."""
+
+
+def speed_of(
+    job: Job,
+    found: Found,
+    cluster: ClusterSpec,
+    *,
+    devices: int,
+    sequences: int,
+    longer: tuple[float, float] = (1.0, 1.0),
+) -> Speed:
     """Return how fast a step is.
 
     Args:
@@ -60,13 +75,14 @@ def speed_of(job: Job, found: Found, cluster: ClusterSpec, *, devices: int, sequ
         cluster: on what.
         devices: that run it, pipeline stages included.
         sequences: of an optimizer step.
+        longer: as of `longer_by_rank_skew`.
     """
     tokens = sequences * job.model.seq_len
     each = tokens / found.seconds / devices
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=each,
-        interval=(each * SPREAD[0], each * SPREAD[1]),
+        interval=(each * SPREAD[0] / longer[1], each * SPREAD[1] / longer[0]),
         utilization=each * operations_per_token(job, cluster) / peak,
     )
 
@@ -97,23 +113,73 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
 
     One replica of the experts stands for all; all of them are as uneven.
     """
-    small = compile_on(found.plan, found.grid, cluster)
-    grid = found.grid
-    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
-    if unit > APART or grid.ep == 1:
+    grid, compiled = found.grid, _replica(found, cluster)
+    if compiled is None or grid.ep == 1:
         return None
-    one = replace(grid, world=min(unit, grid.world))
     simulator = Simulator(cluster)
     layer = job.step_model(cluster, grid.dp).layer
     share = np.ones(layer.num_experts)
     hot = layer.num_experts // grid.ep
     share[:hot] = min(2.0, grid.ep)
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
-    counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (one.dp, 1))
+    counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
     around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-    compiled = replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
     skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
     return skewed / found.seconds
+
+
+def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: int = 0) -> tuple[float, float] | None:
+    """Return between how many times the time of a step with equal ranks the middle half of steps lies; None where the cluster
+    says nothing of unlike ranks, or they are too many to simulate apart.
+
+    A step has speeds of its own and the mean over several passes of a layer, each with latenesses of its own. One replica of
+    the experts stands for all, and what runs outside MoE layers waits for its slowest rank.
+
+    Args:
+        job: sizes of the model.
+        cluster: on what; its `rank_skew` is drawn from.
+        found: the step with equal ranks.
+        seed: of the draws.
+    """
+    skew, compiled = cluster.rank_skew, _replica(found, cluster)
+    if compiled is None or skew == type(skew)():
+        return None
+    step, ranks = job.step_model(cluster, found.grid.dp), compiled.grid.world
+    counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(seed)
+
+    def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
+        known = np.resize(cluster.speeds or (1.0,), cluster.world)
+        # Devices behind the replica's are as fast as its slowest.
+        known[ranks:] = known[:ranks].min()
+        unlike = known * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
+        uneven = replace(cluster, speeds=tuple(unlike.tolist()))
+        simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
+        return (
+            StepCostModel(step, found.grid, simulator)
+            .estimate(*simulate_counts(simulator, compiled, step.layer, counts))
+            .seconds
+        )
+
+    equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
+    drawn = []
+    for _ in range(steps):
+        speeds = np.exp(skew.speed * draw.standard_normal(ranks))
+        drawn.append(
+            np.mean([seconds(speeds, skew.start_us * 1e-6 * draw.exponential(size=ranks)) for _ in range(passes)])
+        )
+    low, high = np.quantile(drawn, (0.25, 0.75)) / equal
+    return float(low), float(high)
+
+
+def _replica(found: Found, cluster: ClusterSpec) -> Compiled | None:
+    """Return a plan compiled on the ranks of one replica of the experts, whole nodes; None if they are too many to simulate
+    apart."""
+    small, grid = compile_on(found.plan, found.grid, cluster), found.grid
+    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
+    if unit > APART:
+        return None
+    one = replace(grid, world=min(unit, grid.world))
+    return replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
 
 
 def _again(job: Job, cluster: ClusterSpec, found: Found) -> float:

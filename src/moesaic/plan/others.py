@@ -9,12 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from moesaic.configfile import suggestion
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel, StepModel
+from moesaic.cost.step import Sharded, StepCostModel, StepModel
 from moesaic.errors import InputError
 from moesaic.plan.findings import Found
 from moesaic.plan.layouts import compile_on
@@ -45,7 +45,7 @@ class OthersLayout:
     """Sequences of an optimizer step; 0 for one micro-batch of every group."""
     recompute: bool = False
     """Blocks are computed again in backward."""
-    sharded: Literal["parameters", "optimizer"] = "optimizer"
+    sharded: Sharded = "optimizer"
     """As of `StepModel`."""
     all_to_all: AllToAll = "linear"
     """What comes nearest to its dispatcher among ours."""
@@ -61,6 +61,10 @@ class OthersLayout:
                 raise InputError(f"layout: {each.name}={value}: must be at least 1")
 
 
+STRATEGIES: dict[str, Sharded] = {
+    "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
+}  # fmt: skip
+"""What Megatron's FSDP calls what lies in parts."""
 MEGATRON: dict[str, tuple[str, Any]] = {
     "tensor-model-parallel-size": ("tp", int),
     "pipeline-model-parallel-size": ("pp", int),
@@ -72,11 +76,13 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "global-batch-size": ("global_batch", int),
     "recompute-granularity": ("recompute", lambda word: word == "full"),
     "overlap-moe-expert-parallel-comm": ("overlapped", None),
+    "use-distributed-optimizer": ("sharded", "optimizer"),
+    "data-parallel-sharding-strategy": ("sharded", STRATEGIES),
     "moe-enable-deepep": ("all_to_all", "multicast"),
     "moe-token-dispatcher-type": ("all_to_all", lambda word: "multicast" if word == "flex" else "linear"),
 }
-"""Megatron's flags that say how a model is split: the field, and how a word becomes its value; None for a flag that stands
-alone, and a text for one that stands alone and sets this."""
+"""Megatron's flags that say how a model is split: the field, and how a word becomes its value, or what each word means; None
+for a flag that stands alone, and a text for one that stands alone and sets this unless another flag says more."""
 
 
 def from_megatron(flags: str) -> OthersLayout:
@@ -97,9 +103,14 @@ def from_megatron(flags: str) -> OthersLayout:
         if not field:
             continue
         if make is None or isinstance(make, str):
-            found[field] = True if make is None else make
+            found.setdefault(field, True if make is None else make)
             continue
         given = words[place + 1] if place + 1 < len(words) else ""
+        if isinstance(make, dict):
+            if given not in make:
+                raise InputError(f"--explain: {word}={given!r}: choose one of {', '.join(make)}")
+            found[field] = make[given]
+            continue
         try:
             found[field] = make(given)
         except ValueError as error:
@@ -108,8 +119,8 @@ def from_megatron(flags: str) -> OthersLayout:
         first = next((word for word in words if word.startswith("--")), "nothing")
         near = suggestion(first.lstrip("-"), list(MEGATRON)) if first != "nothing" else ""
         raise InputError(f"--explain: no flag of Megatron that splits a model is there, but {first}{near}")
-    # Megatron splits experts as it splits attention unless it is told otherwise.
-    return OthersLayout(**{"etp": found.get("tp", 1), **found})
+    # Megatron splits experts as it splits attention, and keeps all of the optimizer on every rank, unless it is told otherwise.
+    return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **found})
 
 
 def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
