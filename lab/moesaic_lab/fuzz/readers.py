@@ -35,8 +35,8 @@ from moesaic.cost.profile import (
 from moesaic.cost.workload import read_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_planned, write_plan
-from moesaic.plan.presets import read_job
 from moesaic.plan.others import from_megatron
+from moesaic.plan.presets import read_job
 from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
