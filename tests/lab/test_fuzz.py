@@ -30,7 +30,7 @@ ELSEWHERE = {
     ("train/roll.py", "_fate_here"): "reads /proc",
     ("cost/profile.py", "_processor"): "reads /proc",
     ("train/auto_plan.py", "_read"): "tests/train/test_auto_plan.py",
-    ("weights/convert.py", "_receipt"): "tests/weights/test_convert.py",
+    ("weights/convert.py", "_read_receipt"): "tests/weights/test_convert.py",
     ("weights/megatron.py", "_inside"): "reads one word that is compared",
 }
 """What reads something else than a person's file, or is tried elsewhere."""

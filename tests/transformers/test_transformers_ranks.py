@@ -61,5 +61,7 @@ def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.Monk
     for of_transformers in ("auto", "all_to_all", "no such name"):
         with pytest.raises(ValueError, match="must divide `fsdp_size"):
             DistributedConfig(ep_size=4, ep_implementation=of_transformers)
-    with pytest.raises(InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"):
+    with pytest.raises(
+        InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"
+    ):
         DistributedConfig(ep_size=3, ep_implementation="moesaic")

@@ -35,8 +35,8 @@ from moesaic.cost.profile import (
 from moesaic.cost.workload import read_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_planned, write_plan
-from moesaic.plan.model import read_job
 from moesaic.plan.others import from_megatron
+from moesaic.plan.presets import read_job
 from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
@@ -167,7 +167,9 @@ def _train_config(path: Path) -> TrainConfig:
 
 def _resumed(folder: Path) -> object:
     config = override(_train_config(folder / "config.json"), {"out": str(folder)}, source="fuzz")
-    return open_run(config, _silent).claim.release()
+    run = open_run(config, _silent)
+    run.claim.release()
+    return run
 
 
 def _reported(folder: Path) -> object:

@@ -177,7 +177,7 @@ def verify(out: str | Path) -> dict[str, Any]:
     folder = Path(out)
     if not (folder / RECEIPT).exists():
         raise InputError(f"{folder / RECEIPT} is missing: no conversion ended here, convert again")
-    format, digests = _receipt(folder / RECEIPT)
+    format, digests = _read_receipt(folder / RECEIPT)
     checkpoint = open_checkpoint(folder, format, Architecture(read_config(folder, None)))
     found = checkpoint.digests()
     experts = 0
@@ -196,7 +196,7 @@ def verify(out: str | Path) -> dict[str, Any]:
     return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(digests)}
 
 
-def _receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """Return the format that a conversion wrote, and its digests by state and tensor."""
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
