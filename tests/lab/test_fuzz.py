@@ -30,7 +30,12 @@ ELSEWHERE = {
     ("train/roll.py", "_fate_here"): "reads /proc",
     ("cost/profile.py", "_processor"): "reads /proc",
     ("train/auto_plan.py", "_read"): "tests/train/test_auto_plan.py",
-    ("weights/convert.py", "_receipt"): "tests/weights/test_convert.py",
+    ("weights/convert.py", "_read_receipt"): "tests/weights/test_convert.py",
+    ("traces/formats/megatron.py", "_record"): "tests/traces/test_trace_formats.py",
+    ("traces/formats/routed_experts.py", "_request"): "tests/traces/test_trace_formats.py",
+    ("traces/formats/smartmoe.py", "_table"): "tests/traces/test_trace_formats.py",
+    ("train/checkpoint.py", "_write_whole"): "compares what it has just written",
+    ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("weights/megatron.py", "_inside"): "reads one word that is compared",
 }
 """What reads something else than a person's file, or is tried elsewhere."""

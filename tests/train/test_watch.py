@@ -16,7 +16,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.roll import Roll
-from moesaic.train.run_folder import HANG
+from moesaic.train.run_folder import FLIGHT, HANG
 from moesaic.train.watch import Position, describe_hang, read_hang
 from runs import tiny
 from train.test_launch import ours, start
@@ -87,6 +87,10 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
     positions = read_hang(run)[1]
     assert [position.rank for position in positions] == [0, 1]
     assert any("in disturbed" in call for call in positions[1].stack)
+    for rank in (0, 1):  # PyTorch's flight recorder
+        assert "gloo:all_reduce" in {
+            each["profiling_name"] for each in json.loads((run / FLIGHT.format(rank=rank)).read_text())["entries"]
+        }
 
 
 def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):

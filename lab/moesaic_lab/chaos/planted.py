@@ -102,7 +102,7 @@ def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
 
 
 def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
-    plain, start, left = getattr(executor, name), executor.start, [0]
+    plain, start, left = getattr(executor, name), vars(executor)["start"], [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -117,7 +117,7 @@ def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int)
             die()
         return found
 
-    executor.start = counted
+    setattr(executor, "start", counted)  # noqa: B010 - imported there
     setattr(executor, name, armed)
 
 

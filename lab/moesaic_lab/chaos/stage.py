@@ -174,8 +174,9 @@ class Stage:
     def meet(self, fault: Fault) -> Outcome:
         """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
         if fault.kind == "damage":
-            if len(list_checkpoints(self.run / "checkpoints")) < 2:
-                self._undisturbed(until=INTERVAL * 2 + 1)
+            # What is lost by the faults before is told apart from what is lost by the damage.
+            if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
+                self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
         found = Outcome(
             number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport

@@ -51,6 +51,7 @@ from moesaic.train.documents import read_documents
 from moesaic.train.durable import checksum
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
+from moesaic.train.objectives import read_pairs
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.shard_metadata import read_list
 from moesaic.train.state import open_run
@@ -108,6 +109,7 @@ def make_bases(folder: Path) -> None:
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
     write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
@@ -167,7 +169,9 @@ def _train_config(path: Path) -> TrainConfig:
 
 def _resumed(folder: Path) -> object:
     config = override(_train_config(folder / "config.json"), {"out": str(folder)}, source="fuzz")
-    return open_run(config, _silent).claim.release()
+    run = open_run(config, _silent)
+    run.claim.release()
+    return run
 
 
 def _reported(folder: Path) -> object:
@@ -208,6 +212,7 @@ READERS = {
     "trace": Reader(base="one", kind="npz", file="trace.npz", read=_trace),
     "documents": _table("documents.jsonl", lambda path: read_documents(path, "text"), kind="lines"),
     "documents in an array": _table("documents.json", lambda path: read_documents(path, "text")),
+    "pairs": _table("pairs.jsonl", read_pairs, kind="lines"),
     "tokens": _table(
         "tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000)), kind="bytes"
     ),

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,8 @@ def _round(target: Target, count: int, number: int) -> None:
         except _ParsedError:
             pass
         except BaseException as error:  # whatever else escapes is what is looked for
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename] or [
-                None
-            ]
-            at = frames[-1]
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename]
+            at = frames[-1] if frames else None
             place = f"{type(error).__name__} at {at.filename.rpartition('src/')[2]}:{at.lineno}" if at else repr(error)
             target.crashes.setdefault(place, f"{error!r:.200} on {value!r:.300}")
 
@@ -158,7 +157,7 @@ def _reading(folder: Path, reader: Reader, data: bytes) -> Callable[[Any], None]
 
 def _commands() -> Iterator[Target]:
     """Yield every command of the registry, ours and those of other packages that are installed."""
-    offered = {entry.name for entry in main.entry_points(group=main.GROUP)}
+    offered = {entry.name for entry in entry_points(group=main.GROUP)}
     for name in (*main.COMMANDS, *sorted(offered)):
         yield Target(f"command {name}", _command_lines(name), _running(name, name in main.COMMANDS))
 
@@ -166,7 +165,9 @@ def _commands() -> Iterator[Target]:
 def _command_lines(name: str) -> st.SearchStrategy[list[str]]:
     """Return command lines made of the words and flags that the command's own help tells."""
     first = _told([name])
-    known = {(): first} | {(word,): _told([name, word]) for word in first[0] if not word.startswith("-")}
+    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
+        (word,): _told([name, word]) for word in first[0] if not word.startswith("-")
+    }
     known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
     value = st.one_of(
         st.sampled_from(ODD_WORDS), st.sampled_from(_FILES), st.integers(-3, 70).map(str), st.text(max_size=5)

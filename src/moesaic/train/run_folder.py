@@ -26,6 +26,8 @@ except ImportError:  # Windows, where runs are not kept apart
 
 CONFIG, TOKENIZER, PLAN_TABLE, HANG, LOCK = "config.json", "tokenizer.json", "plan-table.json", "hang.json", ".lock"
 """Files of a run folder, besides its metrics, checkpoints, events and traces."""
+FLIGHT = "flight-recorder-rank{rank}.json"
+"""What PyTorch recorded of the collectives of a rank that was given up."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has them."""
 
@@ -103,7 +105,7 @@ class RunFolder:
         checkpoints, events, traces = (self.path / name for name in ("checkpoints", "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
-        own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN)]
+        own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self.path.glob(FLIGHT.format(rank="*"))]
         for name in (TOKENIZER, PLAN_TABLE, HANG, METRICS):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -36,7 +37,7 @@ from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
 from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
-from moesaic.train.run_folder import HANG, RunFolder
+from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -165,6 +166,10 @@ class Watch:
     def _give_up(self) -> None:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
+        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        if dump is not None:  # PyTorch's flight recorder: the last collectives that this rank called
+            with suppress(OSError):
+                (self._folder.path / FLIGHT.format(rank=self._rank)).write_bytes(dump())
         time.sleep(self._reading)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
         found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
