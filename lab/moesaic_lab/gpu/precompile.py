@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args(arguments)
     cache, failures, rows = (
-        os.environ.get("TRITON_CACHE_DIR", str(given.out.parent / "triton")),
+        triton.knobs.cache.dir,
         list[str](),
         list[Any](),
     )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moesaic.kernels.pick import kind_of
+from moesaic.kernels.pick import kind_of, triton_products
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -41,9 +41,8 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if len(x) and _is_supported(x, w) and _is_aligned(w):
         return F.grouped_mm(_packed(x), w, offs=ends)
     if _has_kernel(x):
-        from moesaic.kernels.triton.expert_stage import rows_times_any
-
-        return rows_times_any(x, w, ends)
+        rows: Tensor = triton_products().rows_times_any(x, w, ends)
+        return rows
     out = x.new_empty(len(x), w.shape[2])
     start = 0
     for e, end in enumerate(ends.tolist()):
@@ -70,9 +69,8 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         found: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
         return found if dy.device.type == "cpu" else found.masked_fill_(_has_no_rows(ends), 0)
     if _has_kernel(x):
-        from moesaic.kernels.triton.expert_stage import outer_products_any
-
-        return outer_products_any(dy, x, ends)
+        products: Tensor = triton_products().outer_products_any(dy, x, ends)
+        return products
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
     for e, end in enumerate(ends.tolist()):

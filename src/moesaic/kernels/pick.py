@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ KERNELS: dict[str, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", 
 def expert_kernel(device: torch.device) -> ExpertKernel:
     """Return the implementation of the expert stage for a device."""
     return _expert_kernel(KERNELS[kind_of(device)])
+
+
+def triton_products() -> Any:
+    """Return the module whose `rows_times_any` and `outer_products_any` multiply rows where `kind_of` says triton."""
+    return importlib.import_module(f"moesaic.kernels.{KERNELS['triton']}")
 
 
 @lru_cache(maxsize=8)

@@ -33,6 +33,7 @@ from moesaic.routing.node_tokens import NodeTokens, find_node_tokens, places_of
 from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Routing
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
@@ -368,18 +369,7 @@ class ExpertParallel:
                 self._deepep, experts, x_TD, routed if self._order is None else self._order.routed(routed)
             )
         routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
-        order = self.peers.order(routing.expert)
-        if routing.has_unsent and padded_rows is None:  # they come last
-            assert routed.record.gathered is not None
-            order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
-        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
-        node_tokens = None
-        if padded_rows is not None:
-            gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
-        elif self.compiled.is_multicast:
-            node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
-            if node_tokens is not None and len(node_tokens.copy_index) != len(order):
-                node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
+        token, expert, gates, node_tokens = self._copies(routed, routing, padded_rows)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
         self.peers.skips_digests = padded_rows is not None
@@ -400,14 +390,14 @@ class ExpertParallel:
             compiled, replicated, run_slices = chosen
             key = None if padded_rows is None else (padded_rows, routing.num_tokens, units)
             of_call = None if node_tokens is None or run_slices else self._told(node_tokens)
-            sizes, made = self._padded.get(key) or (
+            known = self._padded.get(key) or (
                 self._sizes(compiled, replicated, copies, tokens, of_call, units),
                 Indices(),
             )
             if key is not None:
-                self._padded[key] = sizes, made
+                self._padded[key] = known
             call = Call(
-                self.rank, sizes, experts, 0, self._weight_first, key is not None, codecs=self.codecs, indices=made
+                self.rank, known[0], experts, 0, self._weight_first, key is not None, True, self.codecs, known[1]
             )
             indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
             work = LayerRun(compiled, self.transport, call, 0, indices)
@@ -422,6 +412,29 @@ class ExpertParallel:
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)
+
+    def _copies(
+        self, routed: Routed, routing: Routing, padded_rows: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, NodeTokens | None]:
+        """Return tokens, slots and weights of this rank's copies, slot after slot, and the node tokens that were told already.
+
+        Args:
+            routed: what `route` returned.
+            routing: the same, to slots.
+            padded_rows: what `padded_rows` returned.
+        """
+        order, node_tokens = self.peers.order(routing.expert), None
+        if routing.has_unsent and padded_rows is None:  # they come last
+            assert routed.record.gathered is not None
+            order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
+        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        if padded_rows is not None:
+            gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
+        elif self.compiled.is_multicast:
+            node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
+            if node_tokens is not None and len(node_tokens.copy_index) != len(order):
+                node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
+        return token, expert, gates, node_tokens
 
     def padded_rows(self, capacity: AbstractCapacity, num_tokens: int, top_k: int) -> int | None:
         """Return the rows that this rank's routing sends each expert under a padded capacity; None under others.
