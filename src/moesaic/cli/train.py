@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
     from moesaic.train.launch import Launch
 
-DESCRIPTION = """Train a GPT with MoE layers, in one process or on the ranks that torchrun (or another launcher) starts:
+DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
-Start from --preset NAME (demo, demo-dense, gpt-tiny, gpt-small), or from --config FILE (.toml or .json; a run's
-config.json takes that run up again), or from both: the file overrides the preset, flags override both.
+Start from --preset NAME (demo, demo-dense, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small, or a model of docs/papers.md), or
+from --config FILE (.toml or .json; a run's config.json takes that run up again), or from both: the file overrides the preset,
+flags override both.
 --plan FILE takes the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
 see --planner.
 The defaults shown below are those of the preset and file that were given."""

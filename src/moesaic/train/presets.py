@@ -52,6 +52,6 @@ def demo_dense() -> TrainConfig:
     return replace(config, out="runs/demo/dense", model=replace(config.model, ffn="dense"))
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {name: partial(preset, name) for name in MODELS} | {
-    "demo-dense": demo_dense
-}
+PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    "demo": demo, "demo-dense": demo_dense, **{name: partial(preset, name) for name in MODELS if name != "demo"}
+}  # fmt: skip
