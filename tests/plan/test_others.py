@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan.findings import Settings
 from moesaic.plan.hub import read_shape
@@ -15,6 +17,7 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import EMITTERS, OthersLayout, from_megatron, predict
 from moesaic.plan.search import search
+from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
 H100 = read_cluster("dgx-h100", nodes=4)
@@ -162,6 +165,18 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
     moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
     assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
     assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
+
+
+def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:
+    rings = replace(H100, links=tuple(replace(link, adds=False) for link in H100.links))
+    layout = OthersLayout(tp=8, ep=8, global_batch=128)
+    split, of_rings = (predict(QWEN, spec, layout).estimate.parts["attention"] for spec in (H100, rings))
+    assert split == of_rings
+    grid = Grid(world=32, tp=8, ep=8, ranks_per_node=8)
+    ours, by_rings = (
+        StepCostModel(QWEN.step_model(spec, 4), grid, Simulator(spec)).attention for spec in (H100, rings)
+    )
+    assert ours < by_rings
 
 
 def test_every_emitter_says_what_was_found() -> None:

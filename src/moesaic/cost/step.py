@@ -75,6 +75,9 @@ class StepModel:
     """Runs of layers that a rank has of the pipeline (interleaved 1F1B)."""
     overlapped: bool = False
     """All-to-alls run beside another micro-batch's computing."""
+    sequence_parallel: bool = False
+    """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
+    place of an all-reduce."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -344,7 +347,12 @@ class StepCostModel:
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rows = np.array([float(tokens)])
         # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
-        over_tp = all_reduce_seconds(self.cluster, grid, tokens * dim * size, grid.tp)
+        values = tokens * dim * size
+        over_tp = (
+            reduce_seconds(self.cluster, grid, values, 1, grid.tp)
+            if model.sequence_parallel
+            else all_reduce_seconds(self.cluster, grid, values, grid.tp)
+        )
 
         def product(flops_per_row: float, weights: float) -> float:
             return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])

@@ -190,6 +190,8 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         stages=layout.pp,
         virtual_stages=layout.virtual_pp,
         overlapped=layout.overlapped,
+        # Megatron asks for it wherever a model has experts and tensor parallelism.
+        sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
     )
