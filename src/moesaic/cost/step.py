@@ -69,6 +69,8 @@ class StepModel:
     parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
     gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
     (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
+    outputs: int = 1
+    """How often the output is computed for a token: once, and once more for every further token that is predicted."""
     stages: int = 1
     """Pipeline stages; `num_layers` are those of one, and `vocab` its part."""
     virtual_stages: int = 1
@@ -184,7 +186,7 @@ class StepCostModel:
         attention, dense, unembed = self._block_seconds()
         self.attention = self._all_passes(attention, model.num_layers)
         self.dense = self._all_passes(dense, model.num_layers - model.moe_layers)
-        self.unembed = 3 * unembed
+        self.unembed = 3 * model.outputs * unembed
         self.shared = self._shared()
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
