@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan.findings import Settings
 from moesaic.plan.hub import read_shape
@@ -15,6 +17,7 @@ from moesaic.plan.layouts import Pins
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import EMITTERS, OthersLayout, from_megatron, predict
 from moesaic.plan.search import search
+from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
 H100 = read_cluster("dgx-h100", nodes=4)
@@ -137,6 +140,26 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
 
 
+def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
+    flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
+    by_layers = replace(from_megatron(f"{flags} 4"), global_batch=32)
+    assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
+    with pytest.raises(InputError, match="a stage of 12 layers has no whole runs of 5: choose a divisor"):
+        seconds(replace(by_layers, virtual_layers=5))
+
+
+def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
+    one, two = (predict(QWEN, H100, from_megatron(f"--expert-model-parallel-size 8{more}"))
+                for more in ("", " --mtp-num-layers 1"))  # fmt: skip
+    shape = QWEN.model
+    block = shape.attention + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
+    block += shape.moe.num_experts / 8 * 3 * shape.dim * shape.moe.hidden
+    assert two.memory.weights - one.memory.weights == pytest.approx(2 * block)
+    assert two.estimate.parts["unembed"] == pytest.approx(2 * one.estimate.parts["unembed"])
+    for part in ("moe forward", "moe backward"):
+        assert two.estimate.parts[part] == pytest.approx(49 / 48 * one.estimate.parts[part])
+
+
 def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
     """Whole parameters of a rank: all but the experts, and an eighth of these. Ten micro-batches."""
     of = {
@@ -162,6 +185,18 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
     moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
     assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
     assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
+
+
+def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:
+    rings = replace(H100, links=tuple(replace(link, adds=False) for link in H100.links))
+    layout = OthersLayout(tp=8, ep=8, global_batch=128)
+    split, of_rings = (predict(QWEN, spec, layout).estimate.parts["attention"] for spec in (H100, rings))
+    assert split == of_rings
+    grid = Grid(world=32, tp=8, ep=8, ranks_per_node=8)
+    ours, by_rings = (
+        StepCostModel(QWEN.step_model(spec, 4), grid, Simulator(spec)).attention for spec in (H100, rings)
+    )
+    assert ours < by_rings
 
 
 def test_every_emitter_says_what_was_found() -> None:

@@ -69,12 +69,17 @@ class StepModel:
     parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
     gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
     (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
+    outputs: int = 1
+    """How often the output is computed for a token: once, and once more for every further token that is predicted."""
     stages: int = 1
     """Pipeline stages; `num_layers` are those of one, and `vocab` its part."""
     virtual_stages: int = 1
     """Runs of layers that a rank has of the pipeline (interleaved 1F1B)."""
     overlapped: bool = False
     """All-to-alls run beside another micro-batch's computing."""
+    sequence_parallel: bool = False
+    """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
+    place of an all-reduce."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -181,7 +186,7 @@ class StepCostModel:
         attention, dense, unembed = self._block_seconds()
         self.attention = self._all_passes(attention, model.num_layers)
         self.dense = self._all_passes(dense, model.num_layers - model.moe_layers)
-        self.unembed = 3 * unembed
+        self.unembed = 3 * model.outputs * unembed
         self.shared = self._shared()
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
@@ -344,7 +349,12 @@ class StepCostModel:
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rows = np.array([float(tokens)])
         # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
-        over_tp = all_reduce_seconds(self.cluster, grid, tokens * dim * size, grid.tp)
+        values = tokens * dim * size
+        over_tp = (
+            reduce_seconds(self.cluster, grid, values, 1, grid.tp)
+            if model.sequence_parallel
+            else all_reduce_seconds(self.cluster, grid, values, grid.tp)
+        )
 
         def product(flops_per_row: float, weights: float) -> float:
             return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])

@@ -33,6 +33,10 @@ class OthersLayout:
     """Pipeline stages."""
     virtual_pp: int = 1
     """Runs of layers that a rank has of the pipeline."""
+    virtual_layers: int = 0
+    """Layers of such a run, where these are given and `virtual_pp` is not; 0 where they are not."""
+    mtp: int = 0
+    """Further tokens that are predicted, each by a block of its own with a projection of twice a token's width before it."""
     cp: int = 1
     """Context parallelism: so many ranks share a sequence."""
     ep: int = 1
@@ -57,8 +61,9 @@ class OthersLayout:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "int" and value < (0 if each.name == "global_batch" else 1):
-                raise InputError(f"layout: {each.name}={value}: must be at least 1")
+            least = 0 if each.name in ("global_batch", "virtual_layers", "mtp") else 1
+            if each.type == "int" and value < least:
+                raise InputError(f"layout: {each.name}={value}: must be at least {least}")
 
 
 STRATEGIES: dict[str, Sharded] = {
@@ -69,6 +74,8 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "tensor-model-parallel-size": ("tp", int),
     "pipeline-model-parallel-size": ("pp", int),
     "num-virtual-stages-per-pipeline-rank": ("virtual_pp", int),
+    "num-layers-per-virtual-pipeline-stage": ("virtual_layers", int),
+    "mtp-num-layers": ("mtp", int),
     "context-parallel-size": ("cp", int),
     "expert-model-parallel-size": ("ep", int),
     "expert-tensor-parallel-size": ("etp", int),
@@ -175,21 +182,33 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
 
 
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
-    """Return one pipeline stage of a step; the last stages' output counts for all of them alike."""
-    layers = -(-step.num_layers // layout.pp)
+    """Return one pipeline stage of a step; the last stages' output and further predictions count for all of them alike."""
+    blocks = step.num_layers + layout.mtp
+    layers, runs = -(-blocks // layout.pp), layout.virtual_pp
+    if layout.virtual_layers:
+        runs, rest = divmod(layers, layout.virtual_layers)
+        if rest:
+            raise InputError(
+                f"a stage of {layers} layers has no whole runs of {layout.virtual_layers}: choose a divisor"
+            )
+    attention = (blocks * step.attention + layout.mtp * 2 * step.layer.dim**2) / blocks
     tokens = step.layer.tokens // layout.cp
     return replace(
         step,
         num_layers=layers,
-        sparse_layers=max(1, round(step.moe_layers / layout.pp)),
+        sparse_layers=max(1, round((step.moe_layers + layout.mtp) / layout.pp)),
+        attention_parameters=attention,
+        outputs=1 + layout.mtp,
         vocab=step.vocab // layout.pp,
         layer=replace(step.layer, tokens=tokens),
         seq_len=step.seq_len // layout.cp,
         score_operations=step.scores,
         checkpoint_activations=layout.recompute,
         stages=layout.pp,
-        virtual_stages=layout.virtual_pp,
+        virtual_stages=runs,
         overlapped=layout.overlapped,
+        # Megatron asks for it wherever a model has experts and tensor parallelism.
+        sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
     )
