@@ -466,8 +466,9 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "What of each system is tested:", ""]
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
-    lines += [_LAYER_HEAD, *_markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
-    lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
+    if layers:
+        lines += [_LAYER_HEAD, *_markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
+        lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
     lines += ["", "## What is wrong where", ""] if wrong else ["", "No difference was found in these versions."]
     said = (
