@@ -187,7 +187,11 @@ def summarise(folder: Path, name: str) -> RunSummary:
     Raises:
         InputError: if it is missing, is no run, or its files are damaged.
     """
-    if not folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+    except OSError:  # a name that no folder can have
+        is_there = False
+    if not is_there:
         raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
     config = _read_config(folder / "config.json")
     lines = read_metrics(folder)
