@@ -49,7 +49,7 @@ def moesaic_moe(config: MoE.Config) -> MoesaicMoE.Config:
     return derive(config, MoesaicMoE.Config)
 
 
-class Blocks(Module):
+class TwoBlocks(Module):
     """A torchtitan model: MoE layers with residuals, an embedding before and a head behind."""
 
     @dataclass(kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def titan_layer() -> MoE.Config:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    config = Blocks.Config(layers=[titan_layer(), titan_layer()])
+    config = TwoBlocks.Config(layers=[titan_layer(), titan_layer()])
     apply_overrides(OverrideConfig(imports=["with_torchtitan.moesaic_moe"]), config)
     model = config.build()
     mesh = parallelize_model(model, dist.group.WORLD, "auto")

@@ -280,7 +280,7 @@ class TorchtitanLayer(AbstractMoELayer):
         return _gradient(self.router.gate.weight), self.experts.gradients()
 
 
-class DeepSpeedLayer(AbstractMoELayer):
+class DeepSpeedMoELayer(AbstractMoELayer):
     """DeepSpeed's gate, layer and experts; no noise, and tokens are dropped only where a capacity is asked for."""
 
     def __init__(self, asked: Asked) -> None:
@@ -335,7 +335,7 @@ LAYERS: dict[str, tuple[type[Any], bool]] = {
     "moesaic": (MoesaicLayer, True),
     "transformers": (TransformersLayer, False),
     "torchtitan": (TorchtitanLayer, False),
-    "deepspeed": (DeepSpeedLayer, True),
+    "deepspeed": (DeepSpeedMoELayer, True),
 }
 """Systems whose whole layers are tested, and whether they have a capacity."""
 

@@ -11,7 +11,7 @@ import pytest
 from moesaic.errors import InputError
 from moesaic_lab.chaos.benchmark import BENCHMARK, ChaosOptions, cases, claims
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, draw_faults, kinds_of
-from moesaic_lab.chaos.stage import Outcome
+from moesaic_lab.chaos.stage import FaultOutcome
 
 
 def test_a_schedule_follows_from_its_seed_and_has_every_kind_and_way() -> None:
@@ -58,7 +58,7 @@ def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object
         "recovered": True,
     }
     for changes, holds in (({}, True), (broken, False)):
-        found = Outcome(**{**sound, **changes})  # type: ignore[arg-type]
+        found = FaultOutcome(**{**sound, **changes})  # type: ignore[arg-type]
         assert found.is_wrong is not holds
         rows = [asdict(found) | {"lost": found.lost, "is_wrong": found.is_wrong}]
         assert {each.name: each.holds for each in claims(rows)}[claim] is holds

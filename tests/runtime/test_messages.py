@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moesaic.program.sizes import Runs, Splits
-from moesaic.runtime.indices import Indices
 from moesaic.runtime.messages import Bundle
+from moesaic.runtime.tasks import Indices
 
 KINDS = {
     "rows and weights": [(1, torch.float32), (6, torch.float32)],

@@ -16,8 +16,18 @@ from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import transpose
-from moesaic.runtime.indices import Indices
-from moesaic.runtime.tasks import Call, Environment, Indexed, compute, kept, placed, stable_order, take, transport_lane
+from moesaic.runtime.tasks import (
+    Call,
+    Environment,
+    Indexed,
+    Indices,
+    compute,
+    kept,
+    placed,
+    stable_order,
+    take,
+    transport_lane,
+)
 
 DIM = 4
 ONE = Grid(world=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalanceBenchConfig, read_config
-from moesaic_lab.balance.decisions import Decision, decisions
+from moesaic_lab.balance.decisions import TimedDecision, decisions
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
 from moesaic_lab.balance.run import BalanceCell, run
@@ -12,13 +12,13 @@ from moesaic_lab.balance.shares import Share, shares_of_forced
 from moesaic_lab.balance.simulated import Forecast, simulate
 from moesaic_lab.benchmark import Told, emulated
 
-Found = tuple[list[BalanceCell], list[Forecast], list[Share], list[Decision]]
+Found = tuple[list[BalanceCell], list[Forecast], list[Share], list[TimedDecision]]
 """What was measured, what was simulated, the shares of forced balance, and decisions by themselves."""
 
 
 def measure(config: BalanceBenchConfig, told: Told) -> Found:
     """Measure on one bed after the other, then simulate."""
-    cells, forecasts, shares, decided = run(config, told), list[Forecast](), list[Share](), list[Decision]()
+    cells, forecasts, shares, decided = run(config, told), list[Forecast](), list[Share](), list[TimedDecision]()
     if config.simulates:
         assert config.simulated is not None
         forecasts = simulate(config.simulated, config.seed, told)

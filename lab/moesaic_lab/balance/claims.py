@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from moesaic_lab.balance.config import RecordedLoads
-from moesaic_lab.balance.decisions import Decision
+from moesaic_lab.balance.decisions import TimedDecision
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -21,7 +21,7 @@ EQUIVALENT = 1.03
 
 def claims(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
-    decided: Sequence[Decision] = (),
+    decided: Sequence[TimedDecision] = (),
 ) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
     return [
@@ -99,7 +99,7 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
     return min(statistics.median(found) for found in by_cluster.values())
 
 
-def decision_us(decided: Sequence[Decision]) -> float:
+def decision_us(decided: Sequence[TimedDecision]) -> float:
     """Return what a decision kept a rank from going on, microseconds; median over the calls that replicate."""
     return 1e6 * statistics.median(
         some([each.seconds for each in decided if each.replicates], "of decisions by themselves")

@@ -26,7 +26,7 @@ RATIO = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class TimedDecision:
     """One call's decision."""
 
     ranks: int
@@ -38,7 +38,7 @@ class Decision:
     replicates: bool
 
 
-def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0) -> list[Decision]:
+def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0) -> list[TimedDecision]:
     """Return the decisions of calls that follow each other, on `dgx-h100`."""
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
     spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
@@ -54,7 +54,7 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
         arbitration.hear({number: RATIO * verdict.seconds[verdict.option]})
         if number > BEGIN:
             found.append(
-                Decision(
+                TimedDecision(
                     ranks=ranks, experts=experts, seconds=seconds, weighing_seconds=verdict.weighing_seconds,
                     replicates=pick.table is not None,
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic_lab.balance.decisions import Decision
+from moesaic_lab.balance.decisions import TimedDecision
 from moesaic_lab.balance.methods import PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -35,7 +35,7 @@ NOTES = (
 
 def all_rows(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
-    decided: Sequence[Decision] = (),
+    decided: Sequence[TimedDecision] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
     simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]

@@ -15,7 +15,7 @@ INTERVAL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FaultKind:
     """A kind of fault."""
 
     summary: str
@@ -28,28 +28,32 @@ class Kind:
 
 
 KINDS = {
-    "forward": Kind(summary="SIGKILL between two messages of a layer's forward pass"),
-    "backward": Kind(summary="SIGKILL between two messages of a layer's backward pass"),
-    "optimizer": Kind(summary="SIGKILL before or after the optimizer's update", ways=("before", "after")),
-    "save": Kind(summary="SIGKILL at a file-system event of a save"),
-    "startup": Kind(summary="SIGKILL at an instant of the start"),
-    "stop": Kind(summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")),
-    "cut": Kind(summary="a node's link is cut, for a while or for good", ways=("mended", "for good"), needs_bed=True),
-    "slow": Kind(summary="a node's link has a hundredth of its rate", is_fatal=False, needs_bed=True),
-    "flap": Kind(summary="a node's link goes and comes ten times", is_fatal=False, needs_bed=True),
-    "disk": Kind(summary="no space, or no right to a larger file, when a checkpoint is written"),
-    "damage": Kind(
+    "forward": FaultKind(summary="SIGKILL between two messages of a layer's forward pass"),
+    "backward": FaultKind(summary="SIGKILL between two messages of a layer's backward pass"),
+    "optimizer": FaultKind(summary="SIGKILL before or after the optimizer's update", ways=("before", "after")),
+    "save": FaultKind(summary="SIGKILL at a file-system event of a save"),
+    "startup": FaultKind(summary="SIGKILL at an instant of the start"),
+    "stop": FaultKind(summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")),
+    "cut": FaultKind(
+        summary="a node's link is cut, for a while or for good", ways=("mended", "for good"), needs_bed=True
+    ),
+    "slow": FaultKind(summary="a node's link has a hundredth of its rate", is_fatal=False, needs_bed=True),
+    "flap": FaultKind(summary="a node's link goes and comes ten times", is_fatal=False, needs_bed=True),
+    "disk": FaultKind(summary="no space, or no right to a larger file, when a checkpoint is written"),
+    "damage": FaultKind(
         summary="a file of the newest checkpoint is damaged between two runs",
         ways=("bit", "cut", "zeros", "removed", "longer"),
         is_fatal=False,
     ),
-    "strangers": Kind(
+    "strangers": FaultKind(
         summary="callers at every port that the ranks open",
         ways=("garbage", "silence", "trickle", "hang up"),
         is_fatal=False,
     ),
-    "restart": Kind(summary="SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"),
-    "clock": Kind(summary="the wall clock jumps by up to nine years at every look", is_fatal=False),
+    "restart": FaultKind(
+        summary="SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"
+    ),
+    "clock": FaultKind(summary="the wall clock jumps by up to nine years at every look", is_fatal=False),
 }
 """By name."""
 SURVIVED = ("continued", "mended")

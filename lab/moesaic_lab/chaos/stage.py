@@ -86,7 +86,7 @@ class Course:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class FaultOutcome:
     """What came of a fault."""
 
     number: int
@@ -125,12 +125,12 @@ class Outcome:
 def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
     """Play a course; returns an outcome per fault that the run met before its last steps, or its losses if it has none."""
     course.folder.mkdir(parents=True)
-    stage = Stage(wiring, course)
+    stage = FaultedRun(wiring, course)
     if not course.faults:
         stage.finish()
         lines = [line for line in read_metrics(stage.run) if line["kind"] == "train"]
         return [{"losses": [float(line["loss"]) for line in lines]}]
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultOutcome] = []
     for fault in course.faults:
         if stage.newest() > STEPS - 20:
             break
@@ -144,7 +144,7 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
     return [asdict(each) | {"lost": each.lost, "is_wrong": each.is_wrong} for each in outcomes]
 
 
-class Stage:
+class FaultedRun:
     """One run folder, and the attempts at its run.
 
     Args:
@@ -155,7 +155,7 @@ class Stage:
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
         self.wiring, self.course, self.run = wiring, course, course.folder / "run"
         self._attempts = 0
-        self._pending: list[Outcome] = []  # of faults after which no attempt has taken a step yet
+        self._pending: list[FaultOutcome] = []  # of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
         text, self._given = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
@@ -171,14 +171,14 @@ class Stage:
         found = list_checkpoints(self.run / "checkpoints")
         return int(found[-1].name.split("-")[1]) if found else 0
 
-    def meet(self, fault: Fault) -> Outcome:
+    def meet(self, fault: Fault) -> FaultOutcome:
         """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
         if fault.kind == "damage":
             # What is lost by the faults before is told apart from what is lost by the damage.
             if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
                 self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
-        found = Outcome(
+        found = FaultOutcome(
             number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport
         )
         found.reached = self.newest()
@@ -307,7 +307,7 @@ class Stage:
             self.wiring.switch(fault.node, True)
             time.sleep(LASTS_SECONDS / 20)
 
-    def _ends(self, fault: Fault, attempt: Attempt, found: Outcome, at: float) -> None:
+    def _ends(self, fault: Fault, attempt: Attempt, found: FaultOutcome, at: float) -> None:
         """Wait for the end of an attempt, which a fault that is not fatal does not bring about."""
         try:
             if fault.is_fatal:
@@ -324,7 +324,7 @@ class Stage:
             if fault.kind == "cut" and self.wiring is not None:
                 self.wiring.switch(fault.node, True)
 
-    def _leave(self, attempt: Attempt, found: Outcome) -> None:
+    def _leave(self, attempt: Attempt, found: FaultOutcome) -> None:
         """Let an attempt take some steps, then ask it to save and leave, which it must."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
@@ -332,7 +332,7 @@ class Stage:
         attempt.wait(lambda: False, PATIENCE + SLACK)
         found.named = found.named and set(attempt.codes.values()) == {0}
 
-    def _look(self, fault: Fault, attempt: Attempt, found: Outcome) -> None:
+    def _look(self, fault: Fault, attempt: Attempt, found: FaultOutcome) -> None:
         """Hold what an attempt left and said against what was promised."""
         said = attempt.said()
         found.same = self._is_same()

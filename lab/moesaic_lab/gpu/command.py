@@ -55,7 +55,7 @@ class GpuStep:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """How a step ended."""
 
     name: str
@@ -126,7 +126,7 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
         seconds: after which no step starts, and what runs is ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    deadline, outcomes = time.monotonic() + seconds, list[Outcome]()
+    deadline, outcomes = time.monotonic() + seconds, list[StepOutcome]()
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
@@ -135,7 +135,7 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
         beside: list[_Running] = []
         for step in steps(folder, Path(scratch), dry=dry):
             running = _start(step, folder, Path(scratch), environment, deadline)
-            if isinstance(running, Outcome):
+            if isinstance(running, StepOutcome):
                 outcomes.append(running)
             elif step.beside:
                 beside.append(running)
@@ -157,7 +157,7 @@ class _Running:
     until: float
     file: IO[bytes]
 
-    def end(self) -> Outcome:
+    def end(self) -> StepOutcome:
         """Wait for it until its deadline, then end it and all that it started."""
         try:
             code = self.process.wait(max(self.until - time.monotonic(), 0.1))
@@ -169,17 +169,17 @@ class _Running:
         self.process.wait()
         self.file.close()
         tail = self.log.read_text(errors="replace").splitlines()[-12:]
-        return Outcome(self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail)
+        return StepOutcome(self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail)
 
 
 def _start(
     step: GpuStep, folder: Path, scratch: Path, environment: dict[str, str], deadline: float
-) -> _Running | Outcome:
+) -> _Running | StepOutcome:
     now = time.monotonic()
     if now > deadline:
-        return Outcome(step.name, 0.0, "not begun: no time was left")
+        return StepOutcome(step.name, 0.0, "not begun: no time was left")
     if step.needs and shutil.which(step.needs) is None:
-        return Outcome(step.name, 0.0, f"not begun: the program {step.needs} is not there")
+        return StepOutcome(step.name, 0.0, f"not begun: the program {step.needs} is not there")
     log = folder / step.output if step.output else scratch / f"{step.name}.txt"
     own = environment
     if step.name == "compile":  # which needs a compiler, not the interpreter
@@ -191,7 +191,7 @@ def _start(
     return _Running(step, process, log, now, min(now + step.seconds, deadline), file)
 
 
-def merged(folder: Path, outcomes: Sequence[Outcome], *, dry: bool = False) -> Measurement:
+def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) -> Measurement:
     """Return rows and claims of all that the folder holds; a layer whose process ended without a row says how it ended.
 
     Args:

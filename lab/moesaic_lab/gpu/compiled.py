@@ -32,7 +32,7 @@ DEVICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledKernel:
     """What came out of one kernel's compilation."""
 
     name: str
@@ -61,7 +61,7 @@ class _Driver:
 
 
 @contextmanager
-def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[Compiled]]:
+def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[CompiledKernel]]:
     """Within, kernels that are launched are compiled for a capability instead, and listed.
 
     Args:
@@ -69,7 +69,7 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
         cache: a folder, which processes may share.
         private: a folder of this process alone; None for `cache`.
     """
-    found: list[Compiled] = []
+    found: list[CompiledKernel] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
@@ -86,7 +86,7 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
         yield found
 
 
-def _describe(kernel: object, capability: int, cache: Path) -> Compiled:
+def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
     source = cache / "kernel.ptx"
     source.write_text(ptx)
@@ -96,7 +96,7 @@ def _describe(kernel: object, capability: int, cache: Path) -> Compiled:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None, said
-    return Compiled(
+    return CompiledKernel(
         name=kernel.metadata.name,  # type: ignore[attr-defined]
         shared_bytes=kernel.metadata.shared,  # type: ignore[attr-defined]
         registers=int(registers.group(1)),

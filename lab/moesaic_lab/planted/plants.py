@@ -40,8 +40,8 @@ from moesaic.runtime.balance import experts as moving_experts
 from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
-from moesaic.runtime.indices import Indices
 from moesaic.runtime.routing_cache import RoutingCache
+from moesaic.runtime.tasks import Indices
 from moesaic.testing import processes
 from moesaic.testing.equivalence import Patch
 

@@ -78,7 +78,7 @@ class CountsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(ReadOptions):
+class TraceCheckOptions(ReadOptions):
     """What to check."""
 
     file: Annotated[str, tyro.conf.Positional]
@@ -88,7 +88,7 @@ class CheckOptions(ReadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(CheckOptions):
+class TraceConvertOptions(TraceCheckOptions):
     """What to convert."""
 
     out: str
@@ -162,7 +162,9 @@ def _counts(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    options = parse(CheckOptions, arguments, prog="moesaic trace check", description="Say what is wrong with a trace.")
+    options = parse(
+        TraceCheckOptions, arguments, prog="moesaic trace check", description="Say what is wrong with a trace."
+    )
     trace = _opened(options)
     found, shape = faults(trace), trace.shape
     for line in found:
@@ -177,7 +179,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 def _convert(arguments: Sequence[str]) -> int:
     description = "Convert a trace from, or to, what other software records."
-    options = parse(ConvertOptions, arguments, prog="moesaic trace convert", description=description)
+    options = parse(TraceConvertOptions, arguments, prog="moesaic trace convert", description=description)
     out = Path(options.out)
     if options.to is not None:
         write = _format(options.to).write
@@ -195,12 +197,12 @@ def _convert(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _opened(options: CheckOptions) -> Trace:
+def _opened(options: TraceCheckOptions) -> Trace:
     """Open a trace, Moesaic's own or another's."""
     return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
 
 
-def _read(options: CheckOptions) -> TraceSegment:
+def _read(options: TraceCheckOptions) -> TraceSegment:
     assert options.from_format is not None
     return _format(options.from_format).read(Path(options.file), options)
 

@@ -33,11 +33,6 @@ def kind_of(device: torch.device) -> str:
     return device.type if device.type in KERNELS else "other"
 
 
-def waits(device: torch.device) -> bool:
-    """Whether the host waits for a device to learn a number, so that shapes had better not depend on values there."""
-    return kind_of(device) != "cpu"
-
-
 def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
     """Whether the Triton kernels encode and decode rows there: 16-bit ones and float32."""
     return dtype != torch.float64 and kind_of(rows_on) == "triton"

@@ -22,7 +22,6 @@ from moesaic.comm.collectives import all_gather
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.kernels.memory import uploaded
-from moesaic.kernels.pick import waits
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
@@ -281,7 +280,7 @@ class Peers:
         """Return the counts of this rank's node tokens, as long as `room`; room itself where they do not fit."""
         assert self._find is not None
         token, expert = choice.token, self._slots_of(choice.expert)
-        if alive_N is not None and waits(expert.device):
+        if alive_N is not None and expert.device.type != "cpu":
             expert = expert.masked_fill(~alive_N, num_experts)
         elif alive_N is not None:
             token, expert = token[alive_N], expert[alive_N]

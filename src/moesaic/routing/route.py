@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.kernels.pick import waits
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
 from moesaic.routing.losses import AbstractLoss, RouterStatistics
 from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
@@ -232,7 +231,7 @@ def _routing(
     """Return the rows that this rank sends."""
     choice, sent = record.choice, record.sent
     token, expert, weight = choice.token, choice.expert, weight_N
-    has_unsent = sent is not None and waits(expert.device)
+    has_unsent = sent is not None and expert.device.type != "cpu"
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
     elif sent is not None:

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
-from moesaic.kernels.pick import waits
 from moesaic.plan.compile import Compiled
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import Move
@@ -321,7 +320,7 @@ class RunProgram(torch.autograd.Function):
 
 def bring_tables(run: LayerRun, device: torch.device) -> None:
     """Bring all that both programs of a call read of its sizes to its device, in one copy."""
-    if waits(device):
+    if device.type != "cpu":
         scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
         groups = (each for script in scripts for step in script.steps for each in step.tables)
         slots = {slot.name: slot for p in (run.compiled.backward, run.compiled.forward) for slot in p.slots}

@@ -37,9 +37,8 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
-from moesaic.runtime.indices import Indices
 from moesaic.runtime.spread import compiled_for, fitting
-from moesaic.runtime.tasks import Call, Codecs, known_codec
+from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
 
 T = TypeVar("T")
 

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.transport import Transfer
-from moesaic.kernels.pick import waits
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Move, Splits
 from moesaic.program.task import Kind, Slot, Task
 from moesaic.program.validate import reduces
-from moesaic.runtime.indices import Indices
-from moesaic.runtime.tasks import Call, Environment, Value, placed, take, transport_lane
+from moesaic.runtime.tasks import Call, Environment, Indices, Value, placed, take, transport_lane
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ class Bundle:
 
     def write(self, memory: Tensor, values: Sequence[Tensor]) -> None:
         """Gather the rows of all movements into their messages."""
-        if waits(memory.device):
+        if memory.device.type != "cpu":
             for number, (split, value) in enumerate(zip(self.splits, values)):
                 units = take(value.contiguous(), split.runs, self._indices).view(self._unit).reshape(-1)
                 parts = units.split([count * self._widths[number] for count in split.counts])
@@ -239,7 +237,7 @@ class Bundle:
             in_place: return the rows as they stand in the slot that is written, rather than peer after peer.
         """
         split, width = self.splits[number], self._widths[number]
-        if waits(memory.device):
+        if memory.device.type != "cpu":
             joined = torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width).view(dtype)
             if not in_place or split.is_whole:
                 return joined

@@ -1,6 +1,10 @@
 """The tasks of a program that need no other rank, and what one rank brings to a run of it.
 
 `Call` holds what a rank brings: sizes, experts and tags. `Environment` holds the values of the run. `compute` runs a task.
+
+The host knows which rows move as runs (`Runs`): some hundred numbers for a whole call, where there are many thousand rows.
+`Indices` makes the rows where they are needed: on a CPU by numpy; a GPU gets the runs of all tasks of a call in one copy from
+pinned memory, for which nobody waits, and makes row after row there.
 """
 
 from __future__ import annotations
@@ -18,14 +22,13 @@ from torch import Tensor
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
+from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
-from moesaic.kernels.pick import waits
 from moesaic.kernels.work import Dispatch
 from moesaic.program.sizes import CallSizes, Move, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
-from moesaic.runtime.indices import Indices
 
 Value = Tensor | Weights
 """Of a slot: rows, or parameters of experts."""
@@ -40,6 +43,66 @@ Codecs = Callable[[str], AbstractCodec]
 def known_codec(name: str) -> AbstractCodec:
     """Return the codec of that name with its default options, made once."""
     return codec_named(name)
+
+
+class Indices:
+    """What was made for one call; kept for those that come after with the same sizes. A table is known by its object."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[Runs | np.ndarray, Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
+        self._inverse: dict[int, Tensor] = {}
+
+    def bring(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
+        """Bring tables to a device that are not there yet, as one; nothing on a CPU."""
+        if device.type == "cpu":
+            return
+        new = {id(table): table for table in tables if id(table) not in self._tables}
+        if not new:
+            return
+        flat = [_as_numbers(table) for table in new.values()]
+        there = uploaded(np.concatenate(flat).astype(np.int32), device).split([len(numbers) for numbers in flat])
+        self._tables |= {key: (table, numbers) for (key, table), numbers in zip(new.items(), there)}
+
+    def of(self, runs: Runs, device: torch.device) -> Tensor:
+        """Return the rows of runs: (total,), int32 on a GPU, int64 on a CPU."""
+        if device.type == "cpu":
+            return torch.from_numpy(runs.rows)
+        if not runs.total:
+            return torch.empty(0, dtype=torch.int32, device=device)
+        if id(runs) not in self._rows:
+            self.bring([runs], device)
+            offsets, sizes = self._tables[id(runs)][1].split(len(runs.sizes))
+            rows = offsets.repeat_interleave(sizes, output_size=runs.total)
+            if not runs.is_constant:
+                rows = rows + torch.arange(runs.total, dtype=torch.int32, device=device)
+            self._rows[id(runs)] = rows
+        return self._rows[id(runs)]
+
+    def inverse(self, runs: Runs, device: torch.device) -> Tensor:
+        """Return at which place each row stands, where the runs are a permutation; types as for `of`."""
+        if device.type == "cpu":
+            inverse = np.empty_like(runs.rows)
+            inverse[runs.rows] = np.arange(runs.total)
+            return torch.from_numpy(inverse)
+        if not runs.total:
+            return torch.empty(0, dtype=torch.int32, device=device)
+        if id(runs) not in self._inverse:
+            rows = self.of(runs, device)
+            place = torch.arange(runs.total, dtype=torch.int32, device=device)
+            self._inverse[id(runs)] = torch.empty_like(place).scatter_(0, rows.long(), place)
+        return self._inverse[id(runs)]
+
+    def numbers(self, table: np.ndarray, device: torch.device) -> Tensor:
+        """Return a table as it is, int32."""
+        if device.type == "cpu":
+            return torch.from_numpy(table.astype(np.int32))
+        self.bring([table], device)
+        return self._tables[id(table)][1]
+
+
+def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
+    return np.concatenate([table.offsets, table.sizes]) if isinstance(table, Runs) else table
 
 
 @dataclass
@@ -325,7 +388,7 @@ class Indexed:
         it takes to add row after row in its place. On a GPU that would add in any order.
         """
         accumulate = torch.promote_types(rows.dtype, torch.float32)
-        if self.num_tokens and len(rows) and (waits(rows.device) or rows.dtype == accumulate):
+        if self.num_tokens and len(rows) and (rows.device.type != "cpu" or rows.dtype == accumulate):
             return sum_rows(rows, self._dispatch)
         out = torch.zeros(self.num_tokens, rows.shape[1], dtype=accumulate, device=rows.device)
         return out.index_add_(0, self.places, rows.to(accumulate)).to(rows.dtype)

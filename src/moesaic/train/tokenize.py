@@ -31,7 +31,7 @@ class Packed:
     """A copy of the tokenizer beside the tokens; None for bytes."""
 
 
-class Source:
+class Texts:
     """The documents of some files, again and again, in the order of the files.
 
     Args:
@@ -80,7 +80,7 @@ def pack(
     """
     if weights and (len(weights) != len(paths) or min(weights) <= 0):
         raise InputError(f"weights={tuple(weights)}: give one above 0 for each of the {len(paths)} paths")
-    sources = [Source(path, data.text_field) for path in paths]
+    sources = [Texts(path, data.text_field) for path in paths]
     tokenizer = saved_tokenizer(data, None) or BPETokenizer.train(
         (document for source in sources for document in source.once()), data.vocab_size
     )
@@ -97,7 +97,7 @@ def pack(
 
 
 def _mixed(
-    sources: list[Source], weights: Sequence[float], counts: np.ndarray, num_tokens: int | None
+    sources: list[Texts], weights: Sequence[float], counts: np.ndarray, num_tokens: int | None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the number of a source and a document of it; `counts`, (sources, 2), is what is written of each so far."""
     if not weights:

@@ -25,8 +25,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
 from moesaic.runtime.expert_parallel import UncutCall
-from moesaic.runtime.indices import Indices
-from moesaic.runtime.tasks import Environment
+from moesaic.runtime.tasks import Environment, Indices
 
 
 @dataclass(frozen=True)
