@@ -128,6 +128,14 @@ QUESTIONS = (
         ),
         results=("check", "same_curves", "schedules", "codec_error", "extending", "convert", "stages"),
     ),
+    Question(
+        title="Does a run survive what happens to it?",
+        meaning=(
+            "Faults by a seeded schedule over runs on 2x2 ranks, odd inputs for every reader and command line, and a long "
+            "run whose plans change (docs/reliability.md)."
+        ),
+        results=("chaos", "fuzz", "soak"),
+    ),
 )
 
 
@@ -149,7 +157,7 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     parts = [INTRODUCTION, *(section(question, results) for question in QUESTIONS)]
     if others:
         names = ", ".join(f"`{name}.json`" for name in others)
-        parts.append(f"## Measured without a target\n\nFigures that carry no claim with a target are in {names}.\n")
+        parts.append(f"## Further figures\n\nThey are in {names}.\n")
     return "\n".join(parts)
 
 
@@ -166,7 +174,7 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in found})
     where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if found else "Not measured."
     picture = [f"![{question.title}](images/{question.picture})"] if question.picture else []
-    return "\n\n".join([f"## {question.title}", f"{question.meaning} {told}", *picture, table(lines), where]) + "\n"
+    return "\n\n".join([f"## {question.title}", f"{question.meaning} {told} {where}", *picture, table(lines)]) + "\n"
 
 
 def line(claim: Mapping[str, Any]) -> list[str]:
