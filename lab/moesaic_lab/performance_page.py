@@ -157,7 +157,7 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     parts = [INTRODUCTION, *(section(question, results) for question in QUESTIONS)]
     if others:
         names = ", ".join(f"`{name}.json`" for name in others)
-        parts.append(f"## Further figures\n\nThey are in {names}.\n")
+        parts.append(f"Further figures are in {names}.\n")
     return "\n".join(parts)
 
 
