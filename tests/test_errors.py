@@ -69,7 +69,7 @@ def resumed(folder: Path, *words: str) -> list[str]:
 Case = tuple[Callable[[Path], list[str]], list[str]]
 CASES: dict[str, Case] = {
     # Commands and flags
-    "unknown command": (lambda f: ["trian"], ["unknown command", "choose one of train, sample"]),
+    "unknown command": (lambda f: ["trian"], ["unknown command", "choose one of train, tokenize, sample"]),
     "unknown preset": (
         lambda f: ["train", "--preset", "gpt-tny"], ["unknown preset gpt-tny", "did you mean gpt-tiny?"],
     ),
@@ -264,7 +264,8 @@ def test_a_failed_training_exits_1_in_one_line(tmp_path, capsys):
     assert err.count("\n") == 1
     for part in (
         "moesaic train: the ",
-        "of step 2 is not finite",
+        "of step 4 is not finite",
+        "as were the 2 before it: weights of ",
         "no checkpoint was written yet",
         "lower --optimizer.lr",
     ):

@@ -77,7 +77,7 @@ def test_help_holds_every_fields_text(capsys):
     out = re.sub(r"[\s─-╿]", "", capsys.readouterr().out)
     for text in (
         "The run folder.",
-        "What to continue.",
+        "What to continue; several are sampled in one batch.",
         "How many tokens to add.",
         "Divides the logits; 0 always takes the likeliest token.",
         "Sample among the so many likeliest tokens; None among all.",

@@ -30,6 +30,7 @@ ELSEWHERE = {
     ("train/roll.py", "_fate_here"): "reads /proc",
     ("cost/profile.py", "_processor"): "reads /proc",
     ("train/auto_plan.py", "_read"): "tests/train/test_auto_plan.py",
+    ("weights/quantized.py", "_block_size"): "tests/weights/test_quantized.py",
     ("weights/convert.py", "_read_receipt"): "tests/weights/test_convert.py",
     ("traces/formats/megatron.py", "_record"): "tests/traces/test_trace_formats.py",
     ("traces/formats/routed_experts.py", "_request"): "tests/traces/test_trace_formats.py",

@@ -49,7 +49,7 @@ BAD_MESHES = {
     r"mesh.tp=2 does not divide the dense layers' inner width=33": {
         "mesh": {"tp": 2}, "model": {"ffn": "dense", "dense_hidden": 33}
     },
-    r"mesh.tp=2 does not divide model.seq_len \(for mesh.sequence_parallel\)=15": {
+    r"mesh.tp=2 does not divide the positions of a sequence \(for mesh.sequence_parallel\)=15": {
         "mesh": {"tp": 2, "sequence_parallel": True}, "model": {"seq_len": 15}
     },
     r"plan.chunks=0: must be at least 1": {"plan": {"chunks": 0}},

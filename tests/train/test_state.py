@@ -113,7 +113,7 @@ def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
     run_quietly(replace(config, steps=2, existing="resume"))
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
     (tmp_path / "run" / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"tokenizer.json: the run's tokenizer is missing"):
+    with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is missing: restore it"):
         open_run(replace(config, steps=3, existing="resume"), pytest.fail)
 
 

@@ -85,3 +85,16 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
     quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, without)
     with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model by transformers"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("size", [[16], [16, 0], "16", {"rows": 16}])
+def test_a_size_of_blocks_that_cannot_be_is_refused(tmp_path, size):
+    quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, to_fp8)
+    path = tmp_path / "hub" / "config.json"
+    table = json.loads(path.read_text())
+    table["quantization_config"]["weight_block_size"] = size
+    path.write_text(json.dumps(table))
+    with pytest.raises(
+        InputError, match=r"config.json: quantization_config.weight_block_size is not two numbers above 0"
+    ):
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")

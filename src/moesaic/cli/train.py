@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
-Start from --preset NAME (demo, demo-dense, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small, or a model of docs/papers.md), or
+Start from --preset NAME (PRESETS),
 from --config FILE (.toml or .json; a run's config.json takes that run up again), or from both: the file overrides the preset,
 flags override both.
 --plan FILE takes the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
@@ -75,7 +75,8 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     if "--config" in chosen:
         path = Path(chosen["--config"])
         config = override(config, read_table(path), source=str(path))
-    return parse(TrainConfig, words, prog="moesaic train", description=DESCRIPTION, default=config)
+    description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
+    return parse(TrainConfig, words, prog="moesaic train", description=description, default=config)
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

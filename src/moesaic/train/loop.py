@@ -391,7 +391,8 @@ class Trainer:
         if not math.isfinite(found.per_byte):
             wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
+        with self.experts.at_home():
+            require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
         if not metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
             metrics.write("eval", state.step, values)

@@ -68,9 +68,18 @@ def _is_scale(name: str, stored: Mapping[str, Stored]) -> bool:
 
 
 def _block_size(folder: Path) -> tuple[int, ...]:
+    """Return how many rows and columns share a scale."""
     path = folder / "config.json"
-    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return tuple((table.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+    try:
+        table: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        sizes = (table.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
+        if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
+            return tuple(sizes)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass
+    raise InputError(
+        f"{path}: quantization_config.weight_block_size is not two numbers above 0, such as [128, 128]: restore the file"
+    )
 
 
 def _ranges(at: Region) -> tuple[range, ...]:
