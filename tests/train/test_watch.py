@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.roll import Roll
+from moesaic.train.roll import Roll, telling
 from moesaic.train.run_folder import FLIGHT, HANG
 from moesaic.train.watch import Position, describe_hang, read_hang
 from runs import tiny
@@ -110,6 +110,19 @@ def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(monkeypa
     monkeypatch.setattr(time, "sleep", lambda _: Roll(store, 1, 2).count(4) if counts_on else None)
     gone = {} if counts_on else {1: "does not answer (process 1 on elsewhere): it died, or its node is cut off"}
     assert Roll(store, 0, 2).dead() == gone
+
+
+def test_who_says_why_it_ends_is_not_ended_by_its_launcher_before(monkeypatch):
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    store = dist.HashStore()
+    Roll(store, 1, 2).sign()
+    try:
+        with pytest.raises(RuntimeError, match="connection reset"), telling(Roll(store, 0, 2), "in step 3"):
+            raise RuntimeError("connection reset")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 STEADY = """

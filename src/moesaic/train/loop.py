@@ -555,6 +555,10 @@ def _stop_requests() -> Iterator[list[str]]:
             break
     try:
         yield asked
+    except RuntimeError:
+        if dist.is_initialized() and before:  # torchrun ends the ranks that are left, which first say why they end
+            before[signal.SIGTERM] = signal.SIG_IGN
+        raise
     finally:
         for stopped_by, handler in before.items():
             signal.signal(stopped_by, handler)

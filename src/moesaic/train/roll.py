@@ -89,6 +89,8 @@ class Roll:
 def telling(roll: Roll | None, when: str) -> Iterator[None]:
     """A stretch in which an error that comes of the death of other ranks says which they are.
 
+    From the error on a process of several ignores SIGTERM: it ends anyway, and says why before.
+
     Args:
         roll: of the run; None for one process.
         when: what happens in the stretch.
@@ -101,6 +103,9 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
     except TrainingError:
         raise
     except RuntimeError as error:
+        if roll is not None:
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would come before the words
         dead = {} if roll is None else roll.dead()
         if not dead:
             raise
