@@ -6,6 +6,7 @@ twice, under transformers' own exchange as well.
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,8 @@ def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.Monk
         InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"
     ):
         DistributedConfig(ep_size=3, ep_implementation="moesaic")
+
+
+def test_the_extra_brings_what_transformers_asks_for_on_several_ranks():
+    named = [line for line in metadata.requires("moesaic") or () if "extra == 'transformers'" in line.replace('"', "'")]
+    assert any(line.startswith("accelerate") for line in named), named
