@@ -17,7 +17,7 @@ from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
-from moesaic_lab.gpu.compiled import DEVICES, Compiled, compiling_for
+from moesaic_lab.gpu.compiled import DEVICES, CompiledKernel, compiling_for
 from moesaic_lab.gpu.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
@@ -41,7 +41,7 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     moe_mlp(x, w1, w3, w2, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
 
-def check(found: list[Compiled], capability: int) -> set[str]:
+def check(found: list[CompiledKernel], capability: int) -> set[str]:
     """Hold compiled kernels against the device; return the names of those that use its tensor cores."""
     room = DEVICES[capability].shared_bytes
     assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
