@@ -17,6 +17,8 @@ from moesaic.comm.transport import AbstractTransport, Handle, Transfer, as_bytes
 
 _TAKEN = (torch.uint8, torch.int64, torch.float32, torch.float64)
 """Types that Gloo sends as they are; a view as bytes costs two operations more for each message."""
+PAUSE_AT_EXIT = 0.1
+"""Seconds for which a process waits before its interpreter ends."""
 
 
 class Gloo(AbstractTransport):
@@ -64,7 +66,7 @@ def _let_threads_end() -> None:
     itself apart aborts the process, "terminate called without an active exception" (pytorch/pytorch#179291), also after
     `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group.
     """
-    time.sleep(0.1)
+    time.sleep(PAUSE_AT_EXIT)
 
 
 def _plain(tensor: Tensor) -> Tensor:
