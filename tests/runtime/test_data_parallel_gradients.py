@@ -15,6 +15,7 @@ from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.runtime import data_parallel
 from moesaic.runtime.data_parallel import average_gradients, expert_parameters
 from moesaic.runtime.spread import shard_experts
 
@@ -44,7 +45,12 @@ class Holder(nn.Module):
     ],
     ids=str,
 )
-def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_divided_by_dp(grid: Grid) -> None:
+@pytest.mark.parametrize("bucket_bytes", [data_parallel.BUCKET_BYTES, 16])
+def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_divided_by_dp(
+    grid: Grid, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_parallel, "BUCKET_BYTES", bucket_bytes)
+
     def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         module = Holder(grid, transport.rank)
         spread = {id(p) for p in expert_parameters(module)}
