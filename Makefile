@@ -66,6 +66,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
 	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json
 	$(BIN)/moesaic bench simulator --json $(RESULTS)/simulator.json
+	$(BIN)/moesaic bench collectives --json $(RESULTS)/collectives.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg

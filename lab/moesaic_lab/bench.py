@@ -17,6 +17,10 @@ BENCHMARKS = {
     "check": ("check", "moesaic check, with claims"),
     "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
     "codec_error": ("codec_error", "error and bytes of each codec"),
+    "collectives": (
+        "collectives",
+        "start-up and rate of every collective, as a profile has them, on emulated clusters",
+    ),
     "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, beside the limit of its links"),
     "convert": ("convert", "checkpoints between formats: bytes that differ, and memory"),
     "device": ("device.benchmark", "one layer on one device, beside its matrix products and other people's layers"),

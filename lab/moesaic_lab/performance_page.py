@@ -90,7 +90,7 @@ QUESTIONS = (
             "worst cases are off by more than was asked; the median is not. [The ledger](ledger.md) holds predictions "
             "against what other people measured, and names what is off."
         ),
-        results=("model", "simulator", "ledger"),
+        results=("model", "collectives", "simulator", "ledger"),
         picture="bench/model.svg",
     ),
     Question(

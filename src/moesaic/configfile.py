@@ -114,6 +114,11 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise InputError(f"{where} must be a table, got {value!r}")
         return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise InputError(f"{where} must be a table, got {value!r}")
+        head, _, name = where.rpartition(": ")
+        return override(hint(), value, source=head, prefix=f"{name}.")
     if type(None) in arguments:
         if value is None:
             return None

@@ -16,7 +16,9 @@ from moesaic.comm.collectives import (
     all_gather_rows,
     all_reduce_max,
     all_reduce_sum,
+    all_to_all,
     broadcast,
+    reduce_scatter_sum,
     share,
     share_of,
     slice_rows,
@@ -157,6 +159,21 @@ def test_uneven_shares_are_joined(seed):
 
     assert run_ranks(world, rank, seed=seed) == [True] * world
     assert sum(len(whole[share_of(num_rows, i, len(peers))]) for i in range(len(peers))) == num_rows
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 8, 11])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_a_reduce_scatter_is_a_share_of_the_sum_and_an_all_to_all_a_transpose(num_rows, world):
+    tensors = [torch.randn(num_rows, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    total = sum(tensors[1:], tensors[0].clone())
+
+    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> None:
+        rows = share_of(num_rows, transport.rank, world)
+        assert torch.equal(reduce_scatter_sum(transport, peers, tensors[transport.rank]), total[rows])
+        for got, source in zip(all_to_all(transport, peers, tensors[transport.rank]), tensors, strict=True):
+            assert torch.equal(got, source[rows])
+
+    on_all(world, rank, seed=num_rows)
 
 
 @pytest.mark.parametrize("num_rows", [0, 3, 8, 11])

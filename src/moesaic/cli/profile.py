@@ -107,11 +107,12 @@ def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
         "processor time of plans": profile.errors.host_median,
         "whole layers": ordered[len(ordered) // 2] if ordered else 0.0,
     }
-    return [
+    found = [
         f"{name} {medians[name]:.0%} off, at most {limit:.0%}"
         for name, limit in LIMITS.items()
         if medians[name] > limit
     ]
+    return found + [line.trouble for line in profile.collectives.values() if line.trouble]
 
 
 LIMITS = {"processor time of plans": 0.25, "whole layers": 0.5}
@@ -133,6 +134,9 @@ def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
             made.add_row(f"{name}: one sender", f"{link.one_sender / 1e6:.1f} MB/s")
             made.add_row(f"{name}: each of all senders", f"{link.all_senders / 1e6:.1f} MB/s")
             made.add_row(f"{name}: latency", f"{1e6 * link.latency_seconds:.0f} us")
+    for name, line in profile.collectives.items():
+        rate = f"{1e-6 / line.beta:.1f} MB/s" if line.beta else "no bytes seen"
+        made.add_row(f"{name}", f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
     for each in fields(profile.host):
         value = getattr(profile.host, each.name)
         text = (

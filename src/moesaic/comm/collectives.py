@@ -72,6 +72,32 @@ def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
     return _all_reduce(transport, peers, tensor, _sum)
 
 
+def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+    """Return this rank's share of the sum over ranks, added as by `all_reduce_sum`; see `share_of`.
+
+    Args:
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
+        tensor: numbers, of one shape and dtype on all of them.
+
+    Returns:
+        a new tensor of one dim: this rank's share of the flattened sum.
+    """
+    tag = transport.take_tags(1)
+    return _sum(_scatter(transport, tag, peers, _plain(transport, peers, tensor).view(-1)))
+
+
+def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
+    """Return what every rank has for this one: its `share_of` each of their tensors, in the order of `peers`.
+
+    Args:
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
+        tensor: (rows, ...) whose shares go to the peers, of one shape and dtype on all of them.
+    """
+    return _scatter(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
+
+
 def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return the elementwise maximum over ranks, as `all_reduce_sum`; NaN wins; of booleans, whether any is true."""
     return _all_reduce(transport, peers, tensor, lambda parts: reduce(torch.maximum, parts).clone())
@@ -164,11 +190,16 @@ def _all_reduce(
     mine = _plain(transport, peers, tensor)
     if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
         return combine(_all_gather(transport, tag, peers, mine))
-    flat, place = mine.view(-1), peers.index(transport.rank)
-    segments = _shares(flat, len(peers))
+    flat = mine.view(-1)
+    parts = _scatter(transport, tag, peers, flat)
+    return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
+
+
+def _scatter(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
+    segments, place = _shares(mine, len(peers)), peers.index(transport.rank)
     parts = [segments[place] if peer == transport.rank else torch.empty_like(segments[place]) for peer in peers]
     _exchange(transport, tag, _others(transport, peers, segments), _others(transport, peers, parts))
-    return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
+    return parts
 
 
 def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:

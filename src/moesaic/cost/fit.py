@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
+from moesaic.cost.cluster import check_not_negative
 from moesaic.errors import InputError
 
 MAX_SPREAD = 0.25
@@ -24,40 +24,35 @@ MIN_R2 = 0.9
 class Fit:
     """t = alpha + beta * bytes."""
 
-    alpha: float
+    alpha: float = 0.0
     """Seconds of start-up."""
-    beta: float
+    beta: float = 0.0
     """Seconds per byte."""
-    r2: float
+    r2: float = 1.0
     """Share of the variation of log time that the line explains."""
-    spread: float
+    spread: float = 0.0
     """Largest interquartile range of one size's repeats, as a share of their median."""
-    worst: float
+    worst: float = 0.0
     """Largest error of the line, as a share of the median measured."""
+    residuals: tuple[float, ...] = ()
+    """Per size, ascending: the median measured over the line, less 1."""
     what: str = "fit"
     """What was measured, for messages."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "spread", "worst"):
+            check_not_negative(f"{self.what}: {name}", getattr(self, name))
 
     def seconds(self, num_bytes: float) -> float:
         """Return the predicted time."""
         return self.alpha + self.beta * num_bytes
 
-    def check(self) -> Fit:
-        """Return the fit itself.
-
-        Raises:
-            InputError: if the repeats vary too much, or the times do not lie on a line: more repeats are needed.
-        """
-        if self.spread > MAX_SPREAD:
-            raise InputError(
-                f"{self.what}: repeats of one size vary by {self.spread:.0%} of their median, above {MAX_SPREAD:.0%}: the "
-                "machine is busy; measure again with more repeats"
-            )
-        if self.r2 < MIN_R2:
-            raise InputError(
-                f"{self.what}: R2={self.r2:.2f}, below {MIN_R2}: the times do not lie on a line over size (worst error "
-                f"{self.worst:.0%}); measure with more repeats, or over a wider range of sizes"
-            )
-        return self
+    @property
+    def trouble(self) -> str:
+        """Why nobody should rely on the line, in words; "" where they may."""
+        if self.r2 >= MIN_R2:
+            return ""
+        return f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least {MIN_R2}"
 
 
 def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what: str = "fit") -> Fit:
@@ -71,6 +66,8 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what:
     Raises:
         InputError: for too few sizes, or times that are none.
     """
+    from scipy.optimize import nnls  # slow to import, and whoever reads a profile needs the class alone
+
     sizes = np.asarray(num_bytes, dtype=np.float64)
     if len(sizes) != len(seconds) or len(np.unique(sizes)) < 3:
         raise InputError(f"{what}: {len(sizes)} sizes and {len(seconds)} sets of repeats: measure at least 3 sizes")
@@ -90,4 +87,7 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what:
     total = float(((logs - logs.mean()) ** 2).sum())
     left = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
     r2 = 1 - left / total if total > 0 else (1.0 if left < 1e-12 else 0.0)
-    return Fit(alpha=float(alpha), beta=float(beta), r2=r2, spread=spread, worst=float(errors.max()), what=what)
+    return Fit(
+        alpha=float(alpha), beta=float(beta), r2=r2, spread=spread, worst=float(errors.max()),
+        residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()), what=what,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from pathlib import Path
 from moesaic.codecs import codec_spec
 from moesaic.configfile import differing_fields, override, read_table
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops, check_above_zero, check_not_negative
+from moesaic.cost.fit import Fit
 from moesaic.errors import InputError
 
 FORMAT = 1
@@ -167,6 +168,9 @@ class ClusterProfile:
     codecs: dict[str, float] = field(default_factory=dict)
     """Bytes of rows that a rank encodes and decodes once per second of processor time, by codec; missing or 0 where nobody
     measured it."""
+    collectives: dict[str, Fit] = field(default_factory=dict)
+    """Lines over bytes, counted as nccl-tests does, by the collective and what it spans: "all_gather inside"; see
+    `moesaic.profiling.collectives`. Empty where nobody measured them."""
     copy_bytes_per_second: float = 5e9
     """Of rows put in another order, read plus written, per second of processor time."""
     memory_gib: float = 1.0

@@ -18,6 +18,7 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
+from moesaic.cost.fit import Fit
 from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.profile import ClusterProfile, HostCosts
 from moesaic.cost.simulate import Simulator
@@ -140,6 +141,11 @@ class ProfileTiming(AbstractTiming):
     def around_seconds(self) -> float:
         """What a layer's forward and backward pass take outside its programs: routing, the exchange of counts, autograd."""
         return float(layer_features() @ self._costs) * self.profile.host.sharing
+
+    @property
+    def collectives(self) -> Mapping[str, Fit]:
+        """Lines that the profile has, where the cluster has as many nodes as were measured."""
+        return self.profile.collectives if self._cluster.nodes == self.profile.nodes else {}
 
     @property
     def starts_early(self) -> bool:

@@ -7,6 +7,7 @@ by the description of a cluster, `ProfileTiming` (`profile_simulate.py`) by what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.events import Events, graph_of
+from moesaic.cost.fit import Fit
 from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.program.bundles import bundles
 from moesaic.program.task import Lane, Program
@@ -73,6 +75,11 @@ class AbstractTiming(ABC):
     @abstractmethod
     def starts_early(self) -> bool:
         """Whether a part of a movement's bytes may be through before the last rank has come to it."""
+
+    @property
+    def collectives(self) -> Mapping[str, Fit]:
+        """Lines that somebody measured, as `ClusterProfile.collectives`; empty where nobody did."""
+        return {}
 
     @abstractmethod
     def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:

@@ -1,19 +1,21 @@
 """Parm's Algorithm 1, which picks S1 or S2 for a layer: as published, and with its errors corrected.
 
-Yin et al. (INFOCOM 2024), section V. Both need the start-up and rate of three operations, which come from the cluster that is
-described or was measured, so that only the algorithm differs.
+Yin et al. (INFOCOM 2024), section V. Both need the start-up and rate of three operations. A profile has them measured, for
+groups that are whole nodes or all ranks; elsewhere they come from the simulated cluster, so that only the algorithm differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from moesaic.cost.cluster import ELEMENT_BYTES
+from moesaic.cost.fit import Fit
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan.compile import compile_plan
 from moesaic.plan.plan import Plan
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Kind, Lane, Op, Stage
 
 CHOICES = {"s1": Plan(schedule="s1"), "s2": Plan(schedule="s2", overlap_gather=True)}
@@ -82,8 +84,40 @@ def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan
         layer: of the run, on one rank.
         grid: the mesh.
     """
-    found = operations(simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor)
+    found = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
+        simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
+    )
     return CHOICES[RULES[rule](found, layer, grid.tp, grid.etp)]
+
+
+def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:
+    """Return the three lines as a profile has them; None where it has none for groups of these ranks.
+
+    Args:
+        collectives: lines by what was measured, as `ClusterProfile.collectives`.
+        grid: the mesh; the profile's are those of whole nodes, of one rank per node, and of all ranks.
+        dtype: of rows.
+    """
+    entered, held = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
+    names = (f"all_to_all {entered}", f"all_gather {held}", f"saa {entered}")
+    if held != "inside" or any(name not in collectives for name in names):
+        return None
+    bytes_each = ELEMENT_BYTES[dtype]
+    lines = [
+        CostLine(startup=line.alpha, per_element=line.beta * bytes_each) for line in map(collectives.get, names) if line
+    ]
+    return Operations(all_to_all=lines[0], gather=lines[1], overlapped=lines[2])
+
+
+def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
+    """Return what the group of rank 0 spans, in the words of a profile; "" for none of these."""
+    group, per_node = grid.group(0, axes), grid.ranks_per_node or grid.world
+    known = {
+        tuple(range(per_node)): "inside",
+        tuple(range(0, grid.world, per_node)): "outside",
+        tuple(range(grid.world)): "everywhere",
+    }
+    return known.get(group, "")
 
 
 def operations(

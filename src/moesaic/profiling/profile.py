@@ -17,6 +17,7 @@ from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, M
 from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
 from moesaic.cost.profile_simulate import FEATURES, host_features, layer_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
+from moesaic.profiling.collectives import collectives
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.profiling.host import Calibration, CalibrationStep, calibrations, host_steps, sharing
 from moesaic.profiling.links import TimedMovements, movements, partners
@@ -38,7 +39,7 @@ class MeasuredMachine:
     links: dict[str, TimedMovements]
     """inside and outside with all senders, "inside, one" and "outside, one" with one pair."""
     rest: ClusterProfile
-    """Products, codecs, copies and memory; no links yet."""
+    """Products, codecs, copies, memory and collectives; no links yet."""
 
 
 def measure(
@@ -76,18 +77,21 @@ def measure(
         )
         if not peers:
             continue
-        progress(f"messages {name} nodes", 0.15 if inside else 0.25)
+        progress(f"messages {name} nodes", 0.12 if inside else 0.2)
         links[name] = movements(transport, peers, peers, repeats, barrier)
         end = 1 if inside else ranks_per_node  # rank 0 sends to it and hears nothing: a shared medium shows
         to, source = (end,) * (transport.rank == 0), (0,) * (transport.rank == end)
         links[f"{name}, one"] = movements(transport, to, source, repeats, barrier)
+    progress("collectives", 0.28)
+    lines = collectives(transport, ranks_per_node, repeats, barrier)
     found = list(calibrations(transport.world, ranks_per_node))
     steps = host_steps(
-        found, transport, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.4 + 0.6 * share)
+        found, transport, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.45 + 0.55 * share)
     )
     return MeasuredMachine(
-        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links, rest=rest
-    )
+        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links,
+        rest=replace(rest, collectives=lines),
+    )  # fmt: skip
 
 
 def measure_still(

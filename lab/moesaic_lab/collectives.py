@@ -1,0 +1,75 @@
+"""Start-up and rate of every collective as `moesaic profile` fits them, on emulated clusters of 2 x 2 and 4 x 2 ranks.
+
+alpha in microseconds, beta as gigabits per second, by least squares over 16 KiB to 2 MiB, every size with the same weight.
+Bytes are counted as nccl-tests does: what a rank puts in, of an all-gather what it gets. r2 is of the logarithms of the times.
+
+    moesaic bench collectives --json benchmarks/results/collectives.json
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from moesaic.comm.mesh import open_transport
+from moesaic.cost.fit import Fit
+from moesaic.profiling.collectives import collectives
+from moesaic.profiling.steady import hold_still
+from moesaic.profiling.together import latest, start_together
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.model.config import COMMITTED, read_config
+from moesaic_lab.tables import Column
+from moesaic_testbed.cluster import Launcher
+
+LEAST_R2 = 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesOptions(BenchmarkOptions):
+    """What to measure."""
+
+    repeats: int = 9
+    """Of each size."""
+
+
+def measure(ranks_per_node: int, repeats: int) -> dict[str, Fit]:
+    """Return the lines of one bed; on every rank."""
+    hold_still(dist.get_rank())
+    return collectives(open_transport(), ranks_per_node, repeats, start_together(latest))
+
+
+def measure_all(options: CollectivesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Measure on the beds of `moesaic bench model`."""
+    rows = []
+    with Launcher() as launcher:
+        for bed in read_config(COMMITTED).beds:
+            told(bed.name)
+            with launcher.open(bed.bed) as ranks:
+                found = ranks.run(measure, bed.ranks_per_node, options.repeats)[0]
+            rows += [{"bed": bed.name, **asdict(line)} for line in found.values()]
+    return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the least share of the variation that a line explains, of every collective on every bed."""
+    least = min(row["r2"] for row in rows)
+    return [Claim(name="profile.collectives_r2", value=least, unit="1", target=LEAST_R2, op=">=")]
+
+
+COLUMNS = (
+    Column(key="bed", title="bed", is_text=True),
+    Column(key="what", title="collective", is_text=True),
+    Column(key="alpha", title="alpha, us", show=lambda seconds: f"{1e6 * seconds:.0f}"),
+    Column(key="beta", title="Gb/s", show=lambda seconds: f"{8e-9 / seconds:.3f}" if seconds else ""),
+    Column(key="r2", title="r2", show="{:.4f}".format),
+    Column(key="worst", title="worst error", show="{:.0%}".format),
+    Column(key="spread", title="spread", show="{:.0%}".format),
+)
+BENCHMARK = Benchmark(
+    name="collectives", description="Fit start-up and rate of every collective on emulated clusters.",
+    options=CollectivesOptions, notes=notes_of(__doc__), cases=once, measure=measure_all, rows=same, claims=claims,
+    columns=(Shown(title="Collectives", columns=COLUMNS),),
+)  # fmt: skip
