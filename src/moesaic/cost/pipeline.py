@@ -167,8 +167,8 @@ def _zero_bubble_v(rank: int, ranks: int, count: int) -> Iterator[Step]:
         yield (of.take("F", 0),)
     for _ in range(ranks - rank):
         second += 1
-        for kind in ("F", "I"):
-            yield (of.take(kind, 1),)  # type: ignore[arg-type]
+        yield (of.take("F", 1),)
+        yield (of.take("I", 1),)
         yield from of.weights()
     while second < first or first < count:
         if first < count:
@@ -177,8 +177,8 @@ def _zero_bubble_v(rank: int, ranks: int, count: int) -> Iterator[Step]:
         yield (of.take("I", 0),)
         yield from of.weights()
         second += 1
-        for kind in ("F", "I"):
-            yield (of.take(kind, 1),)  # type: ignore[arg-type]
+        yield (of.take("F", 1),)
+        yield (of.take("I", 1),)
         yield from of.weights()
     for _ in range(rank):
         yield (of.take("I", 0),)
@@ -342,9 +342,33 @@ class Pipeline:
         return 1 if self._how.both_ways else self._how.runs or self.runs
 
     @property
+    def num_runs(self) -> int:
+        """Runs of layers that a model is cut into."""
+        return self.ranks if self._how.both_ways else self.ranks * (self._how.runs or self.runs)
+
+    @property
+    def runs_of_ranks(self) -> list[list[int]]:
+        """Which of the model's runs each rank has."""
+        ranks, found = range(self.ranks), []
+        for rank in ranks:
+            if self._how.folds:
+                last = self.num_runs - 1 - rank
+                found.append([rank, last])
+            else:
+                found.append(list(range(rank, self.num_runs, self.ranks)))
+        return found
+
+    @property
     def copies(self) -> int:
         """How often the pipeline holds every layer."""
         return 2 if self._how.both_ways else 1
+
+    def alive(self, micro_batches: int) -> tuple[float, ...]:
+        """Return by rank the most micro-batches whose activations it keeps at once; of a part of its layers a part."""
+        alone = PassSeconds(forward=1.0, inputs=1.0, weights=1.0, together=3.0)
+        return tuple(
+            each * self.ranks / self.copies / self.num_runs for each in self.laid_out(micro_batches, alone).alive
+        )
 
     def laid_out(self, micro_batches: int, seconds: PassSeconds) -> LaidOut:
         """Return the schedule laid out; of so many micro-batches that the middle repeats, a part is, and the rest added.
