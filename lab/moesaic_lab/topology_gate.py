@@ -24,7 +24,8 @@ from rich.console import Console
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel, StepModel
+from moesaic.cost.step import StepCostModel
+from moesaic.cost.step_model import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.layer import MoE

@@ -11,7 +11,8 @@ from cost.clusters import DEVICE, flat
 from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.memory import Memory
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import Estimate, StepCostModel, StepModel, all_reduce_seconds, reduce_seconds
+from moesaic.cost.step import Estimate, StepCostModel, all_reduce_seconds, reduce_seconds
+from moesaic.cost.step_model import StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -66,13 +67,13 @@ def test_moe_parts_are_the_simulated_programs_times_the_layers() -> None:
     assert step().parts["moe forward"] == pytest.approx(2 * forward)
     twice = step(replace(MODEL, micro_batches=2))
     assert twice.parts["moe forward"] == pytest.approx(4 * forward)
-    recomputed = replace(MODEL, checkpoint_activations=True)
+    recomputed = replace(MODEL, recomputed=("block",))
     assert step(recomputed).parts["moe forward"] == pytest.approx(4 * forward)
     assert memory(recomputed).activations < memory().activations
 
 
 def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_recomputed() -> None:
-    plain, again = around(), around(replace(MODEL, checkpoint_activations=True))
+    plain, again = around(), around(replace(MODEL, recomputed=("block",)))
     assert again.attention == pytest.approx(4 / 3 * plain.attention)
     assert again.dense == pytest.approx(4 / 3 * plain.dense)
     assert again.unembed == plain.unembed

@@ -9,13 +9,13 @@ import pytest
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel
+from moesaic.cost.step import StepCostModel, reduce_seconds
 from moesaic.errors import InputError
 from moesaic.plan.findings import Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.layouts import Pins
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.others import EMITTERS, OthersLayout, from_megatron, predict
+from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, predict
 from moesaic.plan.search import search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
@@ -44,7 +44,7 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16 "
         "--use-distributed-optimizer"
     )
-    assert from_megatron(flags) == OthersLayout(
+    assert from_flags(flags) == OthersLayout(
         tp=2,
         etp=2,
         pp=4,
@@ -52,10 +52,10 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         all_to_all="multicast",
         micro_batch=1,
         global_batch=512,
-        recompute=True,
+        recompute=("block",),
         overlapped=True,
     )
-    assert from_megatron("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
+    assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
     ],
 )
 def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> None:
-    assert from_megatron(f"--expert-model-parallel-size 8 {flags}").sharded == sharded
+    assert from_flags(f"--expert-model-parallel-size 8 {flags}").sharded == sharded
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
         ("--expert-model-parallel-size many", "needs a whole number, got 'many'"),
         ("--expert-model-parallel-size", "needs a whole number, got ''"),
         ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
-        ("", "no flag of Megatron that splits a model is there, but nothing"),
+        ("", "no flag of Megatron or torchtitan that splits a model is there, but nothing"),
         (
             "--data-parallel-sharding-strategy half",
             "'half': choose one of no_shard, optim, optim_grads, optim_grads_params",
@@ -88,7 +88,7 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
 )
 def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
     with pytest.raises(InputError) as refusal:
-        from_megatron(flags)
+        from_flags(flags)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -110,16 +110,17 @@ def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtu
     few = predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=32))
     parts = few.estimate.parts
     busy = few.seconds - parts["pipeline"] - parts.get("parameters", 0.0) - parts["optimizer"]
-    assert parts["pipeline"] == pytest.approx(busy * 3 / 4)
+    hops = parts["pipeline"] - busy * 3 / 4
+    assert 0 < hops < 0.05 * busy
     virtual = predict(QWEN, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)).estimate.parts
-    assert virtual["pipeline"] == pytest.approx(parts["pipeline"] / 3)
+    assert virtual["pipeline"] == pytest.approx(parts["pipeline"] / 3, rel=0.15)
     many = predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=320)).estimate.parts
-    assert many["pipeline"] == pytest.approx(parts["pipeline"])
+    assert parts["pipeline"] < many["pipeline"] < 1.2 * parts["pipeline"]
 
 
 def test_overlap_recomputation_and_context_parallelism_do_what_they_are_for() -> None:
     plain = OthersLayout(ep=32, global_batch=128)
-    assert seconds(replace(plain, overlapped=True)) < seconds(plain) < seconds(replace(plain, recompute=True))
+    assert seconds(replace(plain, overlapped=True)) < seconds(plain) < seconds(replace(plain, recompute=("block",)))
     long = job(QWEN3_30B | {}, batch_size=32)
     whole = predict(long, H100, OthersLayout(ep=8, global_batch=128))
     split = predict(long, H100, OthersLayout(ep=8, cp=4, global_batch=128))
@@ -142,17 +143,17 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
 
 def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
-    by_layers = replace(from_megatron(f"{flags} 4"), global_batch=32)
+    by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)
     assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
     with pytest.raises(InputError, match="a stage of 12 layers has no whole runs of 5: choose a divisor"):
         seconds(replace(by_layers, virtual_layers=5))
 
 
 def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
-    one, two = (predict(QWEN, H100, from_megatron(f"--expert-model-parallel-size 8{more}"))
+    one, two = (predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
                 for more in ("", " --mtp-num-layers 1"))  # fmt: skip
     shape = QWEN.model
-    block = shape.attention + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
+    block = shape.attention.parameters + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
     block += shape.moe.num_experts / 8 * 3 * shape.dim * shape.moe.hidden
     assert two.memory.weights - one.memory.weights == pytest.approx(2 * block)
     assert two.estimate.parts["unembed"] == pytest.approx(2 * one.estimate.parts["unembed"])
@@ -202,15 +203,192 @@ def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() 
 def test_every_emitter_says_what_was_found() -> None:
     small = job(MIXTRAL | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048})
     found = search(small, H100, Settings(pins=Pins(tp=2, ep=8, etp=1)), progress=lambda *_: None).best
-    megatron = " ".join(EMITTERS["megatron"](small, found))
-    read = from_megatron(megatron)
+    megatron = " ".join(EMITTERS["megatron"](small, layout_of(small, found), found))
+    read = from_flags(megatron)
     assert (read.tp, read.ep, read.etp, read.pp, read.micro_batch, read.global_batch) == (2, 8, 1, 1, 2, 128)
     assert "--num-experts 8 --moe-router-topk 2" in megatron
-    titan = " ".join(EMITTERS["torchtitan"](small, found))
+    titan = " ".join(EMITTERS["torchtitan"](small, layout_of(small, found), found))
     assert "tensor_parallel_degree 2" in titan
     assert "expert_parallel_degree 8" in titan
-    assert "--mesh.tp 2 --mesh.ep 8 --mesh.etp 1" in " ".join(EMITTERS["moesaic"](small, found))
+    assert "--mesh.tp 2 --mesh.ep 8 --mesh.etp 1" in " ".join(
+        EMITTERS["moesaic"](small, layout_of(small, found), found)
+    )
     limited = job(DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 1, "hidden_size": 512})
-    assert "--moe-router-num-groups 8 --moe-router-group-topk 4" in EMITTERS["megatron"](limited, found)
+    assert "--moe-router-num-groups 8 --moe-router-group-topk 4" in EMITTERS["megatron"](
+        limited, layout_of(limited, found), found
+    )
     with pytest.raises(InputError, match="it has no expert tensor parallelism, the best layout etp 2: pin --etp 1"):
-        EMITTERS["torchtitan"](small, replace(found, grid=replace(found.grid, ep=4, etp=2)))
+        EMITTERS["torchtitan"](small, OthersLayout(ep=4, etp=2), None)
+
+
+def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
+    """Backward passes in two halves wait less, a V that overlaps least; two copies of a stage cost twice its memory."""
+    of = {
+        name: predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128, overlapped=True, schedule=name))
+        for name in ("1f1b", "zb-h1", "zb-v", "dualpipev", "dualpipe")
+    }
+    waiting = {name: found.estimate.parts["pipeline"] for name, found in of.items()}
+    assert waiting["zb-v"] < waiting["zb-h1"] < waiting["1f1b"]
+    assert waiting["dualpipe"] < waiting["dualpipev"] < waiting["1f1b"]
+    # Each rank has a run near the embedding and one near the output, so that of both there is one on all ranks, or halves.
+    shape, whole = QWEN.model, of["1f1b"].memory.weights
+    assert of["dualpipe"].memory.weights == pytest.approx(2 * whole, rel=0.1)
+    assert of["zb-v"].memory.weights == pytest.approx(whole + 2 * shape.vocab * shape.dim, rel=1e-6)
+    # The last rank keeps as much as the first, and has the output besides.
+    logits = 2048 * shape.vocab * 4
+    assert of["zb-h1"].memory == replace(of["1f1b"].memory, buffers=of["1f1b"].memory.buffers + logits)
+
+
+def test_the_rank_that_needs_most_decides_memory() -> None:
+    """Of two stages of 24 blocks the first keeps two micro-batches, the last one and the output."""
+    found = predict(QWEN, H100, OthersLayout(pp=2, ep=8, global_batch=128)).memory
+    one = predict(QWEN, H100, OthersLayout(ep=8, global_batch=128)).memory
+    shape = QWEN.model
+    assert found.activations == pytest.approx(one.activations)  # half the blocks, twice
+    assert found.weights == pytest.approx(one.weights / 2)
+    assert one.buffers - found.buffers == pytest.approx(2048 * shape.vocab * 4)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "table"),
+    [
+        ("layernorm", lambda shape: 2 * shape.dim * shape.num_layers, QWEN3_30B),
+        ("moe_act", lambda shape: shape.moe.top_k * shape.moe.hidden * shape.num_layers, QWEN3_30B),
+        ("core_attn", lambda shape: 0, QWEN3_30B),
+        ("mla_up_proj", lambda shape: 128 * (192 + 192 + 128) * shape.num_layers, DEEPSEEK_V3),
+        ("mlp", lambda shape: 3 * 18432 * 3, DEEPSEEK_V3),
+        ("shared_experts", lambda shape: 3 * 2048 * (shape.num_layers - 3), DEEPSEEK_V3),
+    ],
+)
+def test_what_is_computed_again_is_not_kept_and_takes_time(part: Any, values: Any, table: dict[str, Any]) -> None:
+    """2,048 tokens of a rank, two bytes a value."""
+    of = job(table)
+    plain, again = (predict(of, H100, OthersLayout(ep=8, recompute=parts)) for parts in ((), (part,)))
+    assert plain.memory.activations - again.memory.activations == pytest.approx(2048 * 2 * values(of.model))
+    assert plain.seconds < again.seconds < predict(of, H100, OthersLayout(ep=8, recompute=("block",))).seconds
+
+
+def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everything_twice() -> None:
+    plain, again = (predict(QWEN, H100, OthersLayout(ep=32, recompute=parts)) for parts in ((), ("moe",)))
+    assert again.estimate.parts["moe forward"] == pytest.approx(2 * plain.estimate.parts["moe forward"])
+    assert again.estimate.parts["attention"] == plain.estimate.parts["attention"]
+    assert again.memory.activations < 0.5 * plain.memory.activations
+
+
+def test_low_rank_attention_keeps_what_its_published_formula_says() -> None:
+    """Bytes per token of MLA beside its norms, with fused scores: 2 h of input, 4 (d_cq + d_c) of low ranks before and after
+    their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result (2502.07846, table 8)."""
+    shape = read_shape(DEEPSEEK_V3, "config.json", seq_len=4096)
+    published = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
+    assert 2 * shape.attention.kept == pytest.approx(published)
+    plain = predict(job(DEEPSEEK_V3), H100, OthersLayout(ep=8)).memory.activations
+    narrow = replace(shape.attention, kept=shape.attention.kept - 1000)
+    less = replace(job(DEEPSEEK_V3), model=replace(job(DEEPSEEK_V3).model, attention=narrow))
+    assert plain - predict(less, H100, OthersLayout(ep=8)).memory.activations == pytest.approx(2048 * 2 * 1000 * 61)
+
+
+def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() -> None:
+    """HSDP: parts of a quarter as many ranks; what is gathered stays in fewer ranks, gradients meet once more."""
+    plain = OthersLayout(ep=8, global_batch=320, sharded="parameters")
+    one, four = (predict(QWEN, H100, replace(plain, replicas=replicas)) for replicas in (1, 4))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(four.memory, part) == pytest.approx(4 * getattr(one.memory, part))
+    assert four.memory.activations == pytest.approx(one.memory.activations)
+    optimizers = [predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)]
+    assert optimizers[1].memory.optimizer == pytest.approx(4 * optimizers[0].memory.optimizer)
+    assert optimizers[1].memory.weights == optimizers[0].memory.weights
+    with pytest.raises(InputError, match="3 copies of what lies in parts do not divide 32 data-parallel groups"):
+        predict(QWEN, H100, replace(plain, replicas=3))
+
+
+def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
+    """Eight ranks of a node have the parts, four nodes the copies: parameters stay inside nodes, parts of gradients leave."""
+    model = replace(QWEN.step_model(H100, 32), sharded="parameters")
+    grid, size = Grid(world=32, ranks_per_node=8), 1e9
+    inside = reduce_seconds(H100, grid, size, 1, 8)
+    assert inside < reduce_seconds(H100, grid, size, 1, 32)
+    around = StepCostModel(replace(model, replicas=4), grid, Simulator(H100))
+    dense, experts = (count * 4 for count in around._block_parameters)
+    copied = reduce_seconds(H100, grid, dense / 8, 8, 4) + reduce_seconds(H100, grid, experts / 8, 8, 4)
+    gathered = reduce_seconds(H100, grid, dense, 1, 8) / 2 + reduce_seconds(H100, grid, experts, 1, 8) / 2
+    ends = around.sharding["ends"]
+    assert sum(around.sharding.values()) - ends == pytest.approx(48 * (3 * gathered + copied))
+
+
+def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
+    """Only products with parameters are narrow, and their inputs are cast: scores, norms and messages take as long."""
+    wide, narrow = (
+        predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each)) for each in ("bf16", "fp8")
+    )
+    rates = H100.device.tflops
+    assert wide.seconds / narrow.seconds < rates.fp8 / rates.bf16
+    sent = {name: seconds for name, seconds in wide.estimate.limits.items() if "inside" in name or "nvlink" in name}
+    assert sent
+    assert sent.items() <= narrow.estimate.limits.items()
+    assert narrow.estimate.parts["attention"] < wide.estimate.parts["attention"]
+    with pytest.raises(InputError, match=r"cluster\.device\.tflops\.mxfp8 is not given"):
+        predict(QWEN, H100, OthersLayout(ep=8, precision="mxfp8"))
+
+
+LAYOUTS = [
+    OthersLayout(ep=8, pp=4, schedule="zb-h1", micro_batch=2, global_batch=512),
+    OthersLayout(ep=8, pp=4, schedule="zb-v", cp=2, recompute=("core_attn", "moe_act", "layernorm")),
+    OthersLayout(ep=8, etp=2, tp=4, replicas=2, precision="fp8", mtp=1, recompute=("block",)),
+    OthersLayout(ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="multicast"),
+    OthersLayout(ep=16, precision="mxfp8", schedule="dualpipev", pp=2, sharded="none"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.schedule}-{layout.precision}-{layout.sharded}")
+def test_megatron_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
+    assert from_flags(" ".join(EMITTERS["megatron"](QWEN, layout, None))) == layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        OthersLayout(ep=8, sharded="parameters", local_batch=4, micro_batch=4, replicas=2, recompute=("block",)),
+        OthersLayout(ep=8, pp=2, schedule="zb-v", sharded="gradients", local_batch=8, micro_batch=1, tp=2, cp=2),
+        OthersLayout(
+            ep=8, pp=2, schedule="dualpipev", sharded="gradients", local_batch=8, micro_batch=2, global_batch=64
+        ),
+    ],
+    ids=lambda layout: f"{layout.schedule}-{layout.sharded}",
+)
+def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
+    assert from_flags(" ".join(EMITTERS["torchtitan"](QWEN, layout, None))) == layout
+
+
+@pytest.mark.parametrize(
+    ("system", "layout", "words"),
+    [
+        ("megatron", OthersLayout(pp=2, schedule="dualpipe"), "--emit megatron: it has no schedule='dualpipe'"),
+        ("torchtitan", OthersLayout(recompute=("moe",)), "it has no recompute=('moe',)"),
+        (
+            "moesaic",
+            OthersLayout(pp=2, schedule="zb-h1"),
+            "it has no schedule='zb-h1': choose '1f1b', or another system",
+        ),
+    ],
+)
+def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        EMITTERS[system](QWEN, layout, None)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--recompute-modules --bf16", "--recompute-modules is empty: name at least one of block, core_attn"),
+        ("--recompute-modules attention", "recompute='attention': choose of block, core_attn"),
+        ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
+        ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
+        ("--activation_checkpoint.mode selective", "choose one of none, full"),
+    ],
+)
+def test_values_that_no_flag_takes_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        from_flags(flags)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)

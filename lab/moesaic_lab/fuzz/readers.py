@@ -35,7 +35,7 @@ from moesaic.cost.profile import (
 from moesaic.cost.workload import read_counts
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_planned, write_plan
-from moesaic.plan.others import from_megatron
+from moesaic.plan.others import from_flags
 from moesaic.plan.presets import read_job
 from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
@@ -218,7 +218,7 @@ READERS = {
     ),
     "tokenizer": _table("tokenizer.json", BPETokenizer.load),
     "program": _table("program.txt", lambda path: from_text(_text_of(path)), kind="words"),
-    "flags of Megatron": _table("flags.txt", lambda path: from_megatron(_text_of(path)), kind="words"),
+    "flags of Megatron": _table("flags.txt", lambda path: from_flags(_text_of(path)), kind="words"),
     "metrics": Reader(base="run", kind="lines", file=METRICS, read=read_metrics),
     "report": Reader(base="run", kind="lines", file=METRICS, read=_reported),
     "record of a hang": Reader(base="run", kind="json", file="hang.json", read=read_hang),

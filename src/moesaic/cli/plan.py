@@ -33,7 +33,7 @@ from moesaic.plan.hub import HubShape
 from moesaic.plan.layouts import Pins, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
-from moesaic.plan.others import EMITTERS, from_megatron, predict
+from moesaic.plan.others import EMITTERS, from_flags, layout_of, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.presets import PRESETS, read_job
 from moesaic.plan.search import search
@@ -79,9 +79,9 @@ class PlanOptions:
     price_per_hour: float | None = None
     """Of one device: tells what a trillion tokens cost."""
     emit: EmitName | None = None
-    """Print the best layout as flags of this training system, and nothing else."""
+    """Print the best layout, or that of `explain`, as flags of this training system, and nothing else."""
     explain: str | None = None
-    """Megatron's flags of a layout of yours: tells what it should reach, and what would be better."""
+    """Megatron's or torchtitan's flags of a layout of yours: tells what it should reach, and what would be better."""
     tp: int | None = None
     """Keep tensor parallelism at this."""
     ep: int | None = None
@@ -149,7 +149,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.emit is not None:
-        print("\n".join(EMITTERS[options.emit](job, result.best)))
+        yours = None if options.explain is None else from_flags(options.explain)
+        best = result.best
+        lines = EMITTERS[options.emit](job, yours or layout_of(job, best), None if yours else best)
+        print("\n".join(lines))
         return 0
     told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
     if options.json:
@@ -382,10 +385,9 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
 
 def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[str]:
     """Return what a layout of somebody else should reach beside the best that was found."""
-    layout = from_megatron(flags)
+    layout = from_flags(flags)
     found = predict(job, cluster, layout)
-    groups = cluster.world // (layout.tp * layout.cp * layout.pp)
-    sequences = layout.global_batch or groups * layout.micro_batch
+    sequences = layout.sequences(cluster.world)
     speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences)
     gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total / GIB <= cluster.device.memory_gib
     words = (

@@ -14,8 +14,8 @@ from typing import Literal
 
 from moesaic.errors import InputError
 
-Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
-ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
 """Bytes of an element by dtype."""
 
 
@@ -108,6 +108,8 @@ class Tflops:
     bf16: float = 0.0
     fp16: float = 0.0
     fp8: float = 0.0
+    mxfp8: float = 0.0
+    """With a scale for each 32 numbers."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec
 from moesaic.cost.movement import AbstractVolumes
 from moesaic.cost.row_bytes import row_bytes
 from moesaic.program.task import Kind, Op, Slot, Task
@@ -33,6 +33,9 @@ class Rates:
     """Bytes of rows per second; None: as copies."""
     activation_traffic: float = 0.0
     """As of `Device`."""
+    cast_bytes: float = 0.0
+    """Read and written per value that a product reads, where its numbers are narrower than those in memory: two bytes are read,
+    and one is written by rows and one by columns, for the products of the gradients."""
 
     def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
         """Return the seconds of products, one expert each.
@@ -67,7 +70,7 @@ class Rates:
             element_bytes: of an activation.
         """
         per_row = (2 * dim + 2 * matrices * units) * element_bytes
-        return rows * (self.activation_traffic * per_row / self.memory)
+        return rows * ((self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory)
 
     def copy_seconds(self, num_bytes: float) -> float:
         """Return the seconds of reading and writing so many bytes together."""
@@ -89,6 +92,7 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
         memory=device.memory_gigabytes_per_second * 1e9 * slowest,
         codec=None if codec is None else codec * 1e9 * slowest,
         activation_traffic=device.activation_traffic,
+        cast_bytes=4.0 if ELEMENT_BYTES[dtype] < 2 else 0.0,
     )
 
 
@@ -125,7 +129,7 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
     held = volumes.rows_per_expert(rows.layout)
     each = [rates.product_seconds(some, per_row, weight_bytes) for some in held]
-    if rates.activation_traffic:
+    if rates.activation_traffic or rates.cast_bytes:
         moved = (rates.traffic_seconds(some, shape.dim, units, shape.matrices, shape.element_bytes) for some in held)
         each = [products + around for products, around in zip(each, moved)]
     return np.array([float(seconds.sum()) * passes for seconds in each])

@@ -22,7 +22,7 @@ from moesaic.cost.fit import Fit
 from moesaic.cost.movement import AbstractVolumes, Movement, movements_of
 from moesaic.cost.profile import ClusterProfile, HostCosts
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.timing import AbstractTiming, Simulated, account
+from moesaic.cost.timing import AbstractTiming, Simulated, account, put_known
 from moesaic.program.bundles import bundles
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 
@@ -151,7 +151,9 @@ class ProfileTiming(AbstractTiming):
     def starts_early(self) -> bool:
         return True
 
-    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+    def run(
+        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
+    ) -> Simulated:
         """Return the program laid out in time.
 
         A link is taken for no longer than the program runs: its first kilobytes may be free. What the one thread of a rank
@@ -164,6 +166,7 @@ class ProfileTiming(AbstractTiming):
         compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks]).reshape(
             issue.shape
         )
+        put_known(compute, program, known)
         graph = graph_of(program, host_runs_compute=True)
         first = _run(graph, issue, compute, movements)
         if program.tasks:

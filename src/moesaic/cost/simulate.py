@@ -7,6 +7,8 @@ What a task takes of the machine is `timing.py`'s.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
@@ -58,9 +60,18 @@ class Simulator:
         self._even = even or EvenLayers(cluster)
         self._topologies: dict[tuple[int, int | None], Topology] = {}
 
-    def run(self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None) -> Simulated:
-        """Simulate a program; see `simulate`."""
-        return self.timing.run(program, self.volumes(program, workload, grid, sizes=sizes), workload.dtype)
+    def run(
+        self,
+        program: Program,
+        workload: Workload,
+        grid: Grid,
+        *,
+        sizes: CallSizes | None = None,
+        known: Mapping[str, float] | None = None,
+    ) -> Simulated:
+        """Simulate a program; see `simulate`, and for `known` `AbstractTiming.run`."""
+        volumes = self.volumes(program, workload, grid, sizes=sizes)
+        return self.timing.run(program, volumes, workload.products or workload.dtype, known)
 
     def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
         """Return how long a layer takes, forward and backward pass, routing where it was measured.
@@ -84,7 +95,7 @@ class Simulator:
             sizes: of a call with counts.
         """
         volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
-        rates = rates_of(self.cluster, workload.dtype)
+        rates = rates_of(self.cluster, workload.products or workload.dtype)
         return {
             task.name: float(compute_seconds(task, slots, volumes, rates).max())
             + max((moved.load.alone for moved in moves), default=0.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -19,121 +18,39 @@ from moesaic.cost.call_sizes import node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
+from moesaic.cost.pipeline import PassSeconds
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step_model import Part, StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.program.beside import BEFORE, BEHIND, soonest_first, together
 from moesaic.program.grid import Grid
 from moesaic.program.task import Program
 
-Sharded = Literal["parameters", "gradients", "optimizer", "none"]
-"""As of `StepModel.sharded`."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepModel:
-    """A transformer with MoE layers, and how it is trained."""
+class Once:
+    """Seconds of a forward pass of one micro-batch."""
 
-    num_layers: int
-    """Blocks of attention and a feed-forward layer."""
-    layer: Workload
-    """Of the MoE layers; its tokens are those of a micro-batch of one data-parallel group."""
-    seq_len: int
-    """Tokens of a sequence."""
-    moe_every: int = 1
-    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
-    dense_hidden: int = 0
-    """Inner width of dense feed-forward layers; 0 for top_k times the experts'."""
-    vocab: int = 0
-    """Of the embedding and the output; 0 leaves both out."""
-    micro_batches: int = 1
-    """Accumulated before the optimizer steps."""
-    checkpoint_activations: bool = False
-    """Keep each block's input only and run its forward pass again in backward."""
-    shared_hidden: int = 0
-    """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
-    parameter_bytes: int = 4
-    """Of a parameter, of its gradient, and of each of Adam's two moments."""
-    sparse_layers: int = 0
-    """Blocks with an MoE layer; 0 for those that `moe_every` says."""
-    attention_parameters: float = 0.0
-    """Of a block's attention, the mean over blocks; 0 for four matrices dim x dim."""
-    score_operations: float = 0.0
-    """Of a token and block where queries meet keys and values, the mean over blocks; 0 for heads as wide as a token that see
-    all tokens before it."""
-    embeddings: int = 2
-    """Matrices vocab x dim: embedding and output; 1 where they are one."""
-    sharded: Sharded = "parameters"
-    """What lies in parts on data-parallel ranks. parameters: all that belongs to one (FSDP2, ZeRO-3). The others have
-    parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
-    gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
-    (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
-    outputs: int = 1
-    """How often the output is computed for a token: once, and once more for every further token that is predicted."""
-    stages: int = 1
-    """Pipeline stages; `num_layers` are those of one, and `vocab` its part."""
-    virtual_stages: int = 1
-    """Runs of layers that a rank has of the pipeline (interleaved 1F1B)."""
-    overlapped: bool = False
-    """All-to-alls run beside another micro-batch's computing."""
-    sequence_parallel: bool = False
-    """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
-    place of an all-reduce."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "seq_len",
-            "moe_every",
-            "micro_batches",
-            "parameter_bytes",
-            "stages",
-            "virtual_stages",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("dense_hidden", "vocab", "shared_hidden"):
-            if getattr(self, name) < 0:
-                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 0")
-        if self.layer.tokens % self.seq_len:
-            raise InputError(
-                f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "
-                "multiple"
-            )
-
-    @property
-    def moe_layers(self) -> int:
-        """MoE layers; the last block has one."""
-        return self.sparse_layers or -(-self.num_layers // self.moe_every)
-
-    @property
-    def attention(self) -> float:
-        """Parameters of a block's attention."""
-        return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
-
-    @property
-    def scores(self) -> float:
-        """Operations per token and block where queries meet keys and values."""
-        return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
-
-    @property
-    def inner(self) -> int:
-        """Inner width of dense feed-forward layers."""
-        return self.dense_hidden or self.layer.top_k * self.layer.hidden
-
-    @property
-    def dense_parameters(self) -> float:
-        """Parameters outside the experts; the router's among them."""
-        dim = self.layer.dim
-        blocks = self.num_layers * self.attention + self.moe_layers * dim * self.layer.num_experts
-        dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
-        return blocks + dense + self.embeddings * self.vocab * dim
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of all layers."""
-        return self.moe_layers * self.layer.num_experts * self.layer.matrices * self.layer.dim * self.layer.hidden
+    attention: float
+    """Of a block: all of it."""
+    projections: float
+    """Of that: products with parameters."""
+    scores: float
+    """Queries and keys, and their result and values."""
+    up: float
+    """What low-rank attention expands."""
+    copies: float
+    """Norms, residuals and rotations."""
+    dense: float
+    """A dense feed-forward layer."""
+    dense_product: float
+    """Of that: products."""
+    unembed: float
+    """The output."""
+    shared: float
+    """Shared experts of a layer, which every rank of a tensor group computes whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,31 +98,53 @@ class StepCostModel:
     def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
         self.model, self.grid, self.simulator, self.cluster = model, grid, simulator, simulator.cluster
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
+        if grid.dp % model.replicas or grid.edp % model.replicas:
+            raise InputError(
+                f"{model.replicas} copies of what lies in parts do not divide {grid.dp} data-parallel groups and {grid.edp} "
+                "copies of the experts: choose a divisor of both"
+            )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self._passes = 4 if model.checkpoint_activations else 3
-        attention, dense, unembed = self._block_seconds()
-        self.attention = self._all_passes(attention, model.num_layers)
-        self.dense = self._all_passes(dense, model.num_layers - model.moe_layers)
-        self.unembed = 3 * model.outputs * unembed
-        self.shared = self._shared()
+        self.once = self._block_seconds()
+        layers, dense = model.num_layers, model.num_layers - model.moe_layers
+        self.attention = layers * (3 * self.once.attention + self._attention_again)
+        self.dense = dense * (3 + self._runs_again("mlp")) * self.once.dense
+        self.unembed = 3 * model.outputs * self.once.unembed
+        self.shared = model.moe_layers * (3 + self._runs_again("moe", "shared_experts")) * self.once.shared
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
         pass replays its routing and counts nothing."""
 
+    def _runs_again(self, *parts: Part) -> bool:
+        """Whether backward computes one of some parts again."""
+        return any(part in self.model.recomputed for part in ("block", *parts))
+
+    @property
+    def _attention_again(self) -> float:
+        """Seconds per block of what backward computes again of attention and norms."""
+        if self._runs_again():
+            return self.once.attention
+        found = {"core_attn": self.once.scores, "mla_up_proj": self.once.up, "layernorm": 0.4 * self.once.copies}
+        return sum(seconds for part, seconds in found.items() if part in self.model.recomputed)
+
     @property
     def again(self) -> int:
-        """Forward passes of a block per micro-batch: 2 where backward recomputes."""
-        return self._passes - 2
+        """Forward passes of an MoE layer per micro-batch: 2 where backward recomputes."""
+        return 1 + self._runs_again("moe")
 
-    def estimate(self, there: Simulated, back: Simulated) -> Estimate:
+    def estimate(self, there: Simulated, back: Simulated, both: Simulated | None = None) -> Estimate:
         """Return a step's time.
 
         Args:
             there: the forward program of an MoE layer.
             back: its backward program.
+            both: the two at once, of two micro-batches, attention among them (`beside`); only where `overlapped` says so.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
-        forward, backward = self.again * self._of_layer(there, 1), self._of_layer(back, 2)
+        at_once = 1.0
+        if self.model.overlapped and both is not None:
+            at_once = (both.seconds - 3 * self.once.attention) / (there.seconds + back.seconds)
+        forward, backward = (self.again - 1 + at_once) * there.seconds, at_once * back.seconds
+        activated = 0.0 if self.again > 1 else self._activated_again
         parts = {
             "attention": count * self.attention,
             "dense": count * self.dense,
@@ -213,12 +152,15 @@ class StepCostModel:
             "shared experts": count * self.shared,
             "routing": count * layers * self.routing,
             "moe forward": count * layers * forward,
-            "moe backward": count * layers * backward,
+            "moe backward": count * layers * (backward + activated),
             "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
             "optimizer": self.optimizer_seconds,
         }
-        busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
-        parts["pipeline"] = busy / count * (self.model.stages - 1) / self.model.virtual_stages
+        if self.model.pipeline.ranks > 1:
+            busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
+            apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
+            laid = self.model.pipeline.laid_out(count, self._passes_of(there, apart / count, busy / count))
+            parts["pipeline"] = laid.seconds - busy
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
             count * (self.attention + self.dense + self.unembed + self.shared + experts) + self.optimizer_seconds
@@ -233,11 +175,62 @@ class StepCostModel:
             limits=limits,
         )
 
+    def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
+        """Return an MoE layer's programs of two micro-batches at once, attention before the one and behind the other.
+
+        Their tasks are one program, each in turn that can start first, so that what one of them sends travels while the other
+        computes, as DualPipe (DeepSeek-V3, section 3.2.1) and Megatron order them.
+
+        Args:
+            forward: the lowered program of an MoE layer.
+            backward: the lowered program of its gradients.
+            grid: the layout, etp factored as the plan wants it.
+        """
+        both, layer = together(forward, backward), self.model.layer
+        known = {BEFORE: self.once.attention, BEHIND: 2 * self.once.attention}
+        durations = self.simulator.durations(both, layer, grid) | known
+        return self.simulator.run(soonest_first(both, durations), layer, grid, known=known)
+
+    def _passes_of(self, there: Simulated, apart: float, together: float) -> PassSeconds:
+        """Return the seconds of the passes of one run of layers.
+
+        Args:
+            there: the forward program of an MoE layer.
+            apart: seconds of a micro-batch, forward and backward.
+            together: the same beside another micro-batch.
+        """
+        model, once = self.model, self.once
+        dense = model.num_layers - model.moe_layers
+        ends = model.outputs * once.unembed
+        forward = model.num_layers * once.attention + dense * once.dense + ends
+        forward += model.moe_layers * (once.shared + there.seconds + self.routing / 3)
+        weights = model.num_layers * once.projections + dense * once.dense_product + ends
+        weights += model.moe_layers * (once.shared + self._expert_seconds)
+        # Where a schedule has no pairs, what overlapping saves is spread over all passes.
+        part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
+        values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
+        return PassSeconds(
+            forward=part * forward,
+            inputs=part * max(apart - forward - weights, 0.0),
+            weights=part * weights,
+            together=together / model.pipeline.parts,
+            hop=self._hop(values / (self.grid.tp if model.sequence_parallel else 1)),
+        )
+
+    def _hop(self, num_bytes: float) -> float:
+        """Return the seconds in which all ranks of a stage send something to those of the next one."""
+        inside = self.grid.world < self.cluster.devices_per_node
+        links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
+        each = (
+            num_bytes * min(link.devices, self.grid.world) / link.slowest + link.latency_us * 1e-6 for link in links
+        )
+        return max(each, default=0.0)
+
     def memory(self, forward: Program, backward: Program, grid: Grid, *, token_budget: int | None = None) -> Memory:
         """Return what a rank needs.
 
-        Attention with fused scores keeps 15 values of a token's width a layer, a dense feed-forward layer its input and its
-        inner activations (Korthikanti et al. 2022, section 4.1, without the scores).
+        What a block keeps besides its feed-forward layer: what attention keeps, and the inputs of two norms (Korthikanti et al.
+        2022, section 4.1, with fused scores). Of what is computed again only what it is computed from is kept.
 
         Args:
             forward: the lowered program of an MoE layer.
@@ -246,37 +239,67 @@ class StepCostModel:
             token_budget: rows that a rank's experts hold at most.
         """
         model, layer = self.model, self.model.layer
-        tokens, width = layer.tokens, layer.dim * layer.element_bytes
         kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), token_budget)
-        inner = tokens * (width + (layer.matrices - 1) * model.inner * layer.element_bytes) / grid.tp
-        per_block = 7.5 * tokens * width / grid.tp
-        blocks = model.num_layers * per_block + model.moe_layers * kept + (model.num_layers - model.moe_layers) * inner
-        if model.checkpoint_activations:
-            blocks = model.num_layers * tokens * width / grid.tp + per_block + max(kept, inner)
+        activations = self._kept(kept)
+        logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
         size, held = model.parameter_bytes, self._held_parameters
         if not self._in_parts:
-            whole, waiting = self._whole_parameters, min(model.stages, model.micro_batches)
-            at_once = waiting + (model.stages - 1) / model.virtual_stages * (model.virtual_stages > 1)
+            whole = self._whole_parameters
             return Memory(
                 weights=whole * layer.element_bytes,
                 # Of gradients in parts a block's are whole while they are reduced.
                 gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
                 optimizer=self._stepped_parameters * 3 * size,
-                activations=blocks * at_once,
-                buffers=buffers + (tokens * model.vocab * 4 / grid.tp),
+                activations=activations,
+                buffers=buffers + logits,
             )
         dense, experts = self._block_parameters
         cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-        kept_casts = 1 if model.checkpoint_activations else model.moe_layers
-        gathered = dense * (grid.dp > 1) + experts * (grid.edp > 1)
+        kept_casts = 1 if self._runs_again() else model.moe_layers
+        gathered = dense * (self._shards[0] > 1) + experts * (self._shards[1] > 1)
         return Memory(
             weights=held * size,
             gradients=held * size,
             optimizer=held * 2 * size,
-            activations=blocks + kept_casts * cast,
+            activations=activations + kept_casts * cast,
             # two blocks' parameters, one block's gradients
-            buffers=buffers + (tokens * model.vocab * 4 / grid.tp) + 3 * gathered * size,
+            buffers=buffers + logits + 3 * gathered * size,
         )
+
+    def _kept(self, kept: float) -> float:
+        """Return the bytes that a rank keeps from forward to backward passes.
+
+        Args:
+            kept: by one MoE layer's program.
+        """
+        model, layer, again = self.model, self.model.layer, self.model.recomputed
+        row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
+        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
+        around = (attention + 2 * dim - dim * ("layernorm" in again)) * row
+        inner = layer.matrices - 1 + model.keeps_activated
+        dense = (dim + inner * model.inner * ("mlp" not in again)) * row
+        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in again)
+        activated = self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again)
+        sparse = dim * row if "moe" in again else kept + activated + shared
+        less = dim * row * ("layernorm" in again)
+        alive = model.alive or model.pipeline.copies * max(model.pipeline.alive(model.micro_batches))
+        if "block" in again:
+            return alive * model.num_layers * dim * row + around + max(sparse, dense)
+        dense_layers = model.num_layers - model.moe_layers
+        blocks = model.num_layers * (around - less) + model.moe_layers * sparse + dense_layers * dense
+        return alive * blocks
+
+    @property
+    def _activated_values(self) -> float:
+        """Values of a rank's experts between their activation and their last matrix, in one MoE layer."""
+        layer, grid = self.model.layer, self.grid
+        return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
+
+    @property
+    def _activated_again(self) -> float:
+        """Seconds of computing an MoE layer's activation again: two values are read and one written."""
+        values = self._activated_values * ("moe_act" in self.model.recomputed)
+        return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
 
     @property
     def least_bytes(self) -> float:
@@ -292,7 +315,8 @@ class StepCostModel:
     @cached_property
     def compute_bound(self) -> float:
         """Seconds of computing of a step, experts in one product each."""
-        return self._outside + self.model.micro_batches * self.model.moe_layers * self._passes * self._expert_seconds
+        passes = (self.again + 2) * self.model.moe_layers
+        return self._outside + self.model.micro_batches * passes * self._expert_seconds
 
     @cached_property
     def link_bound(self) -> float:
@@ -318,7 +342,7 @@ class StepCostModel:
         compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
         if self.simulator.timing.starts_early or self.model.overlapped:
             crossing = 0.0
-        attention = self.attention / self._passes / self.model.num_layers
+        attention = self.once.attention
         gathering = [moves * (sum(self._unit_seconds) - attention) * self._in_parts for moves in (1, 2)]
         passes = (self.again - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
@@ -327,10 +351,14 @@ class StepCostModel:
     @cached_property
     def sharding(self) -> dict[str, float]:
         """Seconds per micro-batch of gathering parameters twice and scattering gradients, for each kind of unit, alone."""
-        dense, experts = self._unit_seconds
+        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         model = self.model
-        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self.grid.dp) / 2
-        return {"dense": 3 * model.num_layers * dense, "experts": 3 * model.moe_layers * experts, "ends": 3 * ends}
+        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._shards[0]) / 2
+        return {
+            "dense": model.num_layers * (3 * dense + dense_copies),
+            "experts": model.moe_layers * (3 * experts + expert_copies),
+            "ends": 3 * ends,
+        }
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -343,11 +371,11 @@ class StepCostModel:
         each = self.attention + self.dense + self.unembed + self.shared
         return self.model.micro_batches * each + self.optimizer_seconds
 
-    def _block_seconds(self) -> tuple[float, float, float]:
-        """Return the seconds of a forward pass of attention, of a dense feed-forward layer, and of the output."""
+    def _block_seconds(self) -> Once:
+        """Return the seconds of what a block does once."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
-        rows = np.array([float(tokens)])
+        rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(layer.tokens)])
         # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
         values = tokens * dim * size
         over_tp = (
@@ -356,23 +384,26 @@ class StepCostModel:
             else all_reduce_seconds(self.cluster, grid, values, grid.tp)
         )
 
-        def product(flops_per_row: float, weights: float) -> float:
-            return float(self._rates.product_seconds(rows, flops_per_row / grid.tp, weights * size / grid.tp)[0])
+        def product(weights: float, split: int, read: float) -> float:
+            """Of some parameters; `read` values of a row are cast where products are narrower."""
+            each = rates.product_seconds(rows, 2 * weights / split, weights * size / split)
+            return float(each[0]) + tokens * read * rates.cast_bytes / split / rates.memory
 
+        inner, hidden, ends = layer.matrices * dim * model.inner, model.shared_hidden, dim * model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
-        inner = layer.matrices * dim * model.inner
-        return (
-            product(2 * model.attention + model.scores, model.attention) + copies + over_tp,
-            product(2 * inner, inner) + copies / 2 + over_tp,
-            product(2 * dim * model.vocab, dim * model.vocab) if model.vocab else 0.0,
+        scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
+        projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
+        return Once(
+            attention=projections + scores + copies + over_tp,
+            projections=projections,
+            scores=scores,
+            up=product(model.attention_up, grid.tp, 0.0) if model.attention_up else 0.0,
+            copies=copies,
+            dense=dense + copies / 2 + over_tp,
+            dense_product=dense,
+            unembed=float(self._rates.product_seconds(rows, 2 * ends, ends * size)[0]) if model.vocab else 0.0,
+            shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
-
-    def _all_passes(self, seconds: float, layers: int) -> float:
-        """Return the seconds of some layers, forward and backward, from those of one forward pass."""
-        total = 0.0
-        for passes in [1] * layers + ([1, 2] if self.model.checkpoint_activations else [2]) * layers:
-            total += passes * seconds
-        return total
 
     def _exposed(self, there: Simulated, back: Simulated) -> float:
         """Return the seconds per micro-batch in which parameters and gradients move and nothing else goes on.
@@ -380,28 +411,18 @@ class StepCostModel:
         A block's parameters are gathered while the block before it runs, where its movements leave the links idle; on CPU,
         where one thread issues everything, nothing hides.
         """
-        dense, experts = self._unit_seconds
-        attention = self.attention / self._passes / self.model.num_layers
+        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         total = self.sharding["ends"]
-        for layers, gathered, inner in (
-            (self.model.moe_layers, dense + experts, (there, back)),
-            (self.model.num_layers - self.model.moe_layers, dense, None),
+        for layers, gathered, copied, inner in (
+            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (there, back)),
+            (self.model.num_layers - self.model.moe_layers, dense, dense_copies, None),
         ):
-            for moves, passes, index in ((1, 1, 0), (2, 2, 1)):
+            for passes, moved, index in ((1, gathered, 0), (2, 2 * gathered + copied, 1)):
                 run = None if inner is None else inner[index]
-                idle = passes * attention + (0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0))
-                hidden = 0.0 if self.cluster.host.runs_compute else idle
-                total += layers * max(moves * gathered - hidden, 0.0)
+                idle = 0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0)
+                hidden = 0.0 if self.cluster.host.runs_compute else idle + passes * self.once.attention
+                total += layers * max(moved - hidden, 0.0)
         return total
-
-    def _of_layer(self, run: Simulated, passes: int) -> float:
-        """Return the seconds of a pass of an MoE layer, its movements beside the other computing where they are."""
-        if not self.model.overlapped:
-            return run.seconds
-        beside = run.compute_seconds + passes * self.attention / self._passes / self.model.num_layers
-        moving = max(run.seconds - run.compute_seconds, 0.0)
-        lost = self.cluster.device.contention * min(moving, beside)
-        return run.compute_seconds + max(moving - beside, 0.0) + lost
 
     def _exposed_once(self, there: Simulated, back: Simulated) -> float:
         """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
@@ -409,9 +430,11 @@ class StepCostModel:
         Gradients are reduced behind the last micro-batch's backward pass, or in parts behind each, parameters gathered behind
         the first forward pass; without parts gradients are gathered where they were reduced.
         """
-        dense, experts = self._unit_seconds
-        units = self.model.num_layers * dense + self.model.moe_layers * experts + self.sharding["ends"] / 3
-        total, attention = 0.0, self.attention / self._passes
+        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
+        held = self.model.pipeline.copies
+        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts) + self.sharding["ends"] / 3
+        copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
+        total, attention = 0.0, self.model.num_layers * self.once.attention
         whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
         # Gradients have parameter_bytes each, parameters element_bytes.
         for run, passes, share, times in (
@@ -419,7 +442,8 @@ class StepCostModel:
             (back, 2, 2.0 if whole else 1.0, self.model.micro_batches if each_time else 1),
         ):
             idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            total += times * max(share * units - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
+            moved = share * units + (copied if run is back else 0.0)
+            total += times * max(moved - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
         return total
 
     @property
@@ -445,15 +469,33 @@ class StepCostModel:
         """Parameters of a rank before they are cut over data-parallel ranks."""
         shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
-        return self.model.dense_parameters / self.grid.tp + shared + experts
+        return self.model.pipeline.copies * (self.model.dense_parameters / self.grid.tp + shared + experts)
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
         """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
         dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
-        over_dp = reduce_seconds(self.cluster, self.grid, dense, self.grid.tp, self.grid.dp)
-        over_edp = reduce_seconds(self.cluster, self.grid, experts, self.grid.ep * self.grid.etp, self.grid.edp)
-        return over_dp / 2, over_edp / 2
+        over_dp, over_edp = self._shards
+        stride = self.grid.ep * self.grid.etp
+        return (
+            reduce_seconds(self.cluster, self.grid, dense, self.grid.tp, over_dp) / 2,
+            reduce_seconds(self.cluster, self.grid, experts, stride, over_edp) / 2,
+        )
+
+    @property
+    def _shards(self) -> tuple[int, int]:
+        """Ranks over which dense parameters and experts lie in parts."""
+        return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
+
+    @cached_property
+    def _copy_seconds(self) -> tuple[float, float]:
+        """Seconds in which copies of what lies in parts all-reduce a block's dense gradients, and its experts'."""
+        (dense, experts), (over_dp, over_edp) = self._block_parameters, self._shards
+        size, copies, stride = self.model.parameter_bytes, self.model.replicas, self.grid.ep * self.grid.etp
+        return (
+            reduce_seconds(self.cluster, self.grid, dense * size / over_dp, self.grid.tp * over_dp, copies),
+            reduce_seconds(self.cluster, self.grid, experts * size / over_edp, stride * over_edp, copies),
+        )
 
     @property
     def _block_parameters(self) -> tuple[float, float]:
@@ -474,16 +516,8 @@ class StepCostModel:
     def _held_parameters(self) -> float:
         shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
         dense = self.model.dense_parameters / self.grid.tp + shared
-        return dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-
-    def _shared(self) -> float:
-        """Return the seconds per micro-batch of shared experts, which every rank of a tensor group computes whole."""
-        layer, hidden = self.model.layer, self.model.shared_hidden
-        if not hidden:
-            return 0.0
-        work = layer.matrices * layer.dim * hidden
-        once = self._rates.product_seconds(np.array([float(layer.tokens)]), 2.0 * work, work * layer.element_bytes)
-        return self.model.moe_layers * self._passes * float(once[0])
+        held = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
+        return self.model.pipeline.copies * self.model.replicas * held
 
     @cached_property
     def _expert_seconds(self) -> float:

@@ -82,13 +82,16 @@ class AbstractTiming(ABC):
         return {}
 
     @abstractmethod
-    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+    def run(
+        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
+    ) -> Simulated:
         """Return the program laid out in time.
 
         Args:
             program: forward or backward, in the order of issue.
             volumes: rows and messages of its tasks.
             dtype: of the products.
+            known: seconds of computing of tasks, by name, that are not worked out here.
         """
 
 
@@ -111,11 +114,14 @@ class SpecTiming(AbstractTiming):
     def starts_early(self) -> bool:
         return False
 
-    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+    def run(
+        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
+    ) -> Simulated:
         slots = {slot.name: slot for slot in program.slots}
         rates, host = rates_of(self._cluster, dtype), self._cluster.host
         shape = (len(program.tasks), volumes.num_actors)
         compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
+        put_known(compute, program, known)
         speeds, topology = np.array(self._cluster.speeds), volumes.topology
         if len(speeds) and volumes.num_actors == topology.world:
             # The rates are the slowest device's.
@@ -134,6 +140,12 @@ class SpecTiming(AbstractTiming):
             moving = np.array([bool(parts) for parts in movements], dtype=bool)
             events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
         return account(program, volumes, movements, events, compute[computing].sum(axis=0))
+
+
+def put_known(compute: np.ndarray, program: Program, known: Mapping[str, float] | None) -> None:
+    """Write the seconds that are known over those that were worked out, (tasks, actors)."""
+    for number, task in enumerate(program.tasks if known else ()):
+        compute[number] = (known or {}).get(task.name, compute[number])
 
 
 def account(

@@ -36,6 +36,8 @@ class Workload:
     """Of an expert: 3 for SwiGLU, 2 for a plain one."""
     dtype: Dtype = "bf16"
     """Of activations, weights and products."""
+    products: Dtype | None = None
+    """Of products, where their numbers are cast to narrower ones; None: as activations."""
     capacity_factor: float = 1.0
     """Rows per expert over the mean load, sent and computed whether filled or not, as padding layers do."""
     groups: int = 1
@@ -56,6 +58,8 @@ class Workload:
             )
         if self.dtype not in ELEMENT_BYTES:
             raise InputError(f"workload.dtype={self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+        if self.products not in (None, *ELEMENT_BYTES):
+            raise InputError(f"workload.products={self.products!r}: choose one of {', '.join(ELEMENT_BYTES)}")
         check_above_zero("workload.capacity_factor", self.capacity_factor)
 
     @property

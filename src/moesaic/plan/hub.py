@@ -7,7 +7,7 @@ norms, biases and layers for multi-token prediction are not counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.errors import InputError
@@ -35,7 +35,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What planning reads, and the names that configurations have for it; the first one that is there counts."""
 NEEDED = ("dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden", "vocab")
-IMPLIED: dict[str, dict[str, Any]] = {"llama4_text": {"n_shared_experts": 1}, "qwen3_next": {"attn_output_gate": True}}
+IMPLIED: dict[str, dict[str, Any]] = {
+    "llama4_text": {"n_shared_experts": 1}, "qwen3_next": {"attn_output_gate": True, "use_qk_norm": True},
+    "qwen3_moe": {"use_qk_norm": True},
+}  # fmt: skip
 """What families have without a field for it."""
 RECURRENT = ("mamba_d_state", "ssm_state_size", "mamba_d_ssm", "hybrid_override_pattern", "linear_attn_config")
 """Fields of layers whose time planning does not know."""
@@ -44,16 +47,29 @@ PLAIN = {"relu2": "relu", "gelu": "gelu"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A block's attention, the mean over blocks."""
+
+    parameters: float = 0.0
+    width: float = 0.0
+    """Columns of queries and of values that meet the keys of a context, over all heads, times the context's length over half
+    the sequence."""
+    kept: float = 0.0
+    """Values per token that backward needs: what products and norms read, queries, keys, values, and the result."""
+    up_kept: float = 0.0
+    """Of these, what low-rank attention expands."""
+    up: float = 0.0
+    """Parameters that expand them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HubShape(ModelShape):
     """A model of the hub; `num_heads` only says over how many tensor-parallel ranks attention splits."""
 
     dense_layers: tuple[int, ...] = ()
     """Blocks without an MoE layer."""
-    attention: float = 0.0
-    """Parameters of a block's attention, the mean over blocks."""
-    score_width: float = 0.0
-    """Columns of queries and of values that meet the keys of a context, over all heads, times the context's length over half
-    the sequence; the mean over blocks."""
+    attention: Attention = field(default_factory=Attention)
+    """Of a block."""
     tied: bool = False
     """One matrix is the embedding and the output."""
     groups: int = 1
@@ -73,8 +89,12 @@ class HubShape(ModelShape):
     @property
     def around(self) -> dict[str, float]:
         """What a step has around MoE layers, by the names of `StepModel`."""
-        scores = 2 * self.score_width * self.seq_len / 2
-        return {"attention_parameters": self.attention, "score_operations": scores, "embeddings": 1 if self.tied else 2}
+        each = self.attention
+        return {
+            "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
+            "attention_kept": each.kept, "attention_up_kept": each.up_kept, "attention_up": each.up,
+            "embeddings": 1 if self.tied else 2,
+        }  # fmt: skip
 
     @property
     def routing(self) -> dict[str, int]:
@@ -93,7 +113,10 @@ class HubShape(ModelShape):
         layer = matrices * self.dim * each + self.dim * moe.num_experts
         dense = len(self.dense_layers) * matrices * self.dim * self.active_hidden
         return (
-            self.num_layers * self.attention + sparse * layer + dense + (1 if self.tied else 2) * self.vocab * self.dim
+            self.num_layers * self.attention.parameters
+            + sparse * layer
+            + dense
+            + (1 if self.tied else 2) * self.vocab * self.dim
         )
 
 
@@ -123,13 +146,12 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
             )
     hidden, activation = found["hidden"], str(table.get("mlp_hidden_act", ""))
     shared = found.get("shared_hidden", found.get("shared_experts", 0) * hidden)
-    attention, width = _attention(table, found, seq_len)
     try:
         return HubShape(
             dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
-            dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found), attention=attention,
-            score_width=width, tied=bool(table.get("tie_word_embeddings", False)), vocab=found["vocab"],
-            groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
+            dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found),
+            attention=_attention(table, found, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
+            vocab=found["vocab"], groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
             moe=MoEShape(
                 num_experts=found["num_experts"], top_k=found["top_k"], hidden=hidden, shared_hidden=shared,
                 experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
@@ -177,19 +199,24 @@ def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[i
     return tuple(block for block in blocks if block in listed or block < first or (block + 1) % every)
 
 
-def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> tuple[float, float]:
-    """Return the parameters and the score width of a block's attention, the mean over blocks."""
+def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> Attention:
+    """Return a block's attention, the mean over blocks."""
     dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
+    up = up_kept = 0.0
     if isinstance(table.get("kv_lora_rank"), int):
         nope, rope, value = (int(table[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        rank, query = int(table["kv_lora_rank"]), table.get("q_lora_rank")
-        queries = heads * (nope + rope) * (query or dim) + (dim * query if query else 0)
-        full = queries + dim * (rank + rope) + rank * heads * (nope + value) + heads * value * dim
+        rank, query = int(table["kv_lora_rank"]), table.get("q_lora_rank") or 0
+        up = heads * (nope + rope) * query + rank * heads * (nope + value)
+        full = up + (dim * query or heads * (nope + rope) * dim) + dim * (rank + rope) + heads * value * dim
         width = float(heads * (nope + rope + value))
+        # Each of the two low ranks before its norm and after it; keys and queries alike have both parts.
+        up_kept = float(heads * (2 * (nope + rope) + value))
+        kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
     else:
         each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
-        gates = 2 if table.get("attn_output_gate") else 1
+        gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
         full, width = (1 + gates) * dim * heads * each + 2 * dim * kv * each, 2.0 * heads * each
+        kept = dim + normed * (heads + kv) * each + kv * each + gates * heads * each
     kinds = table.get("layer_types") or ()
     interval = table.get("full_attention_interval")
     linear = (
@@ -199,8 +226,10 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     # A window of w keys is as far as a query sees once w tokens came before it.
     window = min(int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len), seq_len)
     seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
-    scores = (layers - linear - sliding * (1 - seen)) * width / layers
-    return ((layers - linear) * full + linear * _linear_attention(table, dim)) / layers, scores
+    return Attention(
+        parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
+        width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, up_kept=up_kept, up=up,
+    )  # fmt: skip
 
 
 def _linear_attention(table: Mapping[str, Any], dim: int) -> int:

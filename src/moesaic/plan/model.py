@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moesaic.configfile import override
 from moesaic.cost.cluster import ClusterSpec, Dtype
-from moesaic.cost.step import StepModel
+from moesaic.cost.step_model import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.model_shape import ModelShape
@@ -97,7 +97,7 @@ class Job:
             matrices=3 if moe.experts == "swiglu" else 2,
             dtype=self.dtype(cluster),
             capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
-            **model.routing,
+            **model.routing,  # type: ignore[arg-type]
         )
         return StepModel(
             num_layers=model.num_layers,
@@ -106,7 +106,7 @@ class Job:
             moe_every=min(moe.every, model.num_layers),
             dense_hidden=model.active_hidden,
             vocab=self.data.vocab_size,
-            checkpoint_activations=model.checkpoint_activations,
+            recomputed=("block",) if model.checkpoint_activations else (),
             micro_batches=self.accumulation,
             shared_hidden=moe.shared_hidden,
             parameter_bytes=self.parameter_bytes,

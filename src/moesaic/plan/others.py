@@ -9,12 +9,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from moesaic.configfile import suggestion
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import Sharded, StepCostModel, StepModel
+from moesaic.cost.step import StepCostModel
+from moesaic.cost.step_model import PARTS, Part, Sharded, StepModel
 from moesaic.errors import InputError
 from moesaic.plan.findings import Found
 from moesaic.plan.layouts import compile_on
@@ -31,6 +35,8 @@ class OthersLayout:
     """Tensor parallelism of attention."""
     pp: int = 1
     """Pipeline stages."""
+    schedule: str = "1f1b"
+    """Of the pipeline, a key of `SCHEDULES` (`cost/pipeline.py`)."""
     virtual_pp: int = 1
     """Runs of layers that a rank has of the pipeline."""
     virtual_layers: int = 0
@@ -45,12 +51,18 @@ class OthersLayout:
     """Tensor parallelism of experts."""
     micro_batch: int = 1
     """Sequences of a data-parallel group at once."""
+    local_batch: int = 0
+    """Sequences of a data-parallel group at once, where a pipeline cuts them into micro-batches; 0 for a micro-batch."""
     global_batch: int = 0
-    """Sequences of an optimizer step; 0 for one micro-batch of every group."""
-    recompute: bool = False
-    """Blocks are computed again in backward."""
+    """Sequences of an optimizer step; 0 for those that all groups have at once."""
+    recompute: tuple[Part, ...] = ()
+    """Parts of blocks that backward computes again; "block" for all of them."""
     sharded: Sharded = "optimizer"
     """As of `StepModel`."""
+    replicas: int = 1
+    """As of `StepModel`."""
+    precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    """Of products with parameters."""
     all_to_all: AllToAll = "linear"
     """What comes nearest to its dispatcher among ours."""
     overlapped: bool = False
@@ -58,10 +70,19 @@ class OthersLayout:
     float32_states: bool = True
     """Gradients and moments have four bytes."""
 
+    def sequences(self, world: int) -> int:
+        """Return the sequences of an optimizer step on so many ranks."""
+        groups = world // (self.tp * self.cp * self.pp)
+        return self.global_batch or groups * max(self.local_batch, self.micro_batch)
+
     def __post_init__(self) -> None:
+        for part in self.recompute:
+            if part not in PARTS:
+                raise InputError(f"layout: recompute={part!r}: choose of {', '.join(PARTS)}")
+        Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0 if each.name in ("global_batch", "virtual_layers", "mtp") else 1
+            least = 0 if each.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
             if each.type == "int" and value < least:
                 raise InputError(f"layout: {each.name}={value}: must be at least {least}")
 
@@ -70,64 +91,120 @@ STRATEGIES: dict[str, Sharded] = {
     "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
 }  # fmt: skip
 """What Megatron's FSDP calls what lies in parts."""
+RECIPES: dict[str, str] = dict.fromkeys(("delayed", "tensorwise", "blockwise"), "fp8") | {"mxfp8": "mxfp8"}
+"""What Transformer Engine calls ways to scale narrow numbers."""
+SCHEDULES: dict[str, str] = {
+    "1F1B": "1f1b", "Interleaved1F1B": "1f1b", "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipev",
+}  # fmt: skip
+"""What PyTorch calls the schedules of a pipeline."""
+MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",)}
+"""What torchtitan calls what is computed again."""
+
+
+class Alone(NamedTuple):
+    """A flag without a value, and what it sets; where `yields`, unless another flag says more."""
+
+    value: Any
+    yields: bool = False
+
+
 MEGATRON: dict[str, tuple[str, Any]] = {
     "tensor-model-parallel-size": ("tp", int),
     "pipeline-model-parallel-size": ("pp", int),
     "num-virtual-stages-per-pipeline-rank": ("virtual_pp", int),
     "num-layers-per-virtual-pipeline-stage": ("virtual_layers", int),
+    "enable-zero-bubble": ("schedule", Alone("zb-h1", yields=True)),
+    "zero-bubble-v-schedule": ("schedule", Alone("zb-v")),
+    "schedules-method": ("schedule", {"dualpipev": "dualpipev"}),
     "mtp-num-layers": ("mtp", int),
     "context-parallel-size": ("cp", int),
     "expert-model-parallel-size": ("ep", int),
     "expert-tensor-parallel-size": ("etp", int),
     "micro-batch-size": ("micro_batch", int),
     "global-batch-size": ("global_batch", int),
-    "recompute-granularity": ("recompute", lambda word: word == "full"),
-    "overlap-moe-expert-parallel-comm": ("overlapped", None),
-    "use-distributed-optimizer": ("sharded", "optimizer"),
+    "recompute-activations": ("recompute", Alone(("core_attn",), yields=True)),
+    "recompute-granularity": ("recompute", {"full": ("block",), "selective": ("core_attn",)}),
+    "recompute-modules": ("recompute", list),
+    "overlap-moe-expert-parallel-comm": ("overlapped", Alone(True)),
+    "use-distributed-optimizer": ("sharded", Alone("optimizer", yields=True)),
+    "num-distributed-optimizer-instances": ("replicas", int),
     "data-parallel-sharding-strategy": ("sharded", STRATEGIES),
-    "moe-enable-deepep": ("all_to_all", "multicast"),
+    "moe-enable-deepep": ("all_to_all", Alone("multicast", yields=True)),
     "moe-token-dispatcher-type": ("all_to_all", lambda word: "multicast" if word == "flex" else "linear"),
+    "fp8-format": ("precision", lambda word: "fp8"),
+    "fp8-recipe": ("precision", RECIPES),
 }
-"""Megatron's flags that say how a model is split: the field, and how a word becomes its value, or what each word means; None
-for a flag that stands alone, and a text for one that stands alone and sets this unless another flag says more."""
+"""Flags of Megatron, and of what is built on it (zero bubbles, DualPipeV), that say how a model is split: the field, and how a
+word becomes its value, or what each word means; `list` for several words."""
+TORCHTITAN: dict[str, tuple[str, Any]] = {
+    "parallelism.tensor-parallel-degree": ("tp", int),
+    "parallelism.pipeline-parallel-degree": ("pp", int),
+    "parallelism.pipeline-parallel-schedule": ("schedule", SCHEDULES),
+    "parallelism.pipeline-parallel-microbatch-size": ("micro_batch", int),
+    "parallelism.context-parallel-degree": ("cp", int),
+    "parallelism.expert-parallel-degree": ("ep", int),
+    "parallelism.expert-tensor-parallel-degree": ("etp", int),
+    "parallelism.data-parallel-replicate-degree": ("replicas", int),
+    "training.local-batch-size": ("local_batch", int),
+    "training.global-batch-size": ("global_batch", int),
+    "activation-checkpoint.mode": ("recompute", MODES),
+}
+"""The same of torchtitan."""
 
 
-def from_megatron(flags: str) -> OthersLayout:
-    """Return the layout that Megatron's flags ask for; flags that split nothing are passed over.
+def from_flags(flags: str) -> OthersLayout:
+    """Return the layout that flags of Megatron or torchtitan ask for; flags that split nothing are passed over.
 
     Raises:
-        InputError: if no flag is known, one lacks its number, or a number is none.
+        InputError: if no flag is known, one lacks its value, or a value is none that it takes.
     """
     found: dict[str, Any] = {}
     try:
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
     except ValueError as error:
         raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
-    for place, word in enumerate(words):
-        field, make = (
-            MEGATRON.get(word.lstrip("-").replace("_", "-"), ("", None)) if word.startswith("--") else ("", None)
-        )
-        if not field:
-            continue
-        if make is None or isinstance(make, str):
-            found.setdefault(field, True if make is None else make)
-            continue
-        given = words[place + 1] if place + 1 < len(words) else ""
-        if isinstance(make, dict):
-            if given not in make:
-                raise InputError(f"--explain: {word}={given!r}: choose one of {', '.join(make)}")
-            found[field] = make[given]
-            continue
-        try:
-            found[field] = make(given)
-        except ValueError as error:
-            raise InputError(f"--explain: {word} needs a whole number, got {given!r}") from error
+    known, weak = MEGATRON | TORCHTITAN, dict[str, Any]()
+    named = {place: word.lstrip("-").replace("_", "-") for place, word in enumerate(words) if word.startswith("--")}
+    for place, name in named.items():
+        field, make = known.get(name, ("", None))
+        if isinstance(make, Alone):
+            (weak if make.yields else found)[field] = make.value
+        elif field:
+            until = min((other for other in named if other > place), default=len(words))
+            found[field] = _value(words[place], words[place + 1 : until], make)
+    found = weak | found
     if not found:
         first = next((word for word in words if word.startswith("--")), "nothing")
-        near = suggestion(first.lstrip("-"), list(MEGATRON)) if first != "nothing" else ""
-        raise InputError(f"--explain: no flag of Megatron that splits a model is there, but {first}{near}")
+        near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
+        raise InputError(
+            f"--explain: no flag of Megatron or torchtitan that splits a model is there, but {first}{near}"
+        )
+    if any(name in TORCHTITAN for name in named.values()):
+        # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
+        local = found.get("local_batch", 1)
+        micro = local if found.get("pp", 1) == 1 else found.get("micro_batch", 1)
+        sharded: Sharded = "parameters" if found.get("pp", 1) == 1 else "gradients"
+        return OthersLayout(**{"sharded": sharded, **found, "local_batch": local, "micro_batch": micro})
     # Megatron splits experts as it splits attention, and keeps all of the optimizer on every rank, unless it is told otherwise.
     return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **found})
+
+
+def _value(flag: str, given: list[str], make: Any) -> Any:
+    """Return what a flag's words mean."""
+    if make is list:
+        if not given:
+            raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
+        return tuple(given)
+    word = given[0] if given else ""
+    if isinstance(make, dict):
+        if word not in make:
+            raise InputError(f"--explain: {flag}={word!r}: choose one of {', '.join(make)}")
+        return make[word]
+    try:
+        return make(word)
+    except ValueError as error:
+        raise InputError(f"--explain: {flag} needs a whole number, got {word!r}") from error
 
 
 def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
@@ -152,7 +229,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
             f"{layout.etp}: their products must divide the ranks"
         )
     groups = world // split
-    batch = layout.global_batch or groups * layout.micro_batch
+    batch = layout.sequences(world)
     if batch % (groups * layout.micro_batch):
         raise InputError(
             f"a global batch of {batch} does not split over {groups} data-parallel groups of micro-batches of "
@@ -167,22 +244,25 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
         world=stage, tp=layout.tp, ep=layout.ep, etp=layout.etp, ranks_per_node=min(cluster.devices_per_node, stage)
     )
     plan = Plan(all_to_all=layout.all_to_all if layout.ep > 1 else "linear", order="fifo")
-    step = _stage(replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups), layout)
-    step = replace(step, micro_batches=batch // (groups * layout.micro_batch))
-    simulator = Simulator(cluster)
+    whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
+    whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
+    step, simulator = _stage(whole, layout), Simulator(cluster)
     around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, cluster)
-    there, back = (simulator.run(each, step.layer, compiled.grid) for each in (compiled.forward, compiled.backward))
+    programs = compiled.forward, compiled.backward
+    there, back = (simulator.run(each, step.layer, compiled.grid) for each in programs)
+    both = around.beside(*programs, compiled.grid) if step.overlapped else None
+    ranks = [StepCostModel(each, grid, simulator) for each in _ranks(job, whole, step, layout)]
     return Found(
         plan=plan,
         grid=grid,
-        estimate=around.estimate(there, back),
-        memory=around.memory(compiled.forward, compiled.backward, compiled.grid),
+        estimate=around.estimate(there, back, both),
+        memory=max((each.memory(*programs, compiled.grid) for each in ranks), key=lambda memory: memory.total),
         bound_seconds=max(around.compute_bound, around.link_bound),
     )
 
 
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
-    """Return one pipeline stage of a step; the last stages' output and further predictions count for all of them alike."""
+    """Return the mean rank of a pipeline; the output and further predictions count for all of them alike."""
     blocks = step.num_layers + layout.mtp
     layers, runs = -(-blocks // layout.pp), layout.virtual_pp
     if layout.virtual_layers:
@@ -191,8 +271,9 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
             raise InputError(
                 f"a stage of {layers} layers has no whole runs of {layout.virtual_layers}: choose a divisor"
             )
+    pipeline = Pipeline(schedule=layout.schedule, ranks=layout.pp, runs=runs)
     attention = (blocks * step.attention + layout.mtp * 2 * step.layer.dim**2) / blocks
-    tokens = step.layer.tokens // layout.cp
+    tokens, precise = step.layer.tokens // layout.cp, layout.precision == "bf16"
     return replace(
         step,
         num_layers=layers,
@@ -200,13 +281,14 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         attention_parameters=attention,
         outputs=1 + layout.mtp,
         vocab=step.vocab // layout.pp,
-        layer=replace(step.layer, tokens=tokens),
+        layer=replace(step.layer, tokens=tokens, products=None if precise else layout.precision),
         seq_len=step.seq_len // layout.cp,
         score_operations=step.scores,
-        checkpoint_activations=layout.recompute,
-        stages=layout.pp,
-        virtual_stages=runs,
-        overlapped=layout.overlapped,
+        recomputed=layout.recompute,
+        keeps_activated=True,
+        pipeline=pipeline,
+        replicas=layout.replicas,
+        overlapped=layout.overlapped or pipeline.pairs,
         # Megatron asks for it wherever a model has experts and tensor parallelism.
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
@@ -214,55 +296,162 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
     )
 
 
-def _megatron(job: Job, found: Found) -> list[str]:
-    grid, moe, model = found.grid, job.model.moe, job.model
+def _ranks(job: Job, whole: StepModel, step: StepModel, layout: OthersLayout) -> list[StepModel]:
+    """Return every rank of a pipeline with the blocks that it has, and with the embedding or the output if it has them.
+
+    Blocks are dealt in equal runs, of unequal ones the first are longer; further predictions come last.
+    """
+    if layout.pp == 1:
+        return [step]
+    sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
+    alive, found = step.pipeline.alive(step.micro_batches), []
+    for rank, runs in enumerate(step.pipeline.runs_of_ranks):
+        blocks = [
+            block for run in runs for block in np.array_split(np.arange(len(sparse)), step.pipeline.num_runs)[run]
+        ]
+        embeds, ends = 0 in runs, step.pipeline.num_runs - 1 in runs
+        found.append(
+            replace(
+                step,
+                num_layers=max(len(blocks), 1),
+                sparse_layers=sum(sparse[block] for block in blocks),
+                vocab=whole.vocab * (embeds or ends),
+                embeddings=max(1, embeds + ends * (whole.embeddings - 1)) if embeds and ends else 1,
+                outputs=step.outputs * ends,
+                pipeline=Pipeline(),
+                alive=alive[rank],
+            )
+        )
+    return list(dict.fromkeys(found))
+
+
+def layout_of(job: Job, found: Found) -> OthersLayout:
+    """Return what comes nearest to a plan of ours among the layouts of other systems."""
+    grid, plan = found.grid, found.plan
+    return OthersLayout(
+        tp=grid.tp,
+        ep=grid.ep,
+        etp=grid.etp,
+        micro_batch=job.batch_size // grid.dp,
+        global_batch=job.batch_size * job.accumulation,
+        recompute=("block",) if job.model.checkpoint_activations else (),
+        all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
+        overlapped=plan.chunks > 1,
+    )
+
+
+def _only(system: str, layout: OthersLayout, **known: tuple[Any, ...]) -> None:
+    """Raise InputError if a layout has what a system has not.
+
+    Args:
+        system: its name.
+        layout: to write.
+        known: the values of fields that it has.
+    """
+    for name, values in known.items():
+        if getattr(layout, name) not in values:
+            raise InputError(
+                f"--emit {system}: it has no {name}={getattr(layout, name)!r}: choose {' or '.join(map(repr, values))}, or "
+                "another system"
+            )
+
+
+ZERO_BUBBLES = {
+    "1f1b": "", "zb-h1": "--enable-zero-bubble", "zb-v": "--enable-zero-bubble --zero-bubble-v-schedule",
+    "dualpipev": "--schedules-method dualpipev",
+}  # fmt: skip
+"""Flags of schedules, in Megatron and what is built on it."""
+PRECISIONS = {
+    "bf16": "", "fp8": "--fp8-format hybrid --fp8-recipe tensorwise", "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+}  # fmt: skip
+"""Megatron's flags of narrow products."""
+CONVERTERS = {"bf16": "", "fp8": "float8", "mxfp8": "mx"}
+"""Torchtitan's names of them."""
+
+
+def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+    _only("megatron", layout, schedule=tuple(ZERO_BUBBLES))
+    moe, model = job.model.moe, job.model
     lines = [
-        f"--tensor-model-parallel-size {grid.tp}" + " --sequence-parallel" * (grid.tp > 1), "--pipeline-model-parallel-size 1",
-        f"--expert-model-parallel-size {grid.ep}", f"--expert-tensor-parallel-size {grid.etp}",
-        f"--micro-batch-size {job.batch_size // grid.dp}", f"--global-batch-size {job.batch_size * job.accumulation}",
+        f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
+        f"--pipeline-model-parallel-size {layout.pp}", f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.etp}", f"--micro-batch-size {layout.micro_batch}",
         f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
         f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
-        + ("flex --moe-enable-deepep" if found.plan.crossing is not Crossing.LINK else "alltoall"),
-        "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+        + ("flex --moe-enable-deepep" if layout.all_to_all == "multicast" else "alltoall"),
+        "--bf16", "--overlap-grad-reduce", "--overlap-param-gather",
     ]  # fmt: skip
-    lines += ["--overlap-moe-expert-parallel-comm"] * (found.plan.chunks > 1)
-    lines += [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ] * model.checkpoint_activations
+    numbers = {
+        "global-batch-size": (layout.global_batch, 0), "context-parallel-size": (layout.cp, 1),
+        "num-distributed-optimizer-instances": (layout.replicas, 1), "mtp-num-layers": (layout.mtp, 0),
+        "num-virtual-stages-per-pipeline-rank": (layout.virtual_pp, 1),
+        "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
+    }  # fmt: skip
+    lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
+    if layout.sharded == "optimizer":
+        lines.append("--use-distributed-optimizer")
+    elif layout.sharded != "none":
+        strategy = next(name for name, sharded in STRATEGIES.items() if sharded == layout.sharded)
+        lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
+    lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
+    if "block" in layout.recompute:
+        lines.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif layout.recompute:
+        lines.append(f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}")
+    lines += [flags for flags in (ZERO_BUBBLES[layout.schedule], PRECISIONS[layout.precision]) if flags]
     routing = model.routing
     if routing.get("groups", 1) > 1:
         lines += [f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk {routing['top_groups']}"]
     return lines
 
 
-def _torchtitan(job: Job, found: Found) -> list[str]:
-    grid = found.grid
-    if grid.etp > 1:
+def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+    if layout.etp > 1:
         raise InputError(
-            f"--emit torchtitan: it has no expert tensor parallelism, the best layout etp {grid.etp}: pin --etp 1"
+            f"--emit torchtitan: it has no expert tensor parallelism, the best layout etp {layout.etp}: pin --etp 1"
         )
-    return [
-        f"--parallelism.tensor_parallel_degree {grid.tp}", "--parallelism.data_parallel_shard_degree -1",
-        f"--parallelism.expert_parallel_degree {grid.ep}", f"--training.local_batch_size {job.batch_size // grid.dp}",
-        f"--training.global_batch_size {job.batch_size * job.accumulation}", f"--training.seq_len {job.model.seq_len}",
-        f"--activation_checkpoint.mode {'full' if job.model.checkpoint_activations else 'none'}",
+    _only("torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values()))
+    mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
+    lines = [
+        f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
+        f"--parallelism.expert_parallel_degree {layout.ep}",
+        f"--training.local_batch_size {max(layout.local_batch, layout.micro_batch)}",
+        f"--training.seq_len {job.model.seq_len}", f"--activation_checkpoint.mode {mode}",
     ]  # fmt: skip
+    lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
+    lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
+    lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (layout.replicas > 1)
+    if layout.pp > 1:
+        names = [name for name, schedule in SCHEDULES.items() if schedule == layout.schedule]
+        lines += [
+            f"--parallelism.pipeline_parallel_degree {layout.pp}",
+            f"--parallelism.pipeline_parallel_schedule {names[-1 if layout.virtual_pp > 1 else 0]}",
+            f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
+        ]
+    kind = CONVERTERS[layout.precision]
+    return lines + [f"--model.converters quantize.linear.{kind},quantize.grouped_mm.{kind}"] * bool(kind)
 
 
-def _moesaic(job: Job, found: Found) -> list[str]:
-    grid, usual = found.grid, Plan()
-    mesh = {"tp": grid.tp, "ep": grid.ep, "etp": grid.etp, "innermost": grid.innermost}
-    lines = [f"--mesh.{name} {value}" for name, value in mesh.items()]
+def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+    _only("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
+          recompute=((), ("block",)))  # fmt: skip
+    mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
+    mesh |= {} if found is None else {"innermost": found.grid.innermost}
+    mesh |= {"pp": layout.pp, "vpp": layout.virtual_pp} if layout.pp > 1 else {}
+    lines, usual = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
+    plan = Plan(all_to_all=layout.all_to_all) if found is None else found.plan
     for each in fields(Plan):
-        value = getattr(found.plan, each.name)
+        value = getattr(plan, each.name)
         if value != getattr(usual, each.name):
             flag = each.name.replace("_", "-")
             lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
-    lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
-    return lines + ["--model.checkpoint-activations"] * job.model.checkpoint_activations
+    if found is not None:
+        lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
+    return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 
-EMITTERS: dict[str, Callable[[Job, Found], list[str]]] = {
+EMITTERS: dict[str, Callable[[Job, OthersLayout, Found | None], list[str]]] = {
     "megatron": _megatron, "torchtitan": _torchtitan, "moesaic": _moesaic,
 }  # fmt: skip
-"""By the name of a training system: the flags that ask it for a layout and, as far as it has it, a plan."""
+"""By the name of a training system: the flags that ask it for a layout and, of one of our plans, for that plan as far as the
+system has it."""

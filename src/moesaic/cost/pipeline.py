@@ -1,0 +1,404 @@
+"""Pipeline schedules: in which order a rank runs its passes, and when they run, so that bubbles and activations are counted.
+
+A stage is a run of layers. A pass is one micro-batch through one stage: forward (F), backward for inputs (I), for weights (W),
+or for both (B). Orders: 1F1B and interleaved 1F1B (Narayanan et al. 2021), ZB-H1 and ZB-V (Qi et al. 2023, sections 3 and 6),
+and DualPipe (DeepSeek-V3, section 3.2.1), which runs a forward pass beside another micro-batch's backward pass, and its half,
+DualPipeV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from moesaic.errors import InputError
+
+Kind = Literal["F", "I", "W", "B"]
+
+
+class Pass(NamedTuple):
+    """One micro-batch through one stage."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+SETTLED = 6
+"""Times as many micro-batches as ranks after which a schedule repeats itself."""
+Step = tuple[Pass, ...]
+"""Passes that a rank runs at once: one, or a forward pass beside a backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeconds:
+    """What a stage takes for one micro-batch."""
+
+    forward: float
+    inputs: float
+    """Backward for inputs, recomputing included."""
+    weights: float
+    """Backward for weights."""
+    together: float
+    """A forward pass beside a whole backward pass of another micro-batch."""
+    hop: float = 0.0
+    """From a stage to the next one."""
+
+    def of(self, step: Step) -> float:
+        """Return the seconds of a step."""
+        if len(step) == 2:
+            return self.together
+        return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[step[0].kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """A schedule laid out in time."""
+
+    seconds: float
+    """Until the last rank has ended."""
+    idle: float
+    """Of that, what the passes of a rank do not fill, on the rank where it is most."""
+    alive: tuple[int, ...]
+    """By rank, the most forward passes whose activations are kept at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A pipeline schedule."""
+
+    order: Callable[[int, int, int, int], Iterable[Step]]
+    """Of a rank: the rank, ranks, runs and micro-batches."""
+    runs: int = 0
+    """Runs of layers that a rank has; 0 for any number."""
+    folds: bool = False
+    """The second run of a rank is as far from the end as its first from the beginning (a V); else they go round."""
+    pairs: bool = False
+    """It runs forward passes beside backward passes."""
+    both_ways: bool = False
+    """Micro-batches enter at both ends: every rank has two whole stages, which half of the ranks share with the other half."""
+
+
+def one_forward_one_backward(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
+    """Yield a rank's steps of 1F1B, interleaved where it has several runs of layers."""
+    yield from _alternating(rank, ranks, runs, count, ahead=(2 if runs > 1 else 1) * (ranks - 1 - rank), late=None)
+
+
+def zero_bubble_h1(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
+    """Yield a rank's steps of ZB-H1: a rank computes its weights' gradients as many micro-batches late as ranks come before it,
+    so that all keep as many activations as the first one does under 1F1B."""
+    yield from _alternating(rank, ranks, runs, count, ahead=ranks - 1 - rank, late=rank)
+
+
+def _alternating(rank: int, ranks: int, runs: int, count: int, *, ahead: int, late: int | None) -> Iterator[Step]:
+    """Yield forward passes, then one forward and one backward pass in turn, then backward passes.
+
+    Args:
+        rank, ranks, runs, count: as of `Schedule.order`.
+        ahead: forward passes of a rank's last run before its first backward pass.
+        late: backward passes that weights' gradients wait; None: they are computed at once.
+    """
+    rounds = max(1, count // ranks)
+    if runs > 1 and count % rounds:
+        raise InputError(
+            f"{count} micro-batches do not make {rounds} equal rounds of a pipeline of {ranks} stages of {runs} runs: choose "
+            f"a multiple of {ranks}"
+        )
+    each = count // rounds if runs > 1 else count
+    total, warm = runs * count, min((runs - 1) * each + ahead, runs * count)
+
+    def turn(number: int, kind: Kind) -> Pass:
+        lap, place = divmod(number, each * runs)
+        run, within = divmod(place, each)
+        run = run if kind == "F" else runs - 1 - run
+        return Pass(kind, run * ranks + rank, lap * each + within)
+
+    for number in range(total + warm):
+        if number < total:
+            yield (turn(number, "F"),)
+        if number >= warm:
+            yield (turn(number - warm, "B" if late is None else "I"),)
+            if late is not None and number - warm >= late:
+                yield (turn(number - warm - late, "W"),)
+    for number in range(total - min(late or 0, total), total if late is not None else 0):
+        yield (turn(number, "W"),)
+
+
+class _Folded:
+    """Passes of the two runs of a rank in a V, each kind counted up by itself."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._stages = (rank, 2 * ranks - 1 - rank)
+        self._next: dict[tuple[Kind, int], int] = {}
+        self.waiting: list[Pass] = []
+        """Gradients of weights that nobody computed yet, in turn."""
+
+    def take(self, kind: Kind, run: int) -> Pass:
+        """Return the next pass of a kind; B counts as I."""
+        counted: Kind = "I" if kind == "B" else kind
+        number = self._next.get((counted, run), 0)
+        self._next[counted, run] = number + 1
+        if kind == "I":
+            self.waiting.append(Pass("W", self._stages[run], number))
+        return Pass(kind, self._stages[run], number)
+
+    def weights(self) -> Iterator[Step]:
+        """Yield the longest waiting gradient of weights, if one waits."""
+        if self.waiting:
+            yield (self.waiting.pop(0),)
+
+
+def zero_bubble_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
+    """Yield a rank's steps of ZB-V; with fewer micro-batches than fill the pipeline, those of the others are left out."""
+    for step in _zero_bubble_v(rank, ranks, max(count, 2 * ranks - 1)):
+        if step[0].micro_batch < count:
+            yield step
+
+
+def _zero_bubble_v(rank: int, ranks: int, count: int) -> Iterator[Step]:
+    of, first, second = _Folded(rank, ranks), 0, 0
+    for _ in range(2 * (ranks - rank) - 1):
+        first += 1
+        yield (of.take("F", 0),)
+    for _ in range(rank):
+        first, second = first + 1, second + 1
+        yield (of.take("F", 1),)
+        yield (of.take("F", 0),)
+    for _ in range(ranks - rank):
+        second += 1
+        yield (of.take("F", 1),)
+        yield (of.take("I", 1),)
+        yield from of.weights()
+    while second < first or first < count:
+        if first < count:
+            first += 1
+            yield (of.take("F", 0),)
+        yield (of.take("I", 0),)
+        yield from of.weights()
+        second += 1
+        yield (of.take("F", 1),)
+        yield (of.take("I", 1),)
+        yield from of.weights()
+    for _ in range(rank):
+        yield (of.take("I", 0),)
+        yield (of.take("I", 1),)
+    # The last inputs' gradients of the first run wait for those of the ranks behind, so weights' gradients fill the gaps.
+    for _ in range(ranks - rank):
+        yield (of.take("I", 0),)
+        yield from of.weights()
+    while of.waiting:
+        yield from of.weights()
+
+
+def dual_pipe_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
+    """Yield a rank's steps of DualPipeV; DualPipe's are the same on half of the ranks, for half of the micro-batches."""
+    if count < 2 * ranks:
+        raise InputError(
+            f"{count} micro-batches do not fill a pipeline of {2 * ranks} stages that runs forward beside backward passes: "
+            f"choose at least {2 * ranks}, or another schedule"
+        )
+    of = _Folded(rank, ranks)
+
+    def beside(forward: int, backward: int) -> Step:
+        return (of.take("F", forward), of.take("B", backward))
+
+    behind = ranks - rank - 1
+    for _ in range(2 * behind):
+        yield (of.take("F", 0),)
+    for _ in range(rank + 1):
+        yield (of.take("F", 0),)
+        yield (of.take("F", 1),)
+    for _ in range(behind):
+        yield (of.take("I", 1),)
+        yield from of.weights()
+        yield (of.take("F", 1),)
+    for number in range(count - 2 * ranks + rank + 1):
+        if number == 0 and not behind:  # the last rank has just run this forward pass's stage: apart is shorter
+            yield (of.take("F", 0),)
+            yield (of.take("B", 1),)
+        else:
+            yield beside(0, 1)
+        yield beside(1, 0)
+    for _ in range(behind):
+        yield (of.take("B", 1),)
+        yield beside(1, 0)
+    # From the middle on, weights' gradients are left for the gaps at the end.
+    for number in range(2 * (rank + 1)):
+        yield (of.take("I" if number >= rank + 1 else "B", (number + 1) % 2),)
+    for _ in range(behind):
+        yield from of.weights()
+        yield (of.take("I", 0),)
+    while of.waiting:
+        yield from of.weights()
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(order=one_forward_one_backward),
+    "zb-h1": Schedule(order=zero_bubble_h1),
+    "zb-v": Schedule(order=zero_bubble_v, runs=2, folds=True),
+    "dualpipev": Schedule(order=dual_pipe_v, runs=2, folds=True, pairs=True),
+    "dualpipe": Schedule(order=dual_pipe_v, runs=2, folds=True, pairs=True, both_ways=True),
+}
+"""By name."""
+
+
+def lay_out(orders: list[list[Step]], rank_of: Mapping[int, int], seconds: PassSeconds) -> LaidOut:
+    """Return when a schedule ends: every rank runs its steps in order, each as soon as what it needs is there.
+
+    Args:
+        orders: of each rank.
+        rank_of: the rank of every stage.
+        seconds: of passes.
+
+    Raises:
+        ValueError: if steps wait for each other.
+    """
+    last = len(rank_of) - 1
+    ends: dict[Pass, float] = {}
+    time, at = [0.0] * len(orders), [0] * len(orders)
+    waiting = {rank for rank, order in enumerate(orders) if order}
+    while waiting:
+        moved = False
+        for rank in sorted(waiting):
+            while at[rank] < len(orders[rank]):
+                step = orders[rank][at[rank]]
+                ready = [_ready(each, ends, last, rank_of, seconds.hop) for each in step]
+                if any(each is None for each in ready):
+                    break
+                end = max(time[rank], *(each or 0.0 for each in ready)) + seconds.of(step)
+                time[rank], moved = end, True
+                at[rank] += 1
+                ends.update(dict.fromkeys(step, end))
+            else:
+                waiting.discard(rank)
+        if not moved and waiting:
+            raise ValueError(f"ranks {sorted(waiting)} of the pipeline wait for each other")
+    busy = [sum(map(seconds.of, order)) for order in orders]
+    return LaidOut(seconds=max(time), idle=max(time) - min(busy), alive=tuple(map(_alive, orders)))
+
+
+def _ready(each: Pass, ends: Mapping[Pass, float], last: int, rank_of: Mapping[int, int], hop: float) -> float | None:
+    """Return when what a pass needs is there; None while nobody has run it."""
+    kind, stage, number = each
+    if kind == "W":
+        return ends.get(Pass("I", stage, number))
+    if kind == "F":
+        if stage == 0:
+            return 0.0
+        before, end = stage - 1, ends.get(Pass("F", stage - 1, number))
+    elif stage == last:
+        return ends.get(Pass("F", stage, number))
+    else:
+        before, end = stage + 1, ends.get(Pass("I", stage + 1, number), ends.get(Pass("B", stage + 1, number)))
+    return None if end is None else end + hop * (rank_of[before] != rank_of[stage])
+
+
+def _alive(order: list[Step]) -> int:
+    """Return the most passes of a rank whose activations are kept at once: from F to the end of W, or of B."""
+    most = now = 0
+    for step in order:
+        now += sum(each.kind == "F" for each in step)
+        most = max(most, now)
+        now -= sum(each.kind in "WB" for each in step)
+    return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How a model's stages are run."""
+
+    schedule: str = "1f1b"
+    """Key of `SCHEDULES`."""
+    ranks: int = 1
+    """Along the pipeline."""
+    runs: int = 1
+    """Runs of layers that a rank has; a schedule that fixes their number decides."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        if self.ranks < 1 or self.runs < 1:
+            raise InputError(f"a pipeline of {self.ranks} ranks and {self.runs} runs: both must be at least 1")
+        if self._how.runs and self.runs not in (1, self._how.runs):
+            raise InputError(
+                f"schedule {self.schedule} has {self._how.runs} runs of layers on a rank, not {self.runs}: leave them out"
+            )
+        if self._how.both_ways and self.ranks % 2:
+            raise InputError(f"schedule {self.schedule} needs an even number of stages, not {self.ranks}")
+
+    @property
+    def _how(self) -> Schedule:
+        return SCHEDULES[self.schedule]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether forward passes run beside backward passes."""
+        return self._how.pairs
+
+    @property
+    def parts(self) -> int:
+        """Runs of layers into which the layers that a rank works through for a micro-batch are cut."""
+        return 1 if self._how.both_ways else self._how.runs or self.runs
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of layers that a model is cut into."""
+        return self.ranks if self._how.both_ways else self.ranks * (self._how.runs or self.runs)
+
+    @property
+    def runs_of_ranks(self) -> list[list[int]]:
+        """Which of the model's runs each rank has."""
+        ranks, found = range(self.ranks), []
+        for rank in ranks:
+            if self._how.folds:
+                last = self.num_runs - 1 - rank
+                found.append([rank, last])
+            else:
+                found.append(list(range(rank, self.num_runs, self.ranks)))
+        return found
+
+    @property
+    def copies(self) -> int:
+        """How often the pipeline holds every layer."""
+        return 2 if self._how.both_ways else 1
+
+    def alive(self, micro_batches: int) -> tuple[float, ...]:
+        """Return by rank the most micro-batches whose activations it keeps at once; of a part of its layers a part."""
+        alone = PassSeconds(forward=1.0, inputs=1.0, weights=1.0, together=3.0)
+        return tuple(
+            each * self.ranks / self.copies / self.num_runs for each in self.laid_out(micro_batches, alone).alive
+        )
+
+    def laid_out(self, micro_batches: int, seconds: PassSeconds) -> LaidOut:
+        """Return the schedule laid out; of so many micro-batches that the middle repeats, a part is, and the rest added.
+
+        Args:
+            micro_batches: of an optimizer step.
+            seconds: of one run of layers.
+
+        Raises:
+            InputError: if the schedule cannot be with so many micro-batches.
+        """
+        halves = 2 if self._how.both_ways else 1
+        if micro_batches % halves:
+            raise InputError(f"schedule {self.schedule} needs an even number of micro-batches, not {micro_batches}")
+        ranks, count = self.ranks // halves, micro_batches // halves
+        runs = self._how.runs or self.runs
+        stages = range(ranks * runs)
+        rank_of = {each: 2 * ranks - 1 - each if self._how.folds and each >= ranks else each % ranks for each in stages}
+
+        def of(number: int) -> LaidOut:
+            return lay_out(
+                [list(self._how.order(rank, ranks, runs, number)) for rank in range(ranks)], rank_of, seconds
+            )
+
+        few = min(count, SETTLED * ranks + count % ranks)
+        found = of(few)
+        # A period of the middle is as long as so many micro-batches as there are ranks take.
+        before, periods = (of(few - ranks), (count - few) / ranks) if count > few else (found, 0.0)
+        return LaidOut(
+            seconds=found.seconds + periods * (found.seconds - before.seconds),
+            idle=found.idle + periods * (found.idle - before.idle),
+            alive=found.alive + found.alive[::-1] * (halves - 1),
+        )

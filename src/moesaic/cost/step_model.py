@@ -1,0 +1,135 @@
+"""What a training step is made of: `StepModel`, a transformer with MoE layers and how it is trained; `step.py` predicts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from moesaic.cost.pipeline import Pipeline
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
+
+Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What is computed again in backward: a whole block, or a part of it under the name that Megatron has for it."""
+Sharded = Literal["parameters", "gradients", "optimizer", "none"]
+"""As of `StepModel.sharded`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """A transformer with MoE layers, and how it is trained."""
+
+    num_layers: int
+    """Blocks of attention and a feed-forward layer."""
+    layer: Workload
+    """Of the MoE layers; its tokens are those of a micro-batch of one data-parallel group."""
+    seq_len: int
+    """Tokens of a sequence."""
+    moe_every: int = 1
+    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
+    dense_hidden: int = 0
+    """Inner width of dense feed-forward layers; 0 for top_k times the experts'."""
+    vocab: int = 0
+    """Of the embedding and the output; 0 leaves both out."""
+    micro_batches: int = 1
+    """Accumulated before the optimizer steps."""
+    recomputed: tuple[Part, ...] = ()
+    """What backward computes again. "block": each block keeps its input only. Of the parts: the scores, the norms' results,
+    what low-rank attention expands, dense feed-forward layers, MoE layers, what their activation gives, shared experts."""
+    shared_hidden: int = 0
+    """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
+    parameter_bytes: int = 4
+    """Of a parameter, of its gradient, and of each of Adam's two moments."""
+    sparse_layers: int | None = None
+    """Blocks with an MoE layer; None for those that `moe_every` says."""
+    attention_parameters: float = 0.0
+    """Of a block's attention, the mean over blocks; 0 for four matrices dim x dim."""
+    score_operations: float = 0.0
+    """Of a token and block where queries meet keys and values, the mean over blocks; 0 for heads as wide as a token that see
+    all tokens before it."""
+    attention_kept: float = 0.0
+    """Values per token that a block's attention keeps for backward, its input among them, the mean over blocks; 0 for 5.5 times
+    a token's width: input, queries, keys, values, result, and the mask of a dropout (Korthikanti et al. 2022, section 4.1)."""
+    attention_up_kept: float = 0.0
+    """Of these, what low-rank attention expands, which `mla_up_proj` computes again."""
+    attention_up: float = 0.0
+    """Parameters of a block that expand them."""
+    keeps_activated: bool = False
+    """Feed-forward layers also keep what their activation gives, as they do without a product that computes it again."""
+    embeddings: int = 2
+    """Matrices vocab x dim: embedding and output; 1 where they are one."""
+    sharded: Sharded = "parameters"
+    """What lies in parts on data-parallel ranks. parameters: all that belongs to one (FSDP2, ZeRO-3). The others have
+    parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
+    gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
+    (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
+    outputs: int = 1
+    """How often the output is computed for a token: once, and once more for every further token that is predicted."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """Its stages; `num_layers` are those that a rank works through for a micro-batch, and `vocab` its part."""
+    alive: float = 0.0
+    """Micro-batches whose activations a rank keeps at once; 0 for those of the rank of the pipeline that keeps most."""
+    replicas: int = 1
+    """Copies of what lies in parts, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
+    overlapped: bool = False
+    """All-to-alls run beside another micro-batch's computing."""
+    sequence_parallel: bool = False
+    """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
+    place of an all-reduce."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "seq_len",
+            "moe_every",
+            "micro_batches",
+            "parameter_bytes",
+            "replicas",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("dense_hidden", "vocab", "shared_hidden"):
+            if getattr(self, name) < 0:
+                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 0")
+        for part in self.recomputed:
+            if part not in PARTS:
+                raise InputError(f"model.recomputed={part!r}: choose of {', '.join(PARTS)}")
+        if self.layer.tokens % self.seq_len:
+            raise InputError(
+                f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "
+                "multiple"
+            )
+
+    @property
+    def moe_layers(self) -> int:
+        """MoE layers; the last block has one."""
+        return -(-self.num_layers // self.moe_every) if self.sparse_layers is None else self.sparse_layers
+
+    @property
+    def attention(self) -> float:
+        """Parameters of a block's attention."""
+        return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
+
+    @property
+    def scores(self) -> float:
+        """Operations per token and block where queries meet keys and values."""
+        return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
+
+    @property
+    def inner(self) -> int:
+        """Inner width of dense feed-forward layers."""
+        return self.dense_hidden or self.layer.top_k * self.layer.hidden
+
+    @property
+    def dense_parameters(self) -> float:
+        """Parameters outside the experts; the router's among them."""
+        dim = self.layer.dim
+        blocks = self.num_layers * self.attention + self.moe_layers * dim * self.layer.num_experts
+        dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
+        return blocks + dense + self.embeddings * self.vocab * dim
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers."""
+        return self.moe_layers * self.layer.num_experts * self.layer.matrices * self.layer.dim * self.layer.hidden
