@@ -29,7 +29,7 @@ from moesaic.kernels.triton.rows.tiles import (
     shared_bytes,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raise it when a tile's fields change their meaning."""
 WORSE = 1.02
 """A candidate must be faster than the default by this factor to replace it: less is noise."""
@@ -167,7 +167,7 @@ def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
             continue
         tile = Tile(
             rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
-            descriptors=first.descriptors, stages=stages + 2 if shape.product == "weight_grad" else stages,
+            descriptors=first.descriptors, stages=stages,
         )  # fmt: skip
         if tile != first and fits(tile, shape, device) and columns < 2 * shape.columns:
             yield tile

@@ -11,9 +11,10 @@ from moesaic.kernels.codecs import Fp8, Int8, Zfp
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton import quantise
 from moesaic.kernels.triton.grouped import rows_times
+from moesaic.kernels.triton.outer import outer_products
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
-from moesaic.kernels.triton.rows.tiles import Tile
+from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
@@ -84,6 +85,26 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
         up(zeros(TOKENS, DIM), [zeros(1, HIDDEN, DIM)], ends, tile, activation="silu")
     assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
     assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in found if kernel.name in PRODUCTS)
+
+
+@pytest.mark.slow
+@capabilities
+def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_path):
+    """Of rows that stand in expert order, as on a mesh, of tokens that are gathered, and of operands above 2^31 elements."""
+    rows, token = TOKENS * TOP_K, torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
+    p, x, ends = zeros(rows, DIM), zeros(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
+    large = torch.empty(2**20, 2**11, dtype=torch.bfloat16, device="meta")
+    shape = Shape(product="weight_grad", rows=rows, num_experts=EXPERTS, columns=HIDDEN, depth=rows, itemsize=2)
+    tile = default_tile(shape, DEVICES[capability])
+    steps = {}
+    with compiling_for(capability, tmp_path) as found, torch.no_grad():
+        for name, q, q_token in (("rows", zeros(rows, HIDDEN), None), ("tokens", x, token), ("large", large, token)):
+            outer_products(p, q, ends, tile, q_token=q_token)
+            steps[name] = found[-1].ptx
+    assert check(found, capability) == {"_outer_kernel"}
+    assert max(each.shared_bytes for each in found if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
+    by_descriptor = {name: ptx.count("cp.async.bulk.tensor") for name, ptx in steps.items()}
+    assert (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
 
 
 @pytest.mark.slow

@@ -85,6 +85,22 @@ def test_outer_products(tile, counts, gathered, device):
 
 
 @tiles
+@pytest.mark.parametrize("gathered", ["p", "q", None])
+def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, device):
+    """Rows of an expert that overflowed, and what stands behind all experts' rows, leave no NaN in another's gradient."""
+    ends = ends_of([21, 3, 20], device)
+    token = torch.arange(50, device=device).to(torch.int32)
+    p, q = torch.randn(50, 40, device=device), torch.randn(50, 24, device=device)
+    exact = outer_products_reference(p, q, ends)
+    for side in (p, q):
+        side[21:24], side[44:] = float("inf"), float("nan")
+    found = outer_products(
+        p, q, ends, tile, p_token=token if gathered == "p" else None, q_token=token if gathered == "q" else None
+    )
+    close(found[[0, 2]], exact[[0, 2]])
+
+
+@tiles
 @counts
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False), ("relu", False), ("gelu", True)])
 def test_up_and_the_gradient_of_down(tile, counts, activation, gated, device):

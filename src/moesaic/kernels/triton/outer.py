@@ -5,6 +5,9 @@ token index instead, so the gathered copy is not stored (SonicMoE, Guo et al. 20
 R N + R K + E N K elements at least. Each program sums over all rows of its expert in order: no atomics, no partial
 results; an expert without rows gets zeros. Many experts make many programs, so the reduction is not split; programs of the
 longest experts start first, so that a skewed one is no tail behind all others.
+
+Whole steps need no mask over rows, so a side in expert order comes by descriptor; an expert's last rows, fewer than a step,
+are taken by pointers, since a descriptor would bring the next expert's rows, whose infinities times zero are no zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.parts import place
-from moesaic.kernels.triton.rows.launch import KernelLaunch, dot_precision
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision
 from moesaic.kernels.triton.rows.tiles import Tile
 
 
@@ -49,12 +52,16 @@ def outer_products(
     p, q = p.contiguous(), q.contiguous()
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
     launch = KernelLaunch.of(tile, len(ends) * per_expert, p.device)
+    is_gathered = p_token is not None or q_token is not None  # then half of the stages fetch row numbers, ahead of rows
+    (p_steps,), p_by_descriptor = as_operands((p,), (tile.depth, tile.rows), tile if p_token is None else None)
+    (q_steps,), q_by_descriptor = as_operands((q,), (tile.depth, tile.columns), tile if q_token is None else None)
     _outer_kernel[(launch.programs,)](
-        p, q, out, p if p_token is None else p_token, q if q_token is None else q_token, ends,
+        p, q, p_steps, q_steps, out, p if p_token is None else p_token, q if q_token is None else q_token, ends,
         longest_first(ends) if order is None else order, len(ends), out.shape[1], out.shape[2],
-        P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None,
-        PRECISION=dot_precision(p.dtype), BLOCK_N=tile.rows, BLOCK_K=tile.columns, BLOCK_R=tile.depth, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+        P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None, P_BY_DESCRIPTOR=p_by_descriptor,
+        Q_BY_DESCRIPTOR=q_by_descriptor, WIDE=max(p.numel(), q.numel()) >= 2**31, PRECISION=dot_precision(p.dtype),
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, BLOCK_R=tile.depth, GROUP=tile.group, num_warps=tile.warps,
+        num_stages=2 * tile.stages - 1 if is_gathered else tile.stages,
     )  # fmt: skip
     return out
 
@@ -69,6 +76,8 @@ def longest_first(ends: Tensor) -> Tensor:
 def _outer_kernel(
     p: tl.tensor,
     q: tl.tensor,
+    p_steps: tl.tensor,
+    q_steps: tl.tensor,
     out: tl.tensor,
     p_token: tl.tensor,
     q_token: tl.tensor,
@@ -79,6 +88,9 @@ def _outer_kernel(
     width: tl.tensor,
     P_GATHERED: tl.constexpr,
     Q_GATHERED: tl.constexpr,
+    P_BY_DESCRIPTOR: tl.constexpr,
+    Q_BY_DESCRIPTOR: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,20 +104,56 @@ def _outer_kernel(
         height_tile, width_tile = place(index % per_expert, height_tiles, width_tiles, GROUP)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends + expert)
-        n = height_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = width_tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        first_n, first_k = height_tile * BLOCK_N, width_tile * BLOCK_K
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for row in tl.range(start, end, BLOCK_R):
-            r = row + tl.arange(0, BLOCK_R)
-            p_row, q_row = r, r
-            if P_GATHERED:
-                p_row = tl.load(p_token + r, mask=r < end, other=0)
-            if Q_GATHERED:
-                q_row = tl.load(q_token + r, mask=r < end, other=0)
-            p_at = p + p_row.to(tl.int64)[:, None] * height + n[None, :]
-            q_at = q + q_row.to(tl.int64)[:, None] * width + k[None, :]
-            left = tl.load(p_at, mask=(r < end)[:, None] & (n < height)[None, :], other=0.0)
-            right = tl.load(q_at, mask=(r < end)[:, None] & (k < width)[None, :], other=0.0)
+        whole = start + (end - start) // BLOCK_R * BLOCK_R
+        for row in tl.range(start, whole, BLOCK_R):
+            left = step_tile(
+                p_steps, p_token, row, end, first_n, height, P_GATHERED, P_BY_DESCRIPTOR, False, WIDE, BLOCK_R, BLOCK_N
+            )
+            right = step_tile(
+                q_steps, q_token, row, end, first_k, width, Q_GATHERED, Q_BY_DESCRIPTOR, False, WIDE, BLOCK_R, BLOCK_K
+            )
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+        if whole < end:
+            left = step_tile(p, p_token, whole, end, first_n, height, P_GATHERED, False, True, WIDE, BLOCK_R, BLOCK_N)
+            right = step_tile(q, q_token, whole, end, first_k, width, Q_GATHERED, False, True, WIDE, BLOCK_R, BLOCK_K)
+            total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+        n, k = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
         to = out + expert.to(tl.int64) * height * width + n.to(tl.int64)[:, None] * width + k[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=(n < height)[:, None] & (k < width)[None, :])
+
+
+@triton.jit
+def step_tile(
+    x: tl.tensor,
+    token: tl.tensor,
+    row: tl.tensor,
+    end: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    GATHERED: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    CUT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return columns `first` and on of the rows from `row` on, zero beyond `columns` and, if CUT, from row `end` on."""
+    if BY_DESCRIPTOR:
+        tile = x.load([row, first])
+    else:
+        r, column = row + tl.arange(0, BLOCK_R), first + tl.arange(0, BLOCK)
+        inside = (column < columns)[None, :]
+        if CUT:
+            inside = (r < end)[:, None] & inside
+        source = r
+        if GATHERED:
+            if CUT:
+                source = tl.load(token + r, mask=r < end, other=0)
+            else:
+                source = tl.load(token + r)
+        if WIDE:
+            source = source.to(tl.int64)
+        tile = tl.load(x + source[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    return tile

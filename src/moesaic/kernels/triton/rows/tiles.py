@@ -112,13 +112,11 @@ class Shape:
 def shared_bytes(tile: Tile, shape: Shape) -> int:
     """Return the shared memory that a tile's pipeline takes, operands of every stage; the epilogue reuses it.
 
-    Persistent programs overlap a tile's epilogue with the next tile's loads, so the result needs a place of its own. Of a
-    weight gradient's stages two hold row numbers alone, which stay in registers (seen in what Triton 3.6 allocates).
+    Persistent programs overlap a tile's epilogue with the next tile's loads, so the result needs a place of its own.
     """
     columns = tile.columns * (2 if shape.is_doubled else 1)
-    stages = max(2, tile.stages - 2) if shape.product == "weight_grad" else tile.stages
     aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
-    return stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
+    return tile.stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
 
 
 def num_bites(tile: Tile, *, is_long: bool = False) -> int:
@@ -147,7 +145,7 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     depth = min(deepest(shape), max(16, _power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
-        rows=rows, columns=columns, depth=depth, stages=5 if shape.product == "weight_grad" else 3,
+        rows=rows, columns=columns, depth=depth, stages=3,
         warps=8 if is_full and not is_hopper else 4,  # operands stand in registers too where there is no wgmma
         descriptors=int(is_hopper and not is_wide),
     )  # fmt: skip
