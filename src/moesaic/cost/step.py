@@ -24,8 +24,8 @@ from moesaic.cost.step_model import Part, StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
-from moesaic.program.beside import BEFORE, BEHIND, soonest_first, together
 from moesaic.program.grid import Grid
+from moesaic.program.order.beside import BEFORE, BEHIND, soonest_first, together
 from moesaic.program.task import Program
 
 

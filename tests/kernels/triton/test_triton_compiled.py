@@ -104,7 +104,9 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     assert check(found, capability) == {"_outer_kernel"}
     assert max(each.shared_bytes for each in found if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
     by_descriptor = {name: ptx.count("cp.async.bulk.tensor") for name, ptx in steps.items()}
-    assert (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
+    assert (
+        (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
+    )
 
 
 @pytest.mark.slow
