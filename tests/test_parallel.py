@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_
+from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_over_data
 from worlds import on_ranks, refusal
 
@@ -219,3 +220,39 @@ def test_the_norm_of_one_process_is_torchs():
     clip(parameters, norm, 0.5)
     assert float(gradient_norm(parameters)) == pytest.approx(0.5, rel=1e-4)
     assert num_copies(before[0], 4) == 4
+
+
+def in_bfloat16(mesh_sizes: dict[str, int], *, told: bool) -> dict[str, Any]:
+    """Return what two micro-batches of bfloat16 autocast give on this rank, and which dtype the experts were seen in."""
+    mesh, model = Mesh.create(**mesh_sizes), make_model("swiglu").float()
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.parallelize(mesh, Plan())
+    shard_over_data(model, mesh, [model[0], model[1][0]], dtype=torch.bfloat16 if told else None)
+    seen: set[torch.dtype] = set()
+    layers[0].experts.register_forward_pre_hook(lambda experts, _: seen.add(experts.w1.dtype))
+    if told:
+        finish_step(model, None)
+    results = []
+    for micro in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch(micro * mesh.grid.dp + mesh.rank).float())
+        y.float().sin().mean().backward()
+        results.append(y.detach())
+    kept = sum(each.cast is not None for layer in layers for each in layer.experts._casts.values())
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    return {"results": results, "gradients": gradients, "kept": kept, "seen": seen}
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [({}, 0), ({"ep": 2}, 6)], ids=["edp 2", "ep 2"])
+def test_mixed_precision_that_casts_less_changes_no_bit(sizes, kept):
+    """Copies are gathered in the products' dtype, spread experts cast once a step; without, both are cast in every call."""
+    told, untold = (on_ranks(2, partial(in_bfloat16, told=told), sizes) for told in (True, False))
+    for mine, its in zip(told, untold, strict=True):
+        assert (mine["kept"], its["kept"]) == (kept, 0)
+        assert (mine["seen"], its["seen"]) == ({torch.float32 if sizes else torch.bfloat16}, {torch.float32})
+        assert all(map(torch.equal, mine["results"], its["results"]))
+        assert mine["gradients"].keys() == its["gradients"].keys()
+        for name, gradient in mine["gradients"].items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, its["gradients"][name]), name

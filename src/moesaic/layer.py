@@ -24,7 +24,9 @@ from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import compute_dtype
+from moesaic.experts.stacked import StackedExperts
 from moesaic.kernels.permute import sort_by_expert
+from moesaic.kernels.pick import AUTO, check_tier
 from moesaic.plan import Compiled, Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
@@ -75,6 +77,8 @@ class MoE(InjectsLosses, RoutingCached):
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
         bias: add biases to experts that are named; a function of your own says so itself.
+        kernel: what multiplies: "auto" for what the device runs, or by name "grouped_mm" (torch's), "quack" (QuACK's), "fp8" or
+            "mxfp8" (rows and weights rounded to 8 bits).
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for what router and experts choose, torch's default dtype. A router's balancing bias
             stays float32.
@@ -104,6 +108,7 @@ class MoE(InjectsLosses, RoutingCached):
         eval_top_k: int | None = None,
         eval_capacity: AbstractCapacity | float | None = None,
         bias: bool = False,
+        kernel: str = "auto",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -126,6 +131,8 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
             self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
             self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+            for each in filter(None, (self.experts, self.shared)):
+                _use_kernel(each, kernel)
             self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             self.to(dtype)
@@ -322,6 +329,8 @@ class MoE(InjectsLosses, RoutingCached):
             load = self.data_ranks.total(load, type(self.router).__name__)
         self.router.update(load)
         self.step_counts.zero_()
+        for experts in filter(None, (self.experts, self.shared)):
+            experts.begin_step()
 
     def reset_parameters(self) -> None:
         """Draw all weights anew, as a new layer has them, and set what the routers adapt and count to its start.
@@ -550,6 +559,17 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not is_whole(size) or size < 1:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
+
+
+def _use_kernel(experts: AbstractExperts, name: str) -> None:
+    """Let experts be computed by the kernel of a name."""
+    if check_tier(name) == AUTO:
+        return
+    if not isinstance(experts, StackedExperts):
+        raise InputError(
+            f"kernel={name!r} is for experts that are named, got {type(experts).__name__}: leave it at {AUTO}"
+        )
+    experts.kernel = name
 
 
 def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> ExpertsFactory:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +29,7 @@ from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.modules import copies_of
+from moesaic.experts.stacked import StackedExperts
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
@@ -132,7 +133,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in model.children() if not isinstance(child, MoE) for block in _blocks(child)]
 
 
-def shard_over_data(model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = ()) -> None:
+def shard_over_data(
+    model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = (), *, dtype: torch.dtype | None = None
+) -> None:
     """Apply FSDP2 in place: experts over edp, all else over dp; axes of one rank are left out.
 
     Args:
@@ -140,12 +143,16 @@ def shard_over_data(model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = (
         mesh: of the layers.
         units: modules of the model whose parameters are gathered together, such as its blocks, inner ones first; what is in
             none of them is gathered with the model.
+        dtype: of the experts' products under autocast: experts are gathered in it, so that less is sent and each rank casts
+            its shard alone; gradients are summed in the parameters' own. None: they are gathered as they are stored.
+            Experts that are modules of the user's own always are.
     """
     dp, edp = mesh.grid.dp, mesh.grid.edp
     unsharded: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, MoE) and edp > 1:
-            _shard(module.experts, mesh.sparse["edp"], divide_by=dp)
+            gathered_in = dtype if isinstance(module.experts, StackedExperts) else None
+            _shard(module.experts, mesh.sparse["edp"], divide_by=dp, dtype=gathered_in)
         elif isinstance(module, MoE):
             unsharded |= set(module.experts.parameters())
     if dp == 1:
@@ -187,14 +194,30 @@ def _averaged(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> 
     return total
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, *, divide_by: int, leave_out: set[nn.Parameter] | None = None) -> None:
-    """Make a module a unit of FSDP2 whose gradients are summed over `mesh` and divided by `divide_by`."""
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    divide_by: int,
+    leave_out: set[nn.Parameter] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Make a module a unit of FSDP2, gathered in a dtype, whose gradients are summed over `mesh` and divided by `divide_by`."""
+    stored = next(module.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and stored, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dim(parameter, mesh.size()))
 
     # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, shard_placement_fn=place, ignored_params=leave_out)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=True,
+        shard_placement_fn=place,
+        mp_policy=policy,
+        ignored_params=leave_out,
+    )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(divide_by)
     module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction

@@ -23,6 +23,7 @@ def check(case: WaitCase) -> None:
     assert (found.forward, found.backward) <= case.most, found.lines
     assert found.backward <= case.most[1], found.lines
     assert found.uploads <= case.most_uploads, "no graph can be captured with an upload"
+    assert found.unordered == (), "a GPU gives the same bits in every run"
     assert found.error < TOLERANCE
 
 
@@ -81,6 +82,19 @@ def test_the_stand_in_sees_what_waits(function) -> None:
 )
 def test_the_stand_in_sees_no_wait_where_there_is_none(function) -> None:
     assert seen(function) == []
+
+
+@pytest.mark.parametrize(
+    ("places", "dtype", "count"),
+    [([0, 2, 0], torch.float32, 1), ([0, 2, 1], torch.float32, 0), ([0, 2, 0], torch.int64, 0)],
+    ids=["floats to one place", "floats to a place each", "integers"],
+)
+def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dtype, count: int) -> None:
+    with pretending(), StandIn() as stand_in:
+        x, index = torch.ones(3, 2, dtype=dtype, device=DEVICE), torch.tensor(places, device=DEVICE)
+        torch.zeros_like(x).index_add_(0, index, x)
+        x.scatter_add(0, index[:, None].expand(3, 2), x)
+        assert len(stand_in.record.unordered) == 2 * count
 
 
 def test_the_stand_in_refuses_tensors_of_two_devices() -> None:

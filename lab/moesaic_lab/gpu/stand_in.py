@@ -3,8 +3,9 @@
 `StandIn` is entered like any context. Within it `device="cuda:0"` makes such tensors, operations on them are computed on the
 CPU, and what would stop the host until the device is done is written down with the line of Moesaic that asked for it: numbers,
 lists and copies brought to the host, shapes that depend on values, and uploads from memory that is not pinned. Uploads from
-pinned memory are recorded apart: they do not wait, but no captured graph may hold them. An operation between a tensor of the
-device and one of the host is refused, as a GPU refuses it.
+pinned memory are recorded apart: they do not wait, but no captured graph may hold them. So are floats of which a GPU adds
+several to one place by atomics, in any order. An operation between a tensor of the device and one of the host is refused, as
+a GPU refuses it.
 
 What the stand-in does not show is what a CUDA kernel itself can and cannot do, and any time.
 """
@@ -46,6 +47,7 @@ _ALWAYS = {
     aten.unique_dim.default: "unique, whose shape depends on values",
     aten.unique_consecutive.default: "unique, whose shape depends on values",
 }
+_ADDS = (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_)
 
 
 @dataclass
@@ -56,11 +58,14 @@ class Record:
     """What stopped the host, with the line that asked."""
     uploads: list[str] = field(default_factory=list)
     """Copies from pinned memory, which stop nobody and which no graph can hold."""
+    unordered: list[str] = field(default_factory=list)
+    """Sums of floats whose order, and so whose last bits, vary from run to run."""
 
     def clear(self) -> None:
         """Forget everything."""
         self.waits.clear()
         self.uploads.clear()
+        self.unordered.clear()
 
 
 class DeviceTensor(Tensor):
@@ -146,11 +151,11 @@ class StandIn(TorchDispatchMode):
         """Run an operation; see `run`."""
         return self.run(func, args, kwargs or {})
 
-    def note(self, what: str, *, waits: bool = True) -> None:
-        """Record a wait, or an upload that waits for nothing."""
+    def note(self, what: str, to: list[str] | None = None) -> None:
+        """Record a wait, or something else in another list of the record."""
         line = _line()
         if not line.startswith(_IGNORED):
-            (self.record.waits if waits else self.record.uploads).append(f"{what}: {line}")
+            (self.record.waits if to is None else to).append(f"{what}: {line}")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the values, and record it where it would stop the host."""
@@ -189,6 +194,8 @@ class StandIn(TorchDispatchMode):
             self.note("segment_reduce that checks lengths")
         elif name is aten._grouped_mm and held[0].dtype != torch.bfloat16:
             self.note("grouped_mm of another dtype than bfloat16, which loops over offsets on the host")
+        elif name in _ADDS and held[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
+            self.note(f"{name} of several floats to one place", self.record.unordered)
         elif name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
             masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
             fills = name is not aten.index and args[2].numel() == 1
@@ -206,7 +213,10 @@ class StandIn(TorchDispatchMode):
             self.note("a copy to the host")
         elif arrives and not leaves:
             is_pinned = getattr(source, "_is_pinned", False)
-            self.note("an upload" if is_pinned else "an upload from memory that is not pinned", waits=not is_pinned)
+            if is_pinned:
+                self.note("an upload", self.record.uploads)
+            else:
+                self.note("an upload from memory that is not pinned")
 
 
 class _Made(TorchFunctionMode):
@@ -278,6 +288,12 @@ def _is_claimed(device: Any) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _has_repeated(dim: int, index: Tensor) -> bool:
+    """Whether an index names a place more than once along a dimension."""
+    along = dim if index.dim() > 1 else 0
+    return bool((index.sort(along).values.diff(dim=along) == 0).any())
 
 
 def _implementation(func: Any) -> Callable[..., Any]:

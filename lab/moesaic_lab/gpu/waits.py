@@ -76,6 +76,8 @@ class Waits:
     """Copies to the device that nobody waits for, of both passes."""
     lines: tuple[str, ...]
     """What waited, and where."""
+    unordered: tuple[str, ...]
+    """Sums of floats in an order that varies, on any rank."""
     error: float
     """Largest difference of result and input gradient from the CPU's, over their largest value."""
 
@@ -149,6 +151,7 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     return Waits(
         forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),
         lines=tuple(busiest[2].record.waits), error=max(errors),
+        unordered=tuple(line for _, _, stand_in in found for line in stand_in.record.unordered),
     )  # fmt: skip
 
 

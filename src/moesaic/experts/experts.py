@@ -141,14 +141,21 @@ class AbstractExperts(nn.Module, ABC):
             (R, dim), or what `run` returns.
         """
         if run is not None:
-            return run(rows, weight, *self.weights())
+            return run(rows, weight, *self.weights_in(compute_dtype(rows.dtype, rows.device)))
         assert ends is not None
-        return self.compute(*self.weights(), rows, weight, ends)
+        return self.compute(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends)
 
     def weights(self) -> tuple[Weights, Weights]:
         """Return the parameters of `names`; of DTensors, this rank's part."""
         sharded, common = self.names
         return tuple(map(self._local, sharded)), tuple(map(self._local, common))
+
+    def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
+        """Return `weights`, those that are multiplied as they stand in the dtype of a call's products; here as they are."""
+        return self.weights()
+
+    def begin_step(self) -> None:
+        """Take note that an optimizer step begins: parameters stay as they will be until the next one."""
 
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")

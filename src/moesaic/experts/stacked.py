@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class StackedExperts(AbstractExperts):
     """Between the products; of two matrices that read the token the first, activated, gates the second."""
     clamp: Clamp | None = None
     """Of clamped SwiGLU; None for others."""
+    kernel: str = "auto"
+    """What computes them: a name in `kernels.pick.TIERS`, or auto for what the device runs."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class StackedExperts(AbstractExperts):
     ) -> None:
         super().__init__(dim, num_experts)
         self.bias = bias
+        self._casts: dict[str, _KeptCast] = {}
         for name in self.ups:
             self.register_parameter(name, stacked(num_experts, hidden, dim, device, dtype))
         self.w2 = stacked(num_experts, dim, hidden, device, dtype)
@@ -71,6 +75,38 @@ class StackedExperts(AbstractExperts):
 
     def shard_dim(self, name: str) -> int | None:
         return {"w2": 2, "b2": None}.get(name, 1)
+
+    def begin_step(self) -> None:
+        """Drop what was cast in the step before, and keep what will be cast in this one."""
+        self._casts = {name: _KeptCast(self.get_parameter(name)) for names in self.names for name in names}
+
+    def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
+        """Return the parameters in a dtype, in training cast once in each optimizer step that `begin_step` tells of.
+
+        A parameter that was changed since, by a checkpoint that was loaded for instance, is cast anew. Parameters that FSDP
+        gathers for a call are not kept, since it frees them between calls (`shard_over_data` gathers them in a dtype).
+        """
+        sharded, common = self.names
+        return tuple(self._cast(name, dtype) for name in sharded), tuple(self._cast(name, dtype) for name in common)
+
+    def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
+        parameter = self._local(name)
+        if parameter.dtype == dtype or torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+            return parameter.to(dtype)
+        kept = self._casts.get(name)
+        is_captured = (
+            parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+        )  # a replay casts what it then finds
+        if kept is None or kept.parameter is not self._parameters[name] or is_captured:
+            return parameter.to(dtype)
+        if kept.cast is None or kept.version != parameter._version or kept.cast.dtype != dtype:
+            kept.cast, kept.version = parameter.detach().to(dtype), parameter._version
+        cast: Tensor = _Cast.apply(parameter, kept.cast)
+        return cast
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is kept for a step: a copy has parameters of its own."""
+        return {**self.__dict__, "_casts": {}}
 
     def reset_parameters(self) -> None:
         """Initialise every matrix and bias uniformly in +-1/sqrt(its input width)."""
@@ -151,6 +187,7 @@ class StackedExperts(AbstractExperts):
             down_bias=common[0] / shards if common else None,
             activation=self.activation,
             clamp=self.clamp,
+            kernel=self.kernel,
         )
 
     def num_units(self, sharded: Weights) -> int:
@@ -176,6 +213,29 @@ class StackedExperts(AbstractExperts):
         """Return the matrices that read the token, and their biases."""
         ups = len(self.ups)
         return sharded[:ups], sharded[ups + 1 :] if self.bias else (None,) * ups
+
+
+@dataclass
+class _KeptCast:
+    """A parameter in the dtype of a step's products."""
+
+    parameter: nn.Parameter
+    version: int = 0
+    """Of the parameter when it was cast."""
+    cast: Tensor | None = None
+
+
+class _Cast(torch.autograd.Function):
+    """A parameter in another dtype that was cast before; its gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class PlainExperts(StackedExperts):

@@ -39,7 +39,7 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
 
 def run_experts(work: ExpertWork) -> tuple[Tensor, list[Tensor]]:
     """Run the experts without autograd; returns the result and what `expert_gradients` reads: (R, H) per `ups`."""
-    return expert_kernel(work.x.device).forward(work, work.x.dtype)
+    return expert_kernel(work.x.device, work.kernel).forward(work, work.x.dtype)
 
 
 def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, deferred_wgrad: bool = False) -> Gradients:
@@ -51,7 +51,7 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, def
         dy: gradient of the result.
         late: some of the weights' gradients may be left for `Gradients.finish`.
     """
-    return expert_kernel(work.x.device).backward(
+    return expert_kernel(work.x.device, work.kernel).backward(
         work, pre, dy.to(work.x.dtype).contiguous(), Wanted(deferred_wgrad=deferred_wgrad)
     )
 
@@ -60,14 +60,14 @@ def expert_gradients(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, *, def
 def expert_forward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, kernel: str, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Return the result and the pre-activations; the arguments are an `ExpertWork`, flat."""
     work = _work(
         x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_biases, down, down_bias, activation, clamp,
-        gates_first,
+        gates_first, kernel,
     )  # fmt: skip
-    y, pre = expert_kernel(x.device).forward(work, out_dtype)
+    y, pre = expert_kernel(x.device, kernel).forward(work, out_dtype)
     return [y, *pre]
 
 
@@ -75,7 +75,7 @@ def expert_forward(
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, out_dtype: torch.dtype,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, kernel: str, out_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     num_rows = x.shape[0] if token is None else token.shape[0]
     return [x.new_empty(x.shape, dtype=out_dtype), *(x.new_empty(num_rows, matrices.shape[1]) for matrices in ups)]
@@ -91,16 +91,16 @@ def _(x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_bi
 def expert_backward(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
-    wants_x: bool, wants_gates: bool, wants_weights: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
+    pre: Sequence[Tensor], dy: Tensor, wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of x, gates, ups, their biases, down and its bias; empty ones for what is not wanted."""
     work = _work(
         x, gates, token, by_token, starts, per_token, has_unsent, ends, ups, up_biases, down, down_bias, activation, clamp,
-        gates_first,
+        gates_first, kernel,
     )  # fmt: skip
     wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
-    found = expert_kernel(x.device).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
+    found = expert_kernel(x.device, kernel).backward(work, pre, dy.to(x.dtype).contiguous(), wanted)
     d_x, d_gates = (x.new_empty(0) if each is None else each for each in (found.x, found.gates))
     return [d_x, d_gates, *found.weights]
 
@@ -109,8 +109,8 @@ def expert_backward(
 def _(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, pre: Sequence[Tensor], dy: Tensor,
-    wants_x: bool, wants_gates: bool, wants_weights: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
+    pre: Sequence[Tensor], dy: Tensor, wants_x: bool, wants_gates: bool, wants_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_x = x.new_empty(x.shape if wants_x else (0,))
     d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
@@ -121,7 +121,7 @@ def _(
 @register_flop_formula(torch.ops.moesaic.expert_backward)
 def _(
     x: Any, gates: Any, token: Any, by_token: Any, starts: Any, per_token: Any, has_unsent: Any, ends: Any, ups: Any,
-    up_biases: Any, down: Any, down_bias: Any, activation: Any, clamp: Any, gates_first: Any, pre: Any, dy: Any,
+    up_biases: Any, down: Any, down_bias: Any, activation: Any, clamp: Any, gates_first: Any, kernel: Any, pre: Any, dy: Any,
     wants_x: Any, wants_gates: Any, wants_weights: Any, **_: Any,
 ) -> int:  # fmt: skip
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
@@ -139,7 +139,7 @@ def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence
 def _work(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None,
     per_token: int, has_unsent: bool, ends: Tensor, ups: Sequence[Tensor], up_biases: Sequence[Tensor], down: Tensor,
-    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool,
+    down_bias: Tensor | None, activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
 ) -> ExpertWork:  # fmt: skip
     dispatch = None
     if token is not None:
@@ -151,6 +151,7 @@ def _work(
     return ExpertWork(
         x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, ups=ups, up_biases=up_biases,
         down=down, down_bias=down_bias, activation=activation, clamp=Clamp(*clamp) if clamp else None,
+        kernel=kernel,
     )  # fmt: skip
 
 
@@ -173,6 +174,7 @@ class _Form:
     activation: str
     clamp: Clamp | None
     gates_first: bool
+    kernel: str
     out_dtype: torch.dtype
 
     @classmethod
@@ -180,7 +182,7 @@ class _Form:
         per_token = 0 if work.dispatch is None else work.dispatch.per_token or 0
         return cls(
             len(work.ups), len(work.up_biases), per_token, work.dispatch is not None and work.dispatch.has_unsent,
-            work.activation, work.clamp, work.gates_first, out_dtype,
+            work.activation, work.clamp, work.gates_first, work.kernel, out_dtype,
         )  # fmt: skip
 
     def arguments(self, *tensors: Tensor | None) -> list[Any]:
@@ -204,7 +206,7 @@ class _Form:
         ups, biases, (down, down_bias) = self.weights(weights)
         routing = [x, gates, token, by_token, starts, self.per_token, self.has_unsent, ends]
         clamp = [] if self.clamp is None else self.clamp.numbers
-        return [*routing, ups, biases, down, down_bias, self.activation, clamp, self.gates_first]
+        return [*routing, ups, biases, down, down_bias, self.activation, clamp, self.gates_first, self.kernel]
 
 
 class _ExpertFfn(torch.autograd.Function):

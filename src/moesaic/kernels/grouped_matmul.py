@@ -67,7 +67,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
     if len(x) and _is_supported(dy, x):
         found: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
-        return found if dy.device.type == "cpu" else found.masked_fill_(_has_no_rows(ends), 0)
+        return found if dy.device.type == "cpu" else found.masked_fill_(has_no_rows(ends), 0)
     if _has_kernel(x):
         products: Tensor = triton_products().outer_products_any(dy, x, ends)
         return products
@@ -106,7 +106,7 @@ def _has_kernel(rows: Tensor) -> bool:
     return rows.dtype != torch.float64 and kind_of(rows.device) == "triton"
 
 
-def _has_no_rows(ends: Tensor) -> Tensor:
+def has_no_rows(ends: Tensor) -> Tensor:
     """Return which experts have no rows, (E, 1, 1) bool: on Blackwell `F.grouped_mm` leaves their products as they come."""
     return (ends.diff(prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.errors import InputError
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 AMPERE = (8, 0)
@@ -57,9 +58,61 @@ KERNELS: dict[str, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", 
 """The modules of the expert stage's implementations, by what `kind_of` says of a device; they compute the same."""
 
 
-def expert_kernel(device: torch.device) -> ExpertKernel:
-    """Return the implementation of the expert stage for a device."""
-    return _expert_kernel(KERNELS[kind_of(device)])
+TIERS: dict[str, str] = {"grouped_mm": "whole_batch", "quack": "quack", "fp8": "fp8_rowwise", "mxfp8": "mxfp8"}
+"""The modules of implementations that nobody gets unasked: `MoE(kernel=...)` names one. Some round more."""
+AUTO = "auto"
+"""In place of a name in `TIERS`: what `KERNELS` has for the device."""
+
+
+def check_tier(name: str) -> str:
+    """Return the name of an implementation, if there is one of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name != AUTO and name not in TIERS:
+        raise InputError(f"kernel={name!r} is unknown: choose one of {', '.join((AUTO, *TIERS))}")
+    return name
+
+
+def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
+    """Return the implementation of the expert stage for a device, or the one that is named.
+
+    Raises:
+        InputError: the one that is named does not import.
+    """
+    if name == AUTO:
+        return _expert_kernel(KERNELS[kind_of(device)])
+    try:
+        return _expert_kernel(TIERS[name])
+    except ImportError as error:
+        raise InputError(
+            f"kernel={name!r} does not import here ({error}): install what it needs, or write auto"
+        ) from None
+
+
+def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int) -> None:
+    """Refuse a call that a tier cannot compute.
+
+    Args:
+        work: the call.
+        name: of the tier.
+        majors: first numbers of the compute capabilities that it runs on.
+        multiple: what the widths of tokens and experts have to be multiples of.
+
+    Raises:
+        InputError: in one line.
+    """
+    device, instead = work.x.device, f"; kernel={AUTO!r} runs here"
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if major not in majors:
+        wanted = " or ".join(f"{each}.x" for each in majors)
+        raise InputError(f"kernel={name!r} needs a GPU of compute capability {wanted}, got {device}{instead}")
+    if work.x.dtype != torch.bfloat16:
+        raise InputError(f"kernel={name!r} multiplies bfloat16, got {work.x.dtype}: use autocast{instead}")
+    if work.x.shape[1] % multiple or work.hidden % multiple:
+        sizes = f"dim {work.x.shape[1]} and hidden {work.hidden}"
+        raise InputError(f"kernel={name!r} needs multiples of {multiple} as widths, got {sizes}{instead}")
 
 
 def triton_products() -> Any:

@@ -1,8 +1,11 @@
-"""The expert stage on any device: one operation after the other over all rows, none of which waits for the host."""
+"""The expert stage on any device: one operation after the other over all rows, none of which waits for the host.
+
+The grouped products are arguments, so that a tier that multiplies otherwise (`pick.TIERS`) is a function or two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +15,14 @@ from moesaic.kernels.grouped_matmul import outer_products, rows_times
 from moesaic.kernels.permute import dot_rows, sum_rows
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""In the signature of `grouped_matmul.rows_times` or `grouped_matmul.outer_products`."""
+
 
 @torch.no_grad()
-def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def forward(
+    work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times
+) -> tuple[Tensor, list[Tensor]]:
     """Run the experts; see `ExpertKernel.forward`."""
     read = _taken(work.x, work)
     if work.before is not None:
@@ -31,7 +39,14 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tens
 
 
 @torch.no_grad()
-def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
+def backward(
+    work: ExpertWork,
+    pre: Sequence[Tensor],
+    dy: Tensor,
+    wanted: Wanted,
+    rows_times: GroupedProduct = rows_times,
+    outer_products: GroupedProduct = outer_products,
+) -> Gradients:
     """Run the transpose; see `ExpertKernel.backward`."""
     dy_rows = _taken(dy, work).contiguous()
     hidden, *gate = [torch.empty_like(part) for part in pre]

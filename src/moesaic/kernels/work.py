@@ -54,6 +54,8 @@ class ExpertWork:
     """A key of `ACTIVATIONS`; of two matrices that read the token, that of the first."""
     clamp: Clamp | None = None
     """Of clamped SwiGLU, whose activation is silu; None for others."""
+    kernel: str = "auto"
+    """What computes it: a name in `pick.TIERS`, or auto."""
 
     @property
     def num_rows(self) -> int:

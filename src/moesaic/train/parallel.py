@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -44,6 +45,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model over a mesh, in place.
 
@@ -54,6 +56,7 @@ def parallelize(
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
         policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
             plan names.
+        dtype: as for `shard_over_data`.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
@@ -62,7 +65,7 @@ def parallelize(
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
-        shard_over_data(part, mesh, part.blocks.children())
+        shard_over_data(part, mesh, part.blocks.children(), dtype=dtype)
 
 
 def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:

@@ -187,6 +187,7 @@ def _build(
             config.layer_plan,
             sequence_parallel=config.mesh.sequence_parallel,
             policy_of=partial(make_arbiter, config),
+            dtype=dtype if dtype == torch.bfloat16 else None,
         )
         if isinstance(model, GPT):
             place_samples(model, ranks.mesh, config)

@@ -193,3 +193,6 @@ class FamilyExperts(StackedExperts):
         found = Matrices.of(self._module[0])
         common = () if found.down_bias is None else (found.down_bias,)
         return (*found.ups, found.down, *found.up_biases), common
+
+    def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
+        return self.weights()

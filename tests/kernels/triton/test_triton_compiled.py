@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
 SPILLED_BYTES = 64
 """Per thread; a few in an epilogue cost nothing, hundreds mean an epilogue that does not fit."""
+FLOAT_ATOMIC = re.compile(r"\b(atom|red)\.\S*\.(f16|bf16|f32|f64)")
 
 capabilities = pytest.mark.parametrize("capability", DEVICES)
 
@@ -48,6 +51,7 @@ def check(found: list[CompiledKernel], capability: int) -> set[str]:
     assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
     assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
     assert [kernel.name for kernel in found if kernel.is_serialized] == []
+    assert [kernel.name for kernel in found if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
     wanted = "wgmma.mma_async" if capability >= 90 else "mma.sync"
     return {kernel.name for kernel in found if wanted in kernel.ptx}
 

@@ -149,10 +149,7 @@ def step_tile(
             inside = (r < end)[:, None] & inside
         source = r
         if GATHERED:
-            if CUT:
-                source = tl.load(token + r, mask=r < end, other=0)
-            else:
-                source = tl.load(token + r)
+            source = tl.load(token + r, mask=r < end, other=0) if CUT else tl.load(token + r)
         if WIDE:
             source = source.to(tl.int64)
         tile = tl.load(x + source[:, None] * columns + column[None, :], mask=inside, other=0.0)

@@ -1,0 +1,79 @@
+"""Experts in MXFP8: as `fp8_rowwise`, but with one scale for 32 values in a row, which Blackwell's products read.
+
+The format is the Open Compute Project's (Microscaling Formats 1.0, 2023): e4m3 values and scales of one byte, an exponent.
+`torch._scaled_grouped_mm` wants the scales in tiles of 128 rows by 4, swizzled as cuBLAS documents it ("1D block scaling
+factors layout"), each expert's rows from a tile's first row on. Where they go is found on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels import whole_batch
+from moesaic.kernels.fp8_rowwise import exponents, powers
+from moesaic.kernels.pick import require
+from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+
+BLOCK = 32
+"""Values that share a scale."""
+TILE = 128
+"""Rows of a tile of scales."""
+check = partial(require, name="mxfp8", majors=(10,), multiple=BLOCK)
+
+
+def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Run the experts; see `ExpertKernel.forward`."""
+    check(work)
+    return whole_batch.forward(work, out_dtype, rows_times)
+
+
+def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
+    """Run the transpose; see `ExpertKernel.backward`."""
+    return whole_batch.backward(work, pre, dy, wanted, rows_times)
+
+
+def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) in bfloat16; rows behind all are anything."""
+    if not len(x):
+        return x.new_empty(0, w.shape[2])
+    rows, of_rows = rounded(x)
+    matrices, of_matrices = rounded(w.transpose(1, 2))
+    placed = of_rows.new_zeros(-(-len(x) // TILE) * TILE + len(ends) * TILE, of_rows.shape[1])
+    placed[_places(ends, len(x))] = of_rows
+    found: Tensor = torch._scaled_grouped_mm(
+        rows, matrices.transpose(1, 2), swizzled(placed), swizzled(of_matrices).flatten(1), offs=ends,
+        out_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return found
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values over the scale of their block, in e4m3, and the scales' bytes: (..., K) -> (..., K), (..., K / 32)."""
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    exponent = exponents(blocks)
+    values = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
+    return values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), (exponent + 127).to(torch.uint8)
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Return scales tile after tile: (..., rows, columns) bytes -> the same with sizes rounded up to tiles, e8m0."""
+    rows, columns = scales.shape[-2:]
+    padded = F.pad(scales, (0, -columns % 4, 0, -rows % TILE))
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # (..., tile row, 4, 32, tile column, 4)
+    order = tiles.permute(*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
+    return order.reshape(padded.shape).view(torch.float8_e8m0fnu)
+
+
+def _places(ends: Tensor, num_rows: int) -> Tensor:
+    """Return where each row's scales stand: an expert's begin at a whole tile."""
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    tiles = (sizes + TILE - 1) // TILE * TILE
+    shift = (tiles.cumsum(0) - tiles) - (ends - sizes)
+    row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    expert = torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
+    return row + shift.index_select(0, expert)
