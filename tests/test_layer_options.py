@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import agree
+from helpers import TOP_K, agree
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS
+from moesaic.routing.routers import ON_MESH, ROUTERS
 
 X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -45,43 +46,85 @@ def test_a_gate_without_a_shared_expert_is_refused() -> None:
         MoE(8, 6, 4, shared_gate=True)
 
 
+EVERY = list(ROUTERS | ON_MESH)
+SIZES = {"group_limited": {"num_groups": 2, "top_groups": 1}}
+IDS = torch.arange(X.numel() // X.shape[-1]).view(X.shape[:-1])
+
+
+def two_layers(router: str, options: dict[str, Any], changed: dict[str, Any]) -> tuple[MoE, MoE]:
+    """Return layers of the same weights, in evaluation, the second with changed options."""
+    top_k = TOP_K.get(router, 2)
+    made = [
+        MoE(8, 6, 4, top_k, router=router, router_options=SIZES.get(router, {}) | each, losses=()).double().eval()
+        for each in (options, options | changed)
+    ]
+    made[1].load_state_dict(made[0].state_dict(), strict=False)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("router", EVERY)
+def test_every_named_router_takes_a_scale(router: str) -> None:
+    layer, scaled = two_layers(router, {}, {"scale": 2.5})
+    torch.testing.assert_close(scaled(X, token_ids=IDS), 2.5 * layer(X, token_ids=IDS))
+
+
+@pytest.mark.parametrize("router", [name for name in EVERY if name != "hash"])
+def test_every_named_router_that_has_logits_takes_a_trained_bias(router: str) -> None:
+    layer, biased = two_layers(router, {}, {"bias": True})
+    torch.testing.assert_close(biased(X), layer(X), msg="a bias starts at zero")
+    ((name, bias),) = [each for each in biased.router.named_parameters() if each[0].endswith("logit_bias")]
+    bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    (_, of_layer), (y, of_biased) = layer(X, return_routing=True), biased(X, return_routing=True)
+    torch.testing.assert_close(of_biased.logits, of_layer.logits + bias)
+    y.square().sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.any()
+    assert bias is dict(biased.router.named_parameters())[name]
+    biased.reset_parameters()
+    assert not bias.any(), "it starts anew"
+
+
+@pytest.mark.parametrize(
+    ("router", "sums_to_one", "keeps"),
+    [
+        ("softmax", "after", "before"), ("noisy", "after", "before"), ("cosine", "after", "before"),
+        ("topology", "after", "before"), ("sigmoid", True, False), ("group_limited", True, False), ("gshard", True, False),
+    ],
+)  # fmt: skip
+def test_named_routers_normalise_or_keep_their_scores(router: str, sums_to_one: object, keeps: object) -> None:
+    ones, kept = two_layers(router, {"normalize": sums_to_one}, {"normalize": keeps})
+    (_, a), (_, b) = ones(X, return_routing=True), kept(X, return_routing=True)
+    assert a.expert.tolist() == b.expert.tolist()
+    of_score = torch.sigmoid(b.logits) if keeps is False and router != "gshard" else b.logits.softmax(-1)
+    torch.testing.assert_close(b.weight, of_score[b.token, b.expert])
+    total = torch.zeros(len(of_score), dtype=torch.float64).index_add(0, b.token, b.weight)
+    torch.testing.assert_close(a.weight, b.weight / total[b.token])
+
+
 @pytest.mark.parametrize(
     ("router", "options"),
     [
         ("softmax", {"bias": True}),
         ("softmax", {"bias": True, "scale": 2.5}),
         ("switch", {"scale": 16.0}),
-        ("sigmoid", {"scale": 2.5, "normalize": False}),
+        ("sigmoid", {"scale": 2.5, "normalize": False, "bias": True}),
         ("group_limited", {"scale": 2.5, "normalize": False, "num_groups": 2, "top_groups": 1}),
     ],
     ids=str,
 )
-def test_a_named_router_takes_options(router: str, options: dict[str, Any]) -> None:
+def test_options_of_a_router_agree_with_the_reference(router: str, options: dict[str, Any]) -> None:
     layer = MoE(8, 6, 4, router=router, router_options=options).double()
     for name, parameter in layer.router.named_parameters():
-        if name == "bias":
+        if name == "logit_bias":
             parameter.data.normal_()
     agree(layer, X)
-    scale = options.get("scale", 1.0)
-    plain = MoE(8, 6, 4, router=router, router_options={**options, "scale": 1.0}, losses=()).double()
-    plain.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(layer(X), scale * plain(X))
-
-
-def test_a_routers_bias_is_trained_and_starts_anew() -> None:
-    layer = MoE(8, 6, 4, router_options={"bias": True})
-    layer(X.float()).square().sum().backward()
-    bias = layer.router.get_parameter("bias")
-    assert bias.grad is not None
-    assert bias.grad.any()
-    bias.data.fill_(1.0)
-    layer.reset_parameters()
-    assert not bias.any()
 
 
 def test_options_that_a_router_does_not_have_are_refused() -> None:
-    with pytest.raises(InputError, match="scale is no option of router='hash': choose one of buckets, seed"):
-        MoE(8, 6, 4, router="hash", router_options={"scale": 2.0})
+    with pytest.raises(InputError, match="bias is no option of router='hash': choose one of buckets, seed, scale"):
+        MoE(8, 6, 4, router="hash", router_options={"bias": True})
+    with pytest.raises(InputError, match="normalize='both' is unknown: write normalize=\"before\" or"):
+        MoE(8, 6, 4, router="cosine", router_options={"normalize": "both"})
     with pytest.raises(InputError, match="router_options is for routers that are named"):
         MoE(8, 6, 4, router=lambda dim, n: None, router_options={"scale": 2.0})  # type: ignore[arg-type, return-value]
 

@@ -17,9 +17,8 @@ import json
 import math
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.spawn import spawn
 
 from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losses
@@ -49,7 +48,9 @@ DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dens
 WORLDS = (2, 4)
 TIMEOUT = datetime.timedelta(seconds=60)
 SYSTEMS_ASKED = 4
-"""Of others, as a target."""
+"""Packages of others, as a target."""
+NEXT_TO_NOTHING = 1e-30
+"""The coefficient of a loss that is taken before it is injected."""
 
 
 class _OnMesh(AbstractRoutedExperts, ABC):
@@ -128,27 +129,34 @@ class TorchtitanExperts(_OnMesh):
 
     def gradients(self) -> SwiGLUWeights:
         """Return those of the plain products."""
-        return SwiGLUWeights(*map(_gradient, (self.w1, self.w3, self.w2)))
+        return _expert_gradients(self)
 
 
 class AutomodelExperts(_OnMesh):
     """NeMo Automodel's grouped experts, which gather all tokens and sum partial outputs."""
 
+    top_k = 2
+
     def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
-        """Make them with sharded parameters."""
+        """Make them with all weights, and shard them as Automodel does."""
         config: Any = import_module("nemo_automodel.components.moe.config")
-        module: Any = import_module("nemo_automodel.components.moe.experts")
-        _, hidden, dim = whole.w1.shape
-        self.experts = module.GroupedExperts(
-            config.MoEConfig(
-                n_routed_experts=whole.num_experts, n_shared_experts=0, n_activated_experts=2, n_expert_groups=1,
-                n_limited_groups=1, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, score_func="softmax",
-                route_scale=1.0, dim=dim, inter_dim=hidden, moe_inter_dim=hidden, norm_topk_prob=False, dtype=torch.float32,
-            )
+        experts, hidden, dim = whole.w1.shape
+        self.config = config.MoEConfig(
+            n_routed_experts=experts, n_shared_experts=0, n_activated_experts=self.top_k, n_expert_groups=1,
+            n_limited_groups=1, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=NEXT_TO_NOTHING,
+            score_func="softmax", softmax_before_topk=True, route_scale=1.0, dim=dim, inter_dim=hidden,
+            moe_inter_dim=hidden, norm_topk_prob=True, dtype=torch.float32,
         )  # fmt: skip
-        up, down = torch.cat([whole.w1, whole.w3], 1).transpose(1, 2), whole.w2.transpose(1, 2)
-        self.experts.gate_and_up_projs = nn.Parameter(distribute_tensor(up.contiguous(), mesh, [Shard(0)]))
-        self.experts.down_projs = nn.Parameter(distribute_tensor(down.contiguous(), mesh, [Shard(0)]))
+        self.experts: Any = self.make()
+        with torch.no_grad():
+            self.experts.gate_and_up_projs.copy_(torch.cat([whole.w1, whole.w3], 1).transpose(1, 2))
+            self.experts.down_projs.copy_(whole.w2.transpose(1, 2))
+        style = import_module("nemo_automodel.components.moe.parallelizer").ExpertParallel()
+        parallelize_module(self.experts, mesh, style)
+
+    def make(self) -> Any:
+        """Return the module of the experts."""
+        return import_module("nemo_automodel.components.moe.experts").GroupedExperts(self.config)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Run them on tokens that are all valid."""
@@ -166,10 +174,7 @@ class DeepSpeedExperts(AbstractRoutedExperts):
     """DeepSpeed's MoE layer behind a gate that says what it is told, with room for every token."""
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            deepspeed: Any = import_module("deepspeed")
-            if not deepspeed.comm.is_initialized():
-                deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        with _deepspeed():
             sharded: Any = import_module("deepspeed.moe.sharded_moe")
             own = weights.owned(group)
             experts = import_module("deepspeed.moe.experts").Experts(_OneExpert(own), own.num_experts)
@@ -190,6 +195,24 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         """Stack those of the single experts."""
         each = self.layer.experts.deepspeed_experts
         return SwiGLUWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
+
+
+class AutoEPExperts(AbstractRoutedExperts):
+    """The layer that DeepSpeed's AutoEP puts in the place of Mixtral's, behind a router that says what it is told."""
+
+    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
+        self.layer = _autoep(Asked(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
+        self.router = self.layer.router = _ToldAutoEP(weights.num_experts)
+
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Tell the router and run the layer on a batch of one sequence."""
+        self.router.experts, self.router.gates = experts, gates
+        y: Tensor = self.layer(x.unsqueeze(0))
+        return y[0]
+
+    def gradients(self) -> SwiGLUWeights:
+        """Return this rank's."""
+        return _expert_gradients(self.layer.experts)
 
 
 class MoesaicLayer(AbstractMoELayer):
@@ -216,10 +239,7 @@ class MoesaicLayer(AbstractMoELayer):
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
         """Return this rank's."""
-        experts = self.layer.experts
-        return _gradient(self.layer.router.weight), SwiGLUWeights(
-            *(_gradient(getattr(experts, n)) for n in ("w1", "w3", "w2"))
-        )
+        return _gradient(self.layer.router.weight), _expert_gradients(self.layer.experts)
 
     def norm(self) -> float | None:
         """Measure as before a step; gradients are then of the mean over the ranks."""
@@ -294,6 +314,7 @@ class DeepSpeedMoELayer(AbstractMoELayer):
         self.gate._set_ep_group(asked.group)
         self.gate.wg.weight.data.copy_(asked.router)
         self.inner.layer.gate = self.gate
+        self.group = asked.group
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the layer, which keeps its loss."""
@@ -303,6 +324,64 @@ class DeepSpeedMoELayer(AbstractMoELayer):
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
         """Return this rank's."""
         return _gradient(self.gate.wg.weight), self.inner.gradients()
+
+    def norm(self) -> float | None:
+        """Measure as the engine does in float32 without ZeRO."""
+        return _deepspeed_norm(self.inner.layer, self.gate.wg.weight, self.group)
+
+
+class AutoEPLayer(AbstractMoELayer):
+    """What DeepSpeed's AutoEP makes of Mixtral's layer, with Mixtral's routing; it has no auxiliary loss of its own."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.layer, self.group = _autoep(asked), asked.group
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the layer on a batch of one sequence."""
+        return self.layer(x.unsqueeze(0))[0], None
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+        """Return this rank's."""
+        return _gradient(self.layer.router.gate.weight), _expert_gradients(self.layer.experts)
+
+    def norm(self) -> float | None:
+        """Measure as the engine does in float32 without ZeRO."""
+        return _deepspeed_norm(self.layer, self.layer.router.gate.weight, self.group)
+
+
+class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
+    """NeMo Automodel's whole layer: its gate, its experts, and the loss that the gate hands out."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.top_k, self.group = asked.top_k, asked.group
+        super().__init__(asked.experts, asked.group)
+        self.layer.gate.weight.data.copy_(asked.router)
+
+    def make(self) -> Any:
+        """Make the whole layer; its experts are the ones that are sharded."""
+        backend: Any = import_module("nemo_automodel.components.models.common").BackendConfig(dispatcher="torch")
+        self.layer: Any = import_module("nemo_automodel.components.moe.layers").MoE(self.config, backend)
+        self.layer.gate.register_forward_hook(self.keep)
+        return self.layer.experts
+
+    def keep(self, gate: nn.Module, inputs: object, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        """Keep the loss, which the layer injects times next to nothing and does not return."""
+        self.loss = outputs[2]
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Run the layer."""
+        y: Tensor = self.layer(x)
+        return y, self.loss
+
+    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:  # type: ignore[override]
+        """Return this rank's."""
+        return _gradient(self.layer.gate.weight), super().gradients()
+
+    def norm(self) -> float | None:
+        """Measure as its recipes do before a step."""
+        _sum_gradient(self.layer.gate.weight, self.group)
+        clip = import_module("nemo_automodel.components.training.utils").clip_grad_norm
+        return float(clip(math.inf, [self.layer]))
 
 
 class _OneExpert(nn.Module):
@@ -331,20 +410,69 @@ class _Told(nn.Module):
         return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, taken.sum(0)
 
 
-LAYERS: dict[str, tuple[type[Any], bool]] = {
-    "moesaic": (MoesaicLayer, True),
-    "transformers": (TransformersLayer, False),
-    "torchtitan": (TorchtitanLayer, False),
-    "deepspeed": (DeepSpeedMoELayer, True),
-}
-"""Systems whose whole layers are tested, and whether they have a capacity."""
+class _ToldAutoEP(nn.Module):
+    """A router in AutoEP's form whose routing is given."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.experts, self.gates = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        counts = torch.bincount(self.experts.flatten(), minlength=self.num_experts).int()
+        return self.gates, self.experts, counts
 
 
-def make_layer(name: str, asked: Asked) -> AbstractMoELayer | None:
-    """Return one rank's end of a system's layer; None where it cannot drop what is asked."""
-    kind, has_capacity = LAYERS[name]
-    made: AbstractMoELayer | None = kind(asked) if has_capacity or asked.capacity is None else None
-    return made
+@contextlib.contextmanager
+def _deepspeed() -> Iterator[None]:
+    """Start DeepSpeed on the processes that are there; what it prints while something is made stays unseen."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed: Any = import_module("deepspeed")
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        yield
+
+
+def _autoep(asked: Asked) -> Any:
+    """Let AutoEP replace the layer of a Mixtral of one block."""
+    transformers: Any = import_module("transformers")
+    num_experts, hidden, dim = asked.experts.w1.shape
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=8, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=asked.top_k,
+        )
+    )  # fmt: skip
+    block = model.model.layers[0].mlp
+    block.gate.weight.data.copy_(asked.router)
+    block.experts.gate_up_proj.data.copy_(torch.cat([asked.experts.w1, asked.experts.w3], 1))
+    block.experts.down_proj.data.copy_(asked.experts.w2)
+    with _deepspeed():
+        auto_ep: Any = import_module("deepspeed.module_inject.auto_ep")
+        config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
+            {"enabled": True, "autoep_size": asked.group.size(), "preset_model": "mixtral"}
+        )
+        made = auto_ep.AutoEP(model, config)
+        for spec in made.ep_parser():
+            made.replace_moe_layer(spec, ep_size=asked.group.size(), ep_rank=asked.group.rank())
+        layer = model.model.layers[0].mlp
+        layer.set_deepspeed_parallelism()
+    return layer
+
+
+def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup) -> float:
+    _sum_gradient(router, group)
+    return float(import_module("deepspeed.runtime.utils").clip_grad_norm_(layer.parameters(), math.inf))
+
+
+def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Sum what data parallelism would average: an expert's gradient is a sum over all tokens already."""
+    parameter.grad = _gradient(parameter).clone()
+    dist.all_reduce(parameter.grad, group=group)
+
+
+def _expert_gradients(experts: Any) -> SwiGLUWeights:
+    return SwiGLUWeights(*(_gradient(getattr(experts, name)) for name in ("w1", "w3", "w2")))
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -363,20 +491,37 @@ class CertifiedSystem:
     what: str
     """Which part of it is tested."""
     make: Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
+    layer: Callable[[Asked], AbstractMoELayer]
+    """Makes one rank's end of the whole layer."""
+    has_capacity: bool = False
+
+    def make_layer(self, asked: Asked) -> AbstractMoELayer | None:
+        """Return one rank's end of the whole layer; None where it cannot drop what is asked."""
+        return self.layer(asked) if self.has_capacity or asked.capacity is None else None
 
 
 SYSTEMS = {
     "moesaic": CertifiedSystem(
-        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts
+        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts, MoesaicLayer, True
     ),
-    "transformers": CertifiedSystem("transformers", "AllToAllEP under Mixtral's experts", TransformersExperts),
-    "torchtitan": CertifiedSystem("torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts),
-    "automodel": CertifiedSystem("nemo_automodel", "GroupedExperts, by gathering tokens", AutomodelExperts),
+    "transformers": CertifiedSystem(
+        "transformers", "AllToAllEP under Mixtral's experts", TransformersExperts, TransformersLayer
+    ),
+    "torchtitan": CertifiedSystem(
+        "torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts, TorchtitanLayer
+    ),
+    "automodel": CertifiedSystem(
+        "nemo_automodel", "GroupedExperts, by gathering tokens; MoE", AutomodelExperts, AutomodelLayer
+    ),
     "deepspeed": CertifiedSystem(
-        "deepspeed", "MOELayer and Experts behind a gate that is told the routing", DeepSpeedExperts
+        "deepspeed", "MOELayer and Experts behind a gate that is told the routing; TopKGate before them",
+        DeepSpeedExperts, DeepSpeedMoELayer, True,
     ),
-}
-"""By name. A system is added by a class that makes one rank's end, and a line here."""
+    "deepspeed-autoep": CertifiedSystem(
+        "deepspeed", "AutoEPMoELayer in the place of Mixtral's", AutoEPExperts, AutoEPLayer
+    ),
+}  # fmt: skip
+"""By name. A system is added by two classes that make one rank's end, and a line here."""
 NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made"}
 """Packages that were looked at and cannot run here, with the reason."""
 
@@ -431,9 +576,8 @@ def _rank(rank: int, world: int, name: str, folder: str) -> None:
     )
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
     found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
-    if name in LAYERS:
-        whole = certify_layer(partial(make_layer, name))
-        found += [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
+    whole = certify_layer(SYSTEMS[name].make_layer)
+    found += [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     leave()
@@ -441,7 +585,7 @@ def _rank(rank: int, world: int, name: str, folder: str) -> None:
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:
     """Return how many systems of others ran, and the worst error of ours."""
-    ran = {row["system"] for row in found if "quantity" in row}
+    ran = {SYSTEMS[row["system"]].package for row in found if "quantity" in row}
     own = [row["error"] for row in found if row["system"] == "moesaic" and "quantity" in row]
     others = len(ran - {"moesaic"})
     return [

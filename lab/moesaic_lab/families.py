@@ -34,12 +34,19 @@ OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_experts": 16},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "dots1": {"n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 24],
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [1, 1, 2]},
+    },
     "glm4v_moe_text": {"head_dim": 128},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
     "mistral4": {"head_dim": 16, "qk_rope_head_dim": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """What single kinds of configuration need besides, by `model_type`."""
 MOST_USED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
 """The families that the quick tests run."""

@@ -280,7 +280,7 @@ BAD = [
     (lambda: SoftmaxTopK(8, 4).check(1), 'top_k=1 with normalize="after" gives every token weight 1'),
     (lambda: SoftmaxTopK(8, 4, normalize="sum"), "normalize='sum' is unknown: write normalize=\"before\""),
     (lambda: SigmoidTopK(8, 4).check(1), "top_k=1 with normalize=True .* normalize=False"),
-    (lambda: NoisyTopK(8, 4).check(1), "noisy top-k with top_k=1 .* use top_k >= 2"),
+    (lambda: NoisyTopK(8, 4).check(1), 'top_k=1 with normalize="after" .* write normalize="before"'),
     (lambda: CosineTopK(8, 4, floor=0.0), "needs 0 < floor <= temperature, got floor=0.0, temperature=0.07"),
     (lambda: GShardTop2(8, 4).check(1), "the GShard router chooses two experts per token, got top_k=1: set top_k=2"),
     (lambda: GShardTop2(8, 4, second="best"), "second='best' is unknown: write second=\"sampled\""),

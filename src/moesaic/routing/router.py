@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
@@ -142,6 +143,44 @@ class AbstractRouter(KeepsFloat32, ABC):
             load_E: (num_experts,) int64 token copies per expert since the last step, of all ranks that train the layer,
                 without padding, evaluation and recomputation.
         """
+
+
+class LinearRouter(AbstractRouter):
+    """A router whose logits are one product of the token and a matrix.
+
+    Args:
+        dim: width of a token.
+        num_experts: how many experts there are.
+        bias: add a trained bias to the logits, zero at first (gpt-oss).
+        scale: factor on the weights (`routed_scaling_factor` of DeepSeek-V2 and V3).
+        device: where parameters are made; None for torch's default device.
+        dtype: of the parameters; None for torch's default dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_experts)
+        self.weight = linear_scores(dim, num_experts, device, dtype)
+        self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        self.scale = scale
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias.zero_()
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the logits, (tokens, num_experts), in the dtype of the tokens, (tokens, dim)."""
+        bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
+        return F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
 
 class LimitedRouter(AbstractRouter):
@@ -278,6 +317,35 @@ def token_choice(experts_TK: Tensor) -> Choice:
 def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:
     """Read each token's chosen entries: (tokens, num_experts) -> (tokens, top_k), for a choice made by `token_choice`."""
     return values_TE.gather(1, choice.expert.view(-1, top_k))
+
+
+def softmax_weights(scores: Scores, choice: Choice, top_k: int, normalize: str) -> Tensor:
+    """Return the weights, (tokens * top_k,), of a choice made by `token_choice`.
+
+    Args:
+        scores: `gates` is the softmax of `logits`.
+        choice: of experts.
+        top_k: per token.
+        normalize: "after" for the softmax of the chosen logits, "before" for what they have of the softmax of all.
+    """
+    if normalize == "after":
+        return chosen(scores.logits, choice, top_k).softmax(-1).reshape(-1)
+    return chosen(scores.gates, choice, top_k).reshape(-1)
+
+
+def check_normalize(normalize: str) -> None:
+    """Raise InputError, in one line, for what `softmax_weights` does not know."""
+    if normalize not in ("before", "after"):
+        raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
+
+
+def check_learns(normalize: str, top_k: int, num_experts: int) -> None:
+    """Raise InputError, in one line, for weights of `softmax_weights` that teach the router nothing."""
+    if top_k == 1 and normalize == "after" and num_experts > 1:
+        raise InputError(
+            'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
+            'write normalize="before"'
+        )
 
 
 def normalized(gates_TK: Tensor) -> Tensor:

@@ -134,8 +134,8 @@ def reference_choice(
         return scores.logits, scores.probs, copies
 
     logits = x_TD @ router.weight.T
-    if isinstance(router, SoftmaxTopK) and router.bias is not None:
-        logits = logits + router.bias
+    if router.logit_bias is not None:
+        logits = logits + router.logit_bias
     copies = []
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)

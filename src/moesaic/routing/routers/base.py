@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, token_choice, top_k_indices
+from moesaic.routing.router import LinearRouter, chosen, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
 
 
-class BalancedAssignment(AbstractRouter):
+class BalancedAssignment(LinearRouter):
     """In training the assignment that maximises the summed scores under equal load; in evaluation the best expert.
 
     The problem is solved on the host by `scipy.optimize.linear_sum_assignment` over `ceil(tokens / num_experts)` seats
@@ -25,6 +24,7 @@ class BalancedAssignment(AbstractRouter):
     Args:
         dim: width of a token.
         num_experts: how many experts there are; a token goes to one of them with weight `sigmoid(score)`.
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -35,19 +35,8 @@ class BalancedAssignment(AbstractRouter):
     def looks_across_tokens(self) -> bool:
         return self.training
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        *,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts, device, dtype)
-
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        logits_TE = self.logits(x_TD)
         return Scores(logits_TE, logits_TE.softmax(-1), logits_TE.sigmoid(), logits_TE.detach())
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
@@ -59,7 +48,7 @@ class BalancedAssignment(AbstractRouter):
         return token_choice(best)
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return chosen(scores.gates, choice, top_k).reshape(-1)
+        return self.scale * chosen(scores.gates, choice, top_k).reshape(-1)
 
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)

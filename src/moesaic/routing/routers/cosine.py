@@ -5,13 +5,22 @@ Hwang et al., "Tutel" (2023), section 5.3, for the projection width and the floo
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, token_choice, top_k_indices
+from moesaic.routing.router import (
+    AbstractRouter,
+    check_learns,
+    check_normalize,
+    linear_scores,
+    softmax_weights,
+    token_choice,
+    top_k_indices,
+)
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -24,6 +33,8 @@ class CosineTopK(AbstractRouter):
         projection: width in which cosines are taken; 256 in Tutel.
         temperature: initial temperature.
         floor: the temperature never goes below it.
+        normalize: as for `SoftmaxTopK`.
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -36,6 +47,9 @@ class CosineTopK(AbstractRouter):
         projection: int = 256,
         temperature: float = 0.07,
         floor: float = 0.01,
+        normalize: Literal["before", "after"] = "before",
+        bias: bool = False,
+        scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -47,17 +61,23 @@ class CosineTopK(AbstractRouter):
         self.log_temperature = nn.Parameter(
             torch.tensor([math.log(temperature)], device=device, dtype=dtype)
         )  # FSDP2 takes no scalars
-        self.temperature, self.floor = temperature, floor
+        check_normalize(normalize)
+        self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        self.temperature, self.floor, self.normalize, self.scale = temperature, floor, normalize, scale
 
     @torch.no_grad()
     def reset_state(self) -> None:
         self.log_temperature.fill_(math.log(self.temperature))
+        if self.logit_bias is not None:
+            self.logit_bias.zero_()
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         projected_TP = F.normalize(F.linear(x_TD, self.projection.to(x_TD.dtype)), dim=-1)
         cosine_TE = F.linear(projected_TP, F.normalize(self.embedding.to(x_TD.dtype), dim=-1))
         temperature = self.log_temperature.to(x_TD.dtype).exp().clamp_min(self.floor)
         logits_TE = cosine_TE / temperature
+        if self.logit_bias is not None:
+            logits_TE = logits_TE + self.logit_bias.to(x_TD.dtype)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
@@ -65,4 +85,12 @@ class CosineTopK(AbstractRouter):
         return token_choice(top_k_indices(scores.rank_by, top_k))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return chosen(scores.gates, choice, top_k).reshape(-1)
+        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return self.normalize == "after" and self.scale == 1
+
+    def check(self, top_k: int) -> None:
+        super().check(top_k)
+        check_learns(self.normalize, top_k, self.num_experts)

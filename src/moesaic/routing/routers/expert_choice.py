@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.routing.router import AbstractRouter, linear_scores, top_k_indices
+from moesaic.routing.router import LinearRouter, top_k_indices
 from moesaic.routing.routing import Choice, Scores
 
 
-class ExpertChoice(AbstractRouter):
+class ExpertChoice(LinearRouter):
     """Each expert takes the `ceil(top_k * tokens / num_experts)` tokens that score highest for it.
 
     Load is balanced by construction; a token may be taken by several experts or by none (its output is then zero).
@@ -23,6 +22,7 @@ class ExpertChoice(AbstractRouter):
     Args:
         dim: width of a token.
         num_experts: how many experts there are.
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -33,19 +33,8 @@ class ExpertChoice(AbstractRouter):
     def looks_across_tokens(self) -> bool:
         return True
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        *,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts, device, dtype)
-
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, probs_TE.detach())
 
@@ -60,4 +49,4 @@ class ExpertChoice(AbstractRouter):
         return Choice(tokens_EC.reshape(-1), expert, torch.zeros_like(expert))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return scores.gates[choice.token, choice.expert]
+        return self.scale * scores.gates[choice.token, choice.expert]

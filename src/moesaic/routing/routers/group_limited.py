@@ -75,10 +75,17 @@ def group_limited_sigmoid(
     *,
     num_groups: int = 4,
     top_groups: int = 2,
+    rank_groups_by: Literal["best", "best_two"] = "best_two",
     bias_rate: float = 1e-3,
     normalize: bool = True,
+    bias: bool = False,
     scale: float = 1.0,
 ) -> GroupLimited:
-    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups."""
-    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate, normalize=normalize, scale=scale)
-    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups)
+    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups.
+
+    Args:
+        dim, num_experts, bias_rate, normalize, bias, scale: as for `SigmoidTopK`.
+        num_groups, top_groups, rank_groups_by: as for `GroupLimited`.
+    """
+    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate, normalize=normalize, bias=bias, scale=scale)
+    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups, rank_groups_by=rank_groups_by)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, normalized, token_choice, top_k_indices
+from moesaic.routing.router import LinearRouter, chosen, normalized, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
 
 
-class GShardTop2(AbstractRouter):
+class GShardTop2(LinearRouter):
     """The best expert always; the second one by chance in training, by rank in evaluation.
 
     Args:
@@ -22,6 +21,8 @@ class GShardTop2(AbstractRouter):
         second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
             Mesh-TensorFlow and DeepSpeed do); "random_dispatch" takes the second best and sends the token there with
             probability `min(1, 2 * g2)`, g2 its normalised weight, as the GShard paper has it.
+        normalize: divide a token's weights by their sum; False keeps what they have of the softmax over all.
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -32,14 +33,16 @@ class GShardTop2(AbstractRouter):
         num_experts: int,
         *,
         second: Literal["sampled", "random_dispatch"] = "sampled",
+        normalize: bool = True,
+        bias: bool = False,
+        scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_experts)
+        super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
         if second not in ("sampled", "random_dispatch"):
             raise InputError(f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"')
-        self.weight = linear_scores(dim, num_experts, device, dtype)
-        self.second = second
+        self.second, self.normalize = second, normalize
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         if not self.training:
@@ -48,7 +51,7 @@ class GShardTop2(AbstractRouter):
         return torch.rand(num_tokens, width, device=device)
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
@@ -67,7 +70,8 @@ class GShardTop2(AbstractRouter):
         return choice._replace(sent=sent.reshape(-1))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return normalized(chosen(scores.gates, choice, top_k))
+        gates_TK = chosen(scores.gates, choice, top_k)
+        return self.scale * (normalized(gates_TK) if self.normalize else gates_TK.reshape(-1))
 
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)

@@ -20,6 +20,7 @@ class Hash(AbstractRouter):
         num_experts: how many experts there are.
         buckets: rows of the table; ids are taken modulo it.
         seed: of the table.
+        scale: factor on the weights.
         device: where the table is; None for torch's default device.
         dtype: taken as by other routers; there is no parameter that it could be of.
     """
@@ -30,7 +31,7 @@ class Hash(AbstractRouter):
 
     @property
     def weights_sum_to_one(self) -> bool:
-        return True
+        return self.scale == 1
 
     def __init__(
         self,
@@ -39,13 +40,14 @@ class Hash(AbstractRouter):
         *,
         buckets: int = 65_536,
         seed: int = 0,
+        scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts)
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
-        self.buckets, self.seed = buckets, seed
+        self.buckets, self.seed, self.scale = buckets, seed, scale
         device = torch.get_default_device() if device is None else torch.device(device)
         self.register_buffer("table", self._drawn().to(device))
 
@@ -73,4 +75,4 @@ class Hash(AbstractRouter):
         return token_choice(scores.rank_by.argsort(dim=1, descending=True, stable=True)[:, :top_k])
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return torch.full_like(choice.expert, 1 / top_k, dtype=scores.gates.dtype)
+        return torch.full_like(choice.expert, self.scale / top_k, dtype=scores.gates.dtype)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, token_choice, top_k_indices
+from moesaic.routing.router import (
+    LinearRouter,
+    check_learns,
+    check_normalize,
+    softmax_weights,
+    token_choice,
+    top_k_indices,
+)
 from moesaic.routing.routing import Choice, Scores
 
 
-class NoisyTopK(AbstractRouter):
+class NoisyTopK(LinearRouter):
     """In training each logit gets Gaussian noise with a learnt standard deviation, `softplus(x @ W_noise)`.
 
-    Weights are the softmax over the chosen noisy logits. The gate matrix starts as `nn.Linear` does and `W_noise` at
-    zero (so every logit starts with noise of ln 2), as in the paper's appendix A.
+    Weights are the softmax over the chosen noisy logits, or what these have of the softmax over all. The gate matrix starts as
+    `nn.Linear` does and `W_noise` at zero (so every logit starts with noise of ln 2), as in the paper's appendix A.
 
     Args:
         dim: width of a token.
         num_experts: how many experts there are.
+        normalize: as for `SoftmaxTopK`.
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -29,16 +39,20 @@ class NoisyTopK(AbstractRouter):
         dim: int,
         num_experts: int,
         *,
+        normalize: Literal["before", "after"] = "after",
+        bias: bool = False,
+        scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_experts)
-        self.weight = linear_scores(dim, num_experts, device, dtype)
+        super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
+        check_normalize(normalize)
+        self.normalize = normalize
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
     @property
     def weights_sum_to_one(self) -> bool:
-        return True
+        return self.normalize == "after" and self.scale == 1
 
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
@@ -48,13 +62,14 @@ class NoisyTopK(AbstractRouter):
 
     @torch.no_grad()
     def reset_state(self) -> None:
+        super().reset_state()
         self.noise_weight.zero_()
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         return torch.randn(num_tokens, self.num_experts, device=device) if self.training else None
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        logits_TE = self.logits(x_TD)
         if noise is not None:
             deviation_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
             logits_TE = logits_TE + noise.to(x_TD.dtype) * deviation_TE
@@ -65,9 +80,8 @@ class NoisyTopK(AbstractRouter):
         return token_choice(top_k_indices(scores.rank_by, top_k))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return chosen(scores.logits, choice, top_k).softmax(-1).reshape(-1)
+        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
 
     def check(self, top_k: int) -> None:
         super().check(top_k)
-        if top_k == 1 and self.num_experts > 1:
-            raise InputError("noisy top-k with top_k=1 gives every token weight 1 and no gradient: use top_k >= 2")
+        check_learns(self.normalize, top_k, self.num_experts)

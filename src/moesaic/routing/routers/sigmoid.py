@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, normalized, token_choice, top_k_indices
+from moesaic.routing.router import LinearRouter, chosen, normalized, token_choice, top_k_indices
 from moesaic.routing.routing import Choice, Scores
 
 
-class SigmoidTopK(AbstractRouter):
+class SigmoidTopK(LinearRouter):
     """Experts are ranked by sigmoid score plus a bias; weights come from the scores alone.
 
     After each optimizer step an expert that got more than the mean load has its bias lowered by `bias_rate`, one that
@@ -29,7 +28,7 @@ class SigmoidTopK(AbstractRouter):
         num_experts: how many experts there are.
         bias_rate: the step of the bias; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
         normalize: divide a token's weights by their sum.
-        scale: factor on the normalised weights (`routed_scaling_factor` of DeepSeek-V3).
+        bias, scale: as for `LinearRouter`; the trained bias is `logit_bias`, `bias` the balancing one.
         device: where parameters are made; None for torch's default device.
         dtype: of the matrix (the bias keeps torch's default dtype); None for torch's default dtype.
     """
@@ -44,21 +43,20 @@ class SigmoidTopK(AbstractRouter):
         *,
         bias_rate: float = 1e-3,
         normalize: bool = True,
+        bias: bool = False,
         scale: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_experts)
+        super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
         if not 0 <= bias_rate < math.inf:
             raise InputError(f"bias_rate={bias_rate}: must be 0 or more and finite")
-        self.weight = linear_scores(dim, num_experts, device, dtype)
         self.register_buffer("bias", torch.zeros(num_experts, device=device))
         self.bias_rate = bias_rate
         self.normalize = normalize
-        self.scale = scale
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype))
+        logits_TE = self.logits(x_TD)
         gates_TE = logits_TE.sigmoid()
         probs_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
         return Scores(logits_TE, probs_TE, gates_TE, gates_TE.detach() + self.bias)
@@ -80,6 +78,7 @@ class SigmoidTopK(AbstractRouter):
 
     @torch.no_grad()
     def reset_state(self) -> None:
+        super().reset_state()
         self.bias.zero_()
 
     @torch.no_grad()

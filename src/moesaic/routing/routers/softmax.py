@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, chosen, linear_scores, token_choice, top_k_indices
+from moesaic.routing.router import (
+    LinearRouter,
+    check_learns,
+    check_normalize,
+    softmax_weights,
+    token_choice,
+    top_k_indices,
+)
 from moesaic.routing.routing import Choice, Scores
 
 
-class SoftmaxTopK(AbstractRouter):
+class SoftmaxTopK(LinearRouter):
     """Each token goes to the `top_k` experts with the largest logits.
 
     Args:
@@ -26,8 +31,7 @@ class SoftmaxTopK(AbstractRouter):
         normalize: "after" applies the softmax to the chosen logits, so that a token's weights sum to one (Mixtral,
             Qwen3); "before" applies it to all of them and keeps the chosen probabilities as they are (Switch, OLMoE).
             With one expert per token "after" would always give weight 1 and no gradient, so it is refused in training.
-        bias: add a trained bias to the logits, zero at first (gpt-oss).
-        scale: factor on the weights (`routed_scaling_factor` of DeepSeek-V2).
+        bias, scale: as for `LinearRouter`.
         device: where parameters are made; None for torch's default device.
         dtype: of the parameters; None for torch's default dtype.
     """
@@ -43,25 +47,16 @@ class SoftmaxTopK(AbstractRouter):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_experts)
-        if normalize not in ("before", "after"):
-            raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
-        self.weight = linear_scores(dim, num_experts, device, dtype)
-        self.bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        self.normalize, self.scale = normalize, scale
+        super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
+        check_normalize(normalize)
+        self.normalize = normalize
 
     @property
     def weights_sum_to_one(self) -> bool:
         return self.normalize == "after" and self.scale == 1
 
-    @torch.no_grad()
-    def reset_state(self) -> None:
-        if self.bias is not None:
-            self.bias.zero_()
-
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
+        logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
@@ -69,14 +64,8 @@ class SoftmaxTopK(AbstractRouter):
         return token_choice(top_k_indices(scores.rank_by, top_k))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        if self.normalize == "after":
-            return self.scale * chosen(scores.logits, choice, top_k).softmax(-1).reshape(-1)
-        return self.scale * chosen(scores.gates, choice, top_k).reshape(-1)
+        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
 
     def check(self, top_k: int) -> None:
         super().check(top_k)
-        if top_k == 1 and self.normalize == "after" and self.num_experts > 1:
-            raise InputError(
-                'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
-                'use SoftmaxTopK(..., normalize="before")'
-            )
+        check_learns(self.normalize, top_k, self.num_experts)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -207,19 +209,24 @@ def topology_gate(
     dim: int,
     num_experts: int,
     *,
-    inner: Callable[[int, int], AbstractRouter] = SoftmaxTopK,
+    inner: Callable[[int, int], AbstractRouter] | None = None,
     cluster: ClusterSpec | None = None,
     share: float = NODE_SHARE,
+    normalize: Literal["before", "after"] = "after",
+    bias: bool = False,
+    scale: float = 1.0,
 ) -> TopologyRouter:
     """Build the gate that `router="topology"` names; `partial(topology_gate, cluster=...)` for the limits of real links.
 
     Args:
         dim: width of a token.
         num_experts: how many experts there are.
-        inner: builds the router that it wraps.
+        inner: builds the router that it wraps; None for `SoftmaxTopK` with the options below.
         cluster: whose links' rates set the limits (`levels_of`); None limits what leaves a node, and nothing else.
         share: of a rank's copies that may leave its node, without a cluster.
+        normalize, bias, scale: as for `SoftmaxTopK`.
     """
+    inner = inner or partial(SoftmaxTopK, normalize=normalize, bias=bias, scale=scale)
 
     def levels(grid: Grid) -> Sequence[LinkLevel]:
         return node_level(grid, share) if cluster is None else levels_of(cluster, grid)
