@@ -60,7 +60,7 @@ def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object
     for changes, holds in (({}, True), (broken, False)):
         found = FaultOutcome(**{**sound, **changes})  # type: ignore[arg-type]
         assert found.is_wrong is not holds
-        rows = [asdict(found) | {"lost": found.lost, "is_wrong": found.is_wrong}]
+        rows = [asdict(found) | {"lost": found.lost, "may_be_lost": found.may_be_lost, "is_wrong": found.is_wrong}]
         assert {each.name: each.holds for each in claims(rows)}[claim] is holds
 
 

@@ -254,7 +254,7 @@ def test_other_plans_keep_what_they_share_with_a_saved_table() -> None:
 @pytest.mark.parametrize("change", [{"version": 9}, {"rows_per_bucket": 1}])
 def test_a_table_of_another_kind_is_refused(change: dict) -> None:
     made = table([1.0])
-    with pytest.raises(InputError, match="delete the file to start anew"):
+    with pytest.raises(InputError, match="start anew, or set rows_per_bucket back"):
         made.restore({**made.state(), **change})
 
 

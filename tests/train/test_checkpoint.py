@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
@@ -33,6 +34,7 @@ from moesaic.train.checkpoint import (
     save_checkpoint,
 )
 from moesaic.train.config import OptimizerConfig
+from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import LOCK
 from moesaic.train.state import make_optimizer
 from runs import assert_same, run_quietly, seal, snapshot, tiny
@@ -443,6 +445,18 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint_module, "save_file", plain)
     result, _ = run_quietly(replace(config, existing="resume"))
     assert result.step == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(errno.ENOSPC, "the disk is full: free space"), (errno.EFBIG, "File too large: check the")]
+)
+def test_what_a_rank_could_not_write_is_told_with_its_number_and_cause(tmp_path, code, reason):
+    failed = CheckpointException("write", {3: _wrap_exception(OSError(code, os.strerror(code)))})
+    refusing = checkpoint_module._refusing(tmp_path / "step-00000001", tmp_path / ".writing-00000001", Ranks())
+    told = f"step-00000001 could not be written, by rank 3: .*{reason}"
+    with pytest.raises(InputError, match=told) as caught, refusing:
+        raise failed
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unwritable_folder_is_an_error(tmp_path):

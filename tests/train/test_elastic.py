@@ -141,12 +141,13 @@ from moesaic.train.loop import Trainer
 plain = Trainer._step
 
 def step(self):
-    time.sleep(0.2)
+    time.sleep(0.2 if self.ranks.world == LAST or self.state.step < 7 else 4)
     return plain(self)
 
 Trainer._step = step
 sys.exit(main(sys.argv[1:]))
 """
+"""Steps of a run whose ranks will change again last long enough for that."""
 
 
 def node(folder: Path, port: int, script: Path) -> subprocess.Popen[str]:
@@ -162,28 +163,36 @@ def node(folder: Path, port: int, script: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_node_goes_on_with_the_mesh_and_the_losses_of_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "worlds"), [("lost", [4, 2]), ("joins", [2, 4]), ("lost, and another joins", [4, 2, 4])]
+)
+def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_there_are(tmp_path, change, worlds):
     config = tiny(tmp_path, steps=30, batch_size=4, save_every=5, keep_last=99, existing="resume")
     config = replace(config, planner=replace(config.planner, plan="search"))
     write_config(config, tmp_path / "given.json")
     script, run = tmp_path / "slowly.py", tmp_path / "run"
-    script.write_text(SLOWLY)
+    script.write_text(SLOWLY.replace("LAST", str(worlds[-1])))
     port = free_port()
     nodes = [node(tmp_path, port, script)]
     time.sleep(1)  # the first keeps the store
-    nodes.append(node(tmp_path, port, script))
+    if change != "joins":
+        nodes.append(node(tmp_path, port, script))
     try:
         wait_for(lambda: has_lines(run, 7), nodes[0])
-        for process in (nodes[1].pid, *children(nodes[1].pid)):
-            os.kill(process, signal.SIGKILL)
-        out, _ = nodes[0].communicate(timeout=240)
+        if change != "joins":
+            for process in (nodes[1].pid, *children(nodes[1].pid)):
+                os.kill(process, signal.SIGKILL)
+        if change == "lost, and another joins":
+            wait_for(lambda: has_lines(run, 17), nodes[0])
+        if change != "lost":
+            nodes.append(node(tmp_path, port, script))
+        out, _ = nodes[0].communicate(timeout=400)
     finally:
         for each in nodes:
             with suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
     assert nodes[0].returncode == 0, out
-    assert "planner: 4 ranks take" in out
-    assert "planner: 2 ranks take" in out
+    assert re.findall(r"planner: (\d) ranks take", out) == list(map(str, worlds))
     assert [step for step, _ in losses(run)] == list(range(1, 31))
     resumed = int(re.findall(r"taken up after step (\d+)", out)[-1])
     assert 0 < resumed < 30
@@ -192,8 +201,8 @@ def test_a_run_that_loses_a_node_goes_on_with_the_mesh_and_the_losses_of_two_ran
     for path in list_checkpoints(twin / "checkpoints"):
         if int(path.name[5:]) > resumed:
             shutil.rmtree(path)
-    plain = start(replace(config, out=str(twin)), tmp_path)
-    text, err = plain.communicate(timeout=120)
+    plain = start(replace(config, out=str(twin)), tmp_path, ranks=worlds[-1])
+    text, err = plain.communicate(timeout=300)
     assert plain.returncode == 0, text + err
     assert losses(twin) == losses(run)
     assert_same(parameters(twin), parameters(run))

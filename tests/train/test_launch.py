@@ -57,6 +57,37 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+DIE_IN_BACKGROUND = """
+import os, signal, sys, threading
+from moesaic.cli.main import main
+from moesaic.train import checkpoint, distributed_checkpoint
+from moesaic.train.loop import Trainer
+
+KILLS = {0: (1, 2, "flush"), 1: (0, 4, "checksum"), 2: (1, 5, "require_read_back")}
+who, step, where = KILLS.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (9, 0, ""))
+is_saved = threading.local()
+write = checkpoint.write_shards
+
+def write_shards(folder, *arguments, **options):
+    is_saved.step = int(folder.name.split("-")[-1])
+    return write(folder, *arguments, **options)
+
+def deadly(plain):
+    def call(*arguments):
+        in_background = threading.current_thread().name == "moesaic-checkpoint"
+        if in_background and plain.__name__ == where and is_saved.step == step and int(os.environ["RANK"]) == who:
+            print("killed in", where, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments)
+    return call
+
+checkpoint.write_shards = write_shards
+for name in ("flush", "checksum", "require_read_back"):
+    setattr(distributed_checkpoint, name, deadly(getattr(distributed_checkpoint, name)))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -64,13 +95,18 @@ def free_port() -> int:
 
 
 def start(
-    config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple[str, ...] = ()
+    config: TrainConfig,
+    folder: Path,
+    *flags: str,
+    script: Path | None = None,
+    elastic: tuple[str, ...] = (),
+    ranks: int = 2,
 ) -> subprocess.Popen[str]:
-    """Start two ranks by torchrun, with flags of ours and of its own."""
+    """Start ranks by torchrun, with flags of ours and of its own."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
     elastic = elastic or ("--master-port", str(free_port()))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *elastic, *program]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *elastic, *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     words += ["train", "--config", str(file), *flags]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -179,6 +215,27 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 8))
     assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+
+
+def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(tmp_path):
+    changes = {"steps": 7, "batch_size": 4, "save_every": 1, "save_in_background": True, "keep_last": 1}
+    config = tiny(tmp_path, **changes, existing="resume", mesh={"ep": 2})
+    whole = start(replace(config, out=str(tmp_path / "whole"), save_every=7), tmp_path)
+    _, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    script = tmp_path / "die.py"
+    script.write_text(DIE_IN_BACKGROUND)
+    process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "3"))
+    try:
+        out, err = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert re.findall("killed in (.*)", out) == ["flush", "checksum", "require_read_back"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 8))
+    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
 
 
 @pytest.mark.slow

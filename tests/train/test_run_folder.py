@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,11 +16,15 @@ import pytest
 
 from cli.test_train import has_lines, wait_for
 from moesaic.cli.main import main
+from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
+from moesaic.train import run_folder
+from moesaic.train.checkpoint import list_checkpoints
+from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.state import open_run
-from runs import lines, losses, run_quietly, snapshot, tiny, write_config
+from runs import lines, losses, run_quietly, seal, snapshot, tiny, write_config
 
 ALL = ["refuse", "resume", "replace"]
 
@@ -66,10 +71,24 @@ def test_a_folder_that_no_run_wrote_is_refused_and_kept(tmp_path, what, existing
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("existing", ALL)
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text("")])
-def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existing, harm):
+HARMS = [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text("")]
+
+
+def without_copies(run: Path) -> None:
+    """Make checkpoints as earlier versions wrote them, which held no copy of the configuration."""
+    for path in list_checkpoints(run / "checkpoints"):
+        (path / "config.json").unlink()
+        seal(path)
+
+
+@pytest.mark.parametrize(
+    ("existing", "has_copies"), [("refuse", True), ("replace", True), *((each, False) for each in ALL)]
+)
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existing, has_copies, harm):
     run_quietly(tiny(tmp_path, steps=2, save_every=1))
+    if not has_copies:
+        without_copies(tmp_path / "run")
     config = (tmp_path / "run" / "config.json").read_bytes()
     harm(tmp_path / "run" / "config.json")
     before = snapshot(tmp_path)
@@ -77,11 +96,103 @@ def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existin
         InputError, match=r"holds checkpoints \(the newest step-00000002\), but its config.json is"
     ) as caught:
         run_quietly(tiny(tmp_path, steps=2, existing=existing))
-    assert "put that file back" in str(caught.value)
+    advice = "--existing resume takes the copy in step-00000002" if has_copies else "put that file back"
+    assert advice in str(caught.value)
     assert snapshot(tmp_path) == before
     (tmp_path / "run" / "config.json").write_bytes(config)
     assert run_quietly(tiny(tmp_path, steps=3, existing="resume"))[0].step == 3
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(tmp_path, capsys, harm):
+    run_quietly(tiny(tmp_path, steps=3, save_every=1, keep_last=9))
+    own = tmp_path / "run" / "config.json"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-00000003" / "config.json").write_text("{}")  # damaged too: its checksum tells
+    harm(own)
+    assert main(["train", "--config", str(own), "--existing", "resume", "--steps", "4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"config {own}: " in said.err
+    assert "taking its copy in step-00000002" in said.err
+    assert "step-00000003: config.json does not match its checksum" in said.out
+    assert f"{own}: was lost or damaged, and is written anew" in said.out
+    assert json.loads(own.read_text())["steps"] == 4
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_settings_changed_in_a_configuration_by_damage_are_said(tmp_path):
+    run_quietly(tiny(tmp_path, steps=1))
+    own = tmp_path / "run" / "config.json"
+    own.write_text(own.read_text().replace('"lr": 0.01', '"lr": 0.03'))
+    table = json.loads(own.read_text())
+    _, said = run_quietly(override(TrainConfig(), table | {"steps": 2}, source="kept"))
+    assert "resumed with other settings, optimizer.lr (0.03 and 0.01) (now and before)" in said
+
+
+DAMAGES = {
+    "a bit": (lambda data: data.replace(b'"step": 2', b'"step": 3', 1), "the lines up to step 3 are not as they were"),
+    "a line": (lambda data: data.replace(b'"kind"', b"kind", 1), "line 1 is damaged"),
+    "the end": (lambda data: data[: len(data) // 2], "the lines up to step 3 are not as they were"),
+    "all": (lambda data: b"", "the lines up to step 3 are not as they were"),
+    "nothing, and more steps": (lambda data: data + data.splitlines(keepends=True)[0].replace(b"1", b"9"), ""),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_metrics_are_said_and_what_can_be_read_is_kept(tmp_path, what):
+    run_quietly(tiny(tmp_path, steps=3, save_every=3))
+    own = tmp_path / "run" / "metrics.jsonl"
+    damage, reason = DAMAGES[what]
+    own.write_bytes(damage(own.read_bytes()))
+    _, said = run_quietly(tiny(tmp_path, steps=5, existing="resume"))
+    assert (f"{own}: {reason}" in said) == bool(reason)
+    assert ("what can be read of it is kept" in said) == bool(reason)
+    assert [step for step, _ in losses(tmp_path / "run")][-2:] == [4, 5]
+    assert "is kept" not in run_quietly(tiny(tmp_path, steps=6, existing="resume"))[1]
+
+
+def owned(host: str, process: int, ticks: int | None) -> str:
+    return json.dumps({"process": process, "host": host, "started": "2026-01-01 00:00:00 UTC", "ticks": ticks})
+
+
+def reaped() -> int:
+    """Return the number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+LEFT = {
+    "killed": (lambda: owned(socket.gethostname(), reaped(), 1), ""),
+    "killed, and its number has another process": (lambda: owned(socket.gethostname(), os.getpid(), 1), ""),
+    "killed before it said who it is": (lambda: '{"process": 1', ""),
+    "alive": (
+        lambda: owned(socket.gethostname(), os.getppid(), run_folder._ticks(os.getppid())),
+        "started 2026-01-01 00:00:00 UTC, trains into it",
+    ),
+    "of another host": (lambda: owned("elsewhere", 7, 1), "process 7 on elsewhere"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(run_folder, "fcntl", None)
+    text, refusal = LEFT[what]
+    (tmp_path / ".lock").write_text(text())
+    folder = RunFolder(tmp_path)
+    if refusal:
+        with pytest.raises(InputError, match=refusal) as caught:
+            folder.claim()
+        assert f"delete {tmp_path / '.lock'}: this file system knows no locks" in str(caught.value)
+        return
+    folder.claim()
+    assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
+    with pytest.raises(InputError, match=f"process {os.getpid()} on"):
+        RunFolder(tmp_path).claim()
+    folder.release()
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,7 @@ def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
     assert sorted(snapshot(tmp_path / "run")) == [
         "checkpoints/step-00000001/SHA256SUMS",
+        "checkpoints/step-00000001/config.json",
         "checkpoints/step-00000001/model.safetensors",
         "checkpoints/step-00000001/optimizer.safetensors",
         "checkpoints/step-00000001/state.json",
@@ -112,9 +114,19 @@ def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(BPETokenizer, "train", lambda *_: pytest.fail("trained anew"))
     run_quietly(replace(config, steps=2, existing="resume"))
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
-    (tmp_path / "run" / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is missing: restore it"):
-        open_run(replace(config, steps=3, existing="resume"), pytest.fail)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b"a", b"b"))])
+def test_a_tokenizer_that_was_damaged_is_taken_from_the_checkpoint(tmp_path, harm):
+    config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
+    run_quietly(config)
+    own = tmp_path / "run" / "tokenizer.json"
+    before = own.read_bytes()
+    harm(own)
+    _, said = run_quietly(replace(config, steps=2, existing="resume"))
+    assert f"{own}: was lost or damaged, and is taken from step-00000001" in said
+    assert own.read_bytes() == before == (tmp_path / "run" / "checkpoints" / "step-00000002" / own.name).read_bytes()
+    assert "damaged" not in run_quietly(replace(config, steps=3, existing="resume"))[1]
 
 
 def test_resuming_where_nothing_is_starts_a_run(tmp_path):
@@ -231,13 +243,14 @@ def test_other_settings_are_said_in_one_line(tmp_path):
     for part in ("seed (3 and 0)", "batch_size (1 and 2)", "accumulation (2 and 1)", "optimizer.lr (0.5 and 0.01)"):
         assert part in line
     assert "model.moe.z_loss (0.1 and 0.0)" in line
-    open_run(tiny(tmp_path, existing="resume", steps=9, eval_every=1, **changes), pytest.fail)
+    open_run(tiny(tmp_path, existing="resume", steps=9, eval_every=1), pytest.fail)  # those of the checkpoint
 
 
 def test_settings_that_cannot_be_read_any_more_are_said_so(tmp_path):
     run_quietly(tiny(tmp_path, steps=1))
-    path = tmp_path / "run" / "config.json"
+    path = tmp_path / "run" / "checkpoints" / "step-00000001" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"field_of_the_future": 1}))
+    seal(path.parent)
     said: list[str] = []
     assert open_run(tiny(tmp_path, existing="resume"), said.append).step == 1
     assert len(said) == 1

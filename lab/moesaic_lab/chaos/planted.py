@@ -136,17 +136,22 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
 
 
 def _in_save(is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]) -> None:
-    plain = loop.Trainer._save
+    save, finish, is_struck = loop.Trainer._save, loop.Trainer._finish_saving, [False]
 
-    def save(self: Any) -> None:
-        strikes = is_time() and self.state.step % INTERVAL == 0
-        if strikes:
+    def saving(self: Any) -> None:
+        if is_time() and self.state.step % INTERVAL == 0:
+            is_struck[0] = True
             strike()
-        plain(self)
-        if strikes:
+        save(self)
+
+    def finishing(self: Any) -> None:
+        is_saving = self._saving is not None
+        finish(self)
+        if is_saving and is_struck[0]:
             afterwards()
 
-    loop.Trainer._save = save  # type: ignore[method-assign]
+    loop.Trainer._save = saving  # type: ignore[method-assign]
+    loop.Trainer._finish_saving = finishing  # type: ignore[method-assign]
 
 
 def _kill_at_event(instant: int) -> None:

@@ -60,22 +60,27 @@ def continuations(options: SampleOptions) -> list[str]:
     Raises:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
-    from moesaic.configfile import override, read_table
+    from moesaic.configfile import override
     from moesaic.models.gpt import generate
     from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
-    from moesaic.train.checkpoint import load_checkpoint, load_into
+    from moesaic.train.checkpoint import CONFIG, load_checkpoint, load_into
     from moesaic.train.config import TrainConfig
     from moesaic.train.machine import pick_device
+    from moesaic.train.run_folder import CHECKPOINTS, read_config
+    from moesaic.train.state import tokenizer_of
     from moesaic.train.tokenizer import saved_tokenizer
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
     folder = Path(options.run)
-    if not (folder / "config.json").exists():
-        raise InputError(f"{folder}: no run there (config.json is missing): name the folder that moesaic train wrote")
-    config = override(TrainConfig(), read_table(folder / "config.json"), source=str(folder / "config.json"))
-    saved = load_checkpoint(folder / "checkpoints", lambda line: print(line, file=sys.stderr))
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no run there: name the folder that moesaic train wrote")
+    config = override(TrainConfig(), read_config(folder / CONFIG, say), source=str(folder / CONFIG))
+    saved = load_checkpoint(folder / CHECKPOINTS, say)
     if not saved.extra.get("has_text", True):
         raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
-    tokenizer = saved_tokenizer(config.data, folder / "tokenizer.json")
+    tokenizer = saved_tokenizer(config.data, tokenizer_of(saved, folder))
     assert tokenizer is not None, "the run's folder has it"
     if config.model.block.kind == "encoder":
         raise InputError(f"{folder}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder")

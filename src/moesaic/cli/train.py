@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, TrainingError
@@ -59,7 +59,7 @@ def _should_say(place: Launch, error: Exception) -> bool:
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
-    from moesaic.configfile import override, read_table, suggestion
+    from moesaic.configfile import override, suggestion
     from moesaic.train.config import TrainConfig
     from moesaic.train.presets import PRESETS
 
@@ -74,9 +74,21 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
         config = PRESETS[name]()
     if "--config" in chosen:
         path = Path(chosen["--config"])
-        config = override(config, read_table(path), source=str(path))
+        config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
     return parse(TrainConfig, words, prog="moesaic train", description=description, default=config)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Read a configuration, without torch; only the copy of a run's that is damaged takes torch."""
+    from moesaic.configfile import read_table
+
+    try:
+        return read_table(path)
+    except InputError:
+        from moesaic.train.run_folder import read_config
+
+        return read_config(path, lambda line: print(f"moesaic train: {line}", file=sys.stderr))
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

@@ -364,7 +364,7 @@ class PlanTable:
         if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
             raise InputError(
                 f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, this table version "
-                f"{VERSION} and {self.settings.rows_per_bucket:g}: delete the file to start anew, or set rows_per_bucket back"
+                f"{VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
             )
         now = {plan: number for number, plan in enumerate(self.plans)}
         before = [now.get(override(Plan(), table, source="plan table")) for table in state["plans"]]

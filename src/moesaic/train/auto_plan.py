@@ -9,8 +9,8 @@ chosen.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.train.balance import DecisionMeter
+from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import PLAN_TABLE
 from moesaic.train.state import RunState
 
 PLANS = 8
@@ -160,13 +160,11 @@ class AutoPlanner:
     Args:
         run: a run.
         candidates: its plans; None to leave the plan as it is, or to the layers.
-
-    Raises:
-        InputError: on every rank, if a saved table is of another kind.
     """
 
     def __init__(self, run: RunState, candidates: Candidates | None) -> None:
-        self._run, self._ranks, self._path = run, run.ranks, run.folder / PLAN_TABLE
+        self._run, self._ranks = run, run.ranks
+        self._lost = ""
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
@@ -244,40 +242,39 @@ class AutoPlanner:
         words = [
             f"{plan_in_words(plan)} ({1e3 * first[number]:.1f} ms)" for number, plan in enumerate(self.table.plans)
         ]
-        return [f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"]
+        found = f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"
+        return [self._lost, found] if self._lost else [found]
 
-    def save(self) -> None:
-        """Write down what the table knows, on the first rank.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
+    def files(self) -> dict[str, str]:
+        """Return what the table knows, as a file of a checkpoint, on the first rank."""
         if self.table is None or not self._ranks.is_first:
-            return
-        aside = self._path.with_suffix(".writing")
-        try:
-            aside.write_text(json.dumps({"mesh": self._mesh(), **self.table.state()}) + "\n", encoding="utf-8")
-            os.replace(aside, self._path)
-        except OSError as error:
-            raise InputError(f"{self._path}: cannot be written ({error.strerror}): check the folder") from error
+            return {}
+        return {PLAN_TABLE: json.dumps({"mesh": self._mesh(), **self.table.state()}) + "\n"}
 
     def _make_table(self, candidates: Candidates) -> PlanTable:
+        """Return a table that knows what the one of the checkpoint knew, where it was of this mesh."""
         config, ranks, predictor = self._run.config, self._ranks, candidates.predictor
 
         def predict(load: float) -> list[float]:
             found: list[float] = ranks.first_says(None if predictor is None else predictor(load))
             return found
 
-        table = PlanTable(candidates.plans, predict, TABLE, tested={(config.plan.codec, config.plan.backward_codec)})
-        saved = None
+        def made() -> PlanTable:
+            return PlanTable(candidates.plans, predict, TABLE, tested={(config.plan.codec, config.plan.backward_codec)})
+
+        table, text = made(), ""
         with ranks.together():
-            saved = _read(self._path) if self._run.step and ranks.is_first else None
-        saved = ranks.first_says(saved)
-        if saved is not None and saved.pop("mesh", self._mesh()) == self._mesh():  # of another one nothing can be used
-            try:
+            if ranks.is_first and self._run.saved is not None:
+                with suppress(FileNotFoundError):
+                    text = (self._run.saved.folder / PLAN_TABLE).read_text(encoding="utf-8")
+        text = ranks.first_says(text)
+        try:
+            saved = json.loads(text or "{}")
+            if saved.pop("mesh", None) == self._mesh():  # of another one nothing can be used
                 table.restore(saved)
-            except InputError as error:
-                raise InputError(f"{self._path}: {error}") from error
+        except (InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._lost = f"planner: what the checkpoint knew of plans is of no use ({error}), they are timed anew"
+            table = made()
         return table
 
     def _mesh(self) -> dict[str, Any]:
@@ -323,16 +320,3 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError(
             "planner.plan=auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
         )
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the saved table of a run that is taken up again; None if it has none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError("it holds no table")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read ({error}): delete it to start the plan table anew") from error
-    return found

@@ -3,6 +3,7 @@
     checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json  SHA256SUMS    by one process
     checkpoints/step-00000250/  shards/*                                  state.json  SHA256SUMS    by several ranks
 
+Beside them lie copies of the run folder's own files, `config.json` and `tokenizer.json`, and the plan table if there is one.
 `SHA256SUMS` holds a checksum of every other file, as the command sha256sum writes and checks it; loading takes the newest
 checkpoint whose checksums hold. A step that is saved again has its earlier checkpoint set aside under another name until the
 new one has its own, so that there is a whole one at every instant.
@@ -15,7 +16,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -44,7 +45,12 @@ FORMAT = 3
 checksums stood in `state.json`, which itself had none."""
 STATE, SUMS = "state.json", "SHA256SUMS"
 """The files of a checkpoint's description and of its checksums."""
-OWN_FILES = (STATE, SUMS, "model.safetensors", "optimizer.safetensors", f"{SHARDS}/.metadata*", f"{SHARDS}/__*.distcp")
+CONFIG, TOKENIZER, PLAN_TABLE = "config.json", "tokenizer.json", "plan-table.json"
+"""Files of a checkpoint as the run had them when it was saved."""
+OWN_FILES = (
+    STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, "model.safetensors", "optimizer.safetensors", f"{SHARDS}/.metadata*",
+    f"{SHARDS}/__*.distcp",
+)  # fmt: skip
 """All files that saving writes into a checkpoint; nothing else in its folder is ever deleted."""
 _NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
 
@@ -74,7 +80,7 @@ class Saving:
 
     Args:
         target: its name once it is whole.
-        state: its description.
+        texts: its description and the copies of the run's files, by name.
         keep_last: checkpoints to keep.
         ranks: that write it.
         write: writes this rank's tensors below a folder, and returns the checksums of files.
@@ -84,14 +90,14 @@ class Saving:
     def __init__(
         self,
         target: Path,
-        state: dict[str, Any],
+        texts: Mapping[str, str],
         keep_last: int,
         ranks: Ranks,
         write: Callable[[Path], dict[str, str]],
         *,
         background: bool,
     ) -> None:
-        self.target, self._state, self._keep_last, self._ranks = target, state, keep_last, ranks
+        self.target, self._texts, self._keep_last, self._ranks = target, texts, keep_last, ranks
         self._aside = target.with_name(f".writing-{_step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
         work = partial(_fulfil, self._sums, partial(write, self._aside))
@@ -118,7 +124,7 @@ class Saving:
         every = self._ranks.gathered(sums)
         with _refusing(self.target, self._aside, self._ranks):
             if self._ranks.is_first:
-                _describe(self._aside, self._state, {name: value for part in every for name, value in part.items()})
+                _describe(self._aside, self._texts, {name: value for part in every for name, value in part.items()})
                 _publish(self._aside, self.target, self._keep_last)
         return self.target
 
@@ -141,6 +147,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
     keep_last: int,
+    files: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
     background: str | bool = False,
 ) -> Saving:
@@ -158,6 +165,7 @@ def save_checkpoint(
         optimizer: its state is saved by parameter name.
         extra: JSON data to hand back on loading; the first rank's is kept.
         keep_last: checkpoints to keep.
+        files: copies of the run's own files, text by name; the first rank's are written.
         ranks: that share the model and all call this; None for one process.
         background: copy the tensors and have a thread write them. Of several ranks: the name of a process group of their own,
             in which no more than one checkpoint is written at a time.
@@ -186,17 +194,19 @@ def save_checkpoint(
         if ranks.mesh is None
         else partial(write_shards, tensors=tensors, ranks=ranks, group=group)
     )
-    return Saving(target, state, keep_last, ranks, write, background=bool(background))
+    texts = {STATE: json.dumps(state, indent=2), **(files or {})}
+    return Saving(target, texts, keep_last, ranks, write, background=bool(background))
 
 
-def _describe(aside: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
-    """Write the description of a checkpoint whose tensors are there and the checksums of all, and flush them."""
-    (aside / STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
-    sums[STATE] = checksum(aside / STATE)
+def _describe(aside: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
+    """Write the texts of a checkpoint whose tensors are there and the checksums of all, and flush them."""
+    for name, text in texts.items():
+        (aside / name).write_text(text, encoding="utf-8", newline="\n")
+        sums[name] = checksum(aside / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (aside / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
-    for path in (aside / STATE, aside / SUMS, aside):  # what the name promises must be on the disk before the name is
-        flush(path)
+    for name in (*texts, SUMS, ""):  # what the name promises must be on the disk before the name is
+        flush(aside / name)
     if (aside / SHARDS).exists():
         flush(aside / SHARDS)
 
@@ -295,6 +305,20 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
     raise InputError(
         f"{folder}: every checkpoint there is damaged ({'; '.join(damages)}): train anew with --existing replace"
     )
+
+
+def find_copy(folder: Path, name: str) -> Path | None:
+    """Return the newest copy of a file of a run that a checkpoint holds and whose checksum there is right; None for none.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        name: of the file.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        with suppress(OSError, ValueError):
+            if checksum(path / name) == (_listed_sums(path) or {}).get(name):
+                return path / name
+    return None
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.progress import Clock, TrainingProgress, status
 from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
+from moesaic.train.run_folder import CHECKPOINTS
 from moesaic.train.state import RunState, open_run, rng_state
 from moesaic.train.watch import Watch
 
@@ -147,7 +149,7 @@ class Trainer:
         self._in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
-        self._say: Callable[[str], None] = console.print
+        self._say: Callable[[str], None] = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         width = min(run.dtype.itemsize, 4)
         self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
 
@@ -426,13 +428,18 @@ class Trainer:
     def _open_metrics(self) -> Metrics | NoMetrics:
         if not self.ranks.is_first:
             return NoMetrics()
-        return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
+        state = self.state
+        sealed = None if state.saved is None else state.saved.extra.get("metrics")
+        return Metrics(
+            state.folder, start_step=state.step, tensorboard=self.config.tensorboard, sealed=sealed, say=self._say
+        )
 
     def _save(self) -> None:
         state = self.state
         self._finish_saving()
         with self.ranks.together():
             state.claim.require()
+            sealed = self._metrics.seal()
         self.routing.flush()
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
@@ -445,7 +452,7 @@ class Trainer:
                 backend="gloo"
             ).group_name  # by name: nothing may hold a group longer than torch
         self._saving = save_checkpoint(
-            state.folder / "checkpoints",
+            state.folder / CHECKPOINTS,
             step=state.step,
             model=self.model,
             model_config=self.config.model,
@@ -459,12 +466,13 @@ class Trainer:
                 "skipped": state.skipped,
                 "left_out": state.left_out,
                 "has_text": state.corpus.tokenizer is not None,
+                "metrics": sealed,
             },
             keep_last=self.config.keep_last,
+            files=state.files | self.planner.files(),
             ranks=self.ranks,
             background=self._group,
         )
-        self.planner.save()
         if not self._group:
             self._finish_saving()
 
@@ -483,7 +491,7 @@ class Trainer:
         return f"{self._kept()}: go on with {self._resume()}" if self._saved() else f"{self._kept()}: start it again"
 
     def _saved(self) -> list[Path]:
-        return list_checkpoints(self.state.folder / "checkpoints")
+        return list_checkpoints(self.state.folder / CHECKPOINTS)
 
     def _kept(self) -> str:
         saved = self._saved()

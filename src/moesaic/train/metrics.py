@@ -1,13 +1,16 @@
 """Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, TensorBoard event files.
 
 Each line has `kind` ("train" or "eval") and `step`. The report and the benchmarks read nothing else.
+Each checkpoint keeps how many bytes there were, and their checksum.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,27 @@ class Metrics:
         run_folder: the run.
         start_step: lines of later steps are cut off first, so that a resumed run has each step once.
         tensorboard: also write event files below `run_folder/tensorboard`.
+        sealed: what `seal` returned when the checkpoint of `start_step` was written; None if it did not.
+        say: is given a line where the file is damaged. What can be read of it is kept.
     """
 
-    def __init__(self, run_folder: Path, *, start_step: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        start_step: int,
+        tensorboard: bool,
+        sealed: dict[str, Any] | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.path = run_folder / METRICS
-        kept = [line for line in read_metrics(run_folder) if line["step"] <= start_step] if start_step else []
+        kept = _kept_lines(self.path, start_step, sealed, say) if start_step else []
         self._written = {(line["kind"], line["step"]) for line in kept}
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        self._bytes, self._digest = len(text), hashlib.sha256(text.encode())
         aside = self.path.with_suffix(".writing")
         try:
-            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            aside.write_text(text, encoding="utf-8")
             os.replace(aside, self.path)
             self._file = self.path.open("a", encoding="utf-8")
             self._opened = os.stat(self.path)
@@ -50,14 +65,29 @@ class Metrics:
         try:
             if not os.path.samestat(os.stat(self.path), self._opened):
                 raise FileNotFoundError(errno.ENOENT, "another file took its place")
-            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        self._bytes += len(line)
+        self._digest.update(line.encode())
         self._written.add((kind, step))
         if self._writer is not None:
             for name, value in _scalars(values):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def seal(self) -> dict[str, Any] | None:
+        """Have all lines so far on the disk; return their bytes and checksum, for the checkpoint that is written next.
+
+        Raises:
+            InputError: if the disk is full.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def has(self, kind: str, step: int) -> bool:
         """Whether a line of `kind` for `step` stands there already."""
@@ -76,6 +106,10 @@ class NoMetrics:
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Drop a line."""
 
+    def seal(self) -> dict[str, Any] | None:
+        """Return nothing."""
+        return None
+
     def has(self, kind: str, step: int) -> bool:
         """Whether nothing need be written."""
         return True
@@ -91,24 +125,49 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
         InputError: if the run has no metrics, or a line before the last is damaged.
     """
     path = run_folder / METRICS
+    parsed, damages = _parsed(_read(path))
+    if damages:
+        raise InputError(f"{path}: {damages[0]}: remove it")
+    return parsed
+
+
+def _read(path: Path) -> bytes:
     try:
-        lines = path.read_bytes().splitlines()
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no metrics there: name the folder of a run") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
-    parsed = []
+
+
+def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the lines of metrics, and what is wrong with others; a last one that was cut short is neither."""
+    parsed, damages, lines = [], [], data.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}: line {number} is damaged ({error}): remove it") from error
-        if not (isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)):
-            raise InputError(f"{path}: line {number} is not one of a run's metrics: remove it")
-        parsed.append(found)
-    return parsed
+            if number < len(lines):
+                damages.append(f"line {number} is damaged ({error})")
+            continue
+        if isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str):
+            parsed.append(found)
+        else:
+            damages.append(f"line {number} is not one of a run's metrics")
+    return parsed, damages
+
+
+def _kept_lines(
+    path: Path, start_step: int, sealed: dict[str, Any] | None, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the lines up to a step that can be read, and say it where they are not as they were when it was saved."""
+    data = _read(path) if path.exists() else b""
+    parsed, damages = _parsed(data)
+    if sealed is not None and hashlib.sha256(data[: sealed["bytes"]]).hexdigest() != sealed["sha256"]:
+        damages.append(f"the lines up to step {start_step} are not as they were when it was saved")
+    if damages:
+        say(f"{path}: {damages[0]}: what can be read of it is kept")
+    return [line for line in parsed if line["step"] <= start_step]
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

@@ -1,7 +1,7 @@
 """The run folder: whether a run wrote it, who writes into it now, and how an earlier run's files leave it.
 
 Only what a run writes is ever deleted. A folder that holds anything belongs to a run if its `config.json` is a run's: that file
-is the first that a run writes, at once and whole, and the last that goes.
+is the first that a run writes, at once and whole, and the last that goes. Each checkpoint has a copy of it under its checksums.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import errno
 import json
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
-from moesaic.train.checkpoint import list_checkpoints, remove_checkpoint
+from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
 from moesaic.train.metrics import METRICS
 
 try:
@@ -24,8 +27,8 @@ try:
 except ImportError:  # Windows, where runs are not kept apart
     fcntl = None  # type: ignore[assignment]
 
-CONFIG, TOKENIZER, PLAN_TABLE, HANG, LOCK = "config.json", "tokenizer.json", "plan-table.json", "hang.json", ".lock"
-"""Files of a run folder, besides its metrics, checkpoints, events and traces."""
+CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
+"""What a run folder holds besides its configuration, tokenizer, metrics, events and traces."""
 FLIGHT = "flight-recorder-rank{rank}.json"
 """What PyTorch recorded of the collectives of a rank that was given up."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
@@ -43,8 +46,11 @@ class RunFolder:
         self.path = path
         self._lock: IO[str] | None = None
 
-    def is_a_run(self) -> bool:
+    def is_a_run(self, *, resuming: bool = False) -> bool:
         """Whether a run wrote the folder; False where it is missing or empty.
+
+        Args:
+            resuming: its configuration may be lost, if a checkpoint has a copy.
 
         Raises:
             InputError: if it holds anything else.
@@ -57,20 +63,24 @@ class RunFolder:
             raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
         if not names:
             return False
-        if _is_marked(self.path / CONFIG):
+        copy = find_copy(self.path / CHECKPOINTS, CONFIG)
+        if is_marked(self.path / CONFIG) or (resuming and copy is not None and is_marked(copy)):
             return True
         found = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        steps = [path.name for path in list_checkpoints(self.path / "checkpoints")]
+        steps = [path.name for path in list_checkpoints(self.path / CHECKPOINTS)]
         state = "is damaged" if CONFIG in names else "is missing"
         if not steps:
             raise InputError(
                 f"out={self.path}: holds {found}, which no run wrote as far as can be told (its {CONFIG} {state}): choose "
                 "another --out, or an empty folder; nothing was changed"
             )
+        back = (
+            "put that file back (a run with the same settings and another --out writes one), then --existing resume"
+            if copy is None else f"--existing resume takes the copy in {copy.parent.name}"
+        )  # fmt: skip
         raise InputError(
-            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} {state}: put that file back (a "
-            "run with the same settings and another --out writes one), then --existing resume; or choose another --out; "
-            "nothing was changed"
+            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} {state}: {back}; or choose another "
+            "--out; nothing was changed"
         )
 
     def claim(self) -> None:
@@ -102,11 +112,11 @@ class RunFolder:
 
     def clear(self) -> None:
         """Delete what an earlier run wrote, but for its `config.json`; the folders of it only where nothing else is left."""
-        checkpoints, events, traces = (self.path / name for name in ("checkpoints", "tensorboard", FOLDER))
+        checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
         own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self.path.glob(FLIGHT.format(rank="*"))]
-        for name in (TOKENIZER, PLAN_TABLE, HANG, METRICS):
+        for name in (TOKENIZER, HANG, METRICS):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:
             path.unlink(missing_ok=True)
@@ -157,7 +167,27 @@ _NOTHING = (LOCK, _WRITING)
 """Names that a run leaves which was killed before it wrote anything."""
 
 
-def _is_marked(path: Path) -> bool:
+def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Read a configuration; of a run's that is lost or does not parse, the copy in its newest checkpoint that has one.
+
+    Args:
+        path: the file.
+        say: is given a line where the copy is taken.
+
+    Raises:
+        InputError: if there is neither.
+    """
+    try:
+        return read_table(path)
+    except InputError as error:
+        copy = find_copy(path.parent / CHECKPOINTS, CONFIG) if path.name == CONFIG else None
+        if copy is None:
+            raise
+        say(f"{error}: taking its copy in {copy.parent.name}")
+        return read_table(copy)
+
+
+def is_marked(path: Path) -> bool:
     """Whether a file is a configuration as a run writes it, of whatever version."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -167,33 +197,71 @@ def _is_marked(path: Path) -> bool:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Return a file that is locked and still has its name, with the owner's name in it.
+    """Return a file that is locked and still has its name, with its owner in it.
 
-    The system lets go of it when the process ends, however it ends.
+    The system lets go of it when the process ends, however it ends. Where the file system knows no locks, the owner decides: a
+    process of this host that is gone has left the lock behind, and so may one of another host have, which people must say.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
-        if not _lock(file):
+        is_ours = _lock(file)
+        if not is_ours:
             file.seek(0)
-            owner = file.read(200).strip() or "another process"
-            file.close()
-            raise InputError(
-                f"out={path.parent}: {owner} trains into it: wait for it or end it, or choose another --out"
-            )
+            owner = _read_owner(file.read(500))
+            if is_ours is False or (owner and not _is_stale(owner)):
+                file.close()
+                who = "process {process} on {host}, started {started},".format(**owner) if owner else "another process"
+                hint = "" if is_ours is False else f" (if it has ended, delete {path}: this file system knows no locks)"
+                raise InputError(
+                    f"out={path.parent}: {who} trains into it: wait for it or end it, or choose another --out{hint}"
+                )
         with suppress(OSError):  # whoever had it may have deleted it, and a third one made it anew, while we waited
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 break
         file.close()
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    owner = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "ticks": _ticks(os.getpid())}
+    file.write(json.dumps(owner))
     file.flush()
     return file
 
 
-def _lock(file: IO[str]) -> bool:
-    """Lock a file for this process; return whether nobody else has it. Where the file system knows no locks, nobody has."""
-    if fcntl is None:
+def _read_owner(text: str) -> dict[str, Any] | None:
+    """Return who wrote a lock; None where that cannot be read, as where its owner was killed before it said so."""
+    with suppress(ValueError, RecursionError):
+        owner = json.loads(text)
+        if isinstance(owner, dict) and owner.keys() == {"process", "host", "started", "ticks"}:
+            return owner
+    return None
+
+
+def _is_stale(owner: dict[str, Any]) -> bool:
+    """Whether the owner of a lock was a process of this host that has ended, or whose number another one has now."""
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["process"], 0)
+    except ProcessLookupError:
         return True
+    except OSError:
+        pass
+    return _ticks(owner["process"]) != owner["ticks"]
+
+
+def _ticks(process: int) -> int | None:
+    """Return when a process of this host began, in ticks since the host did; None where the system does not tell."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _lock(file: IO[str]) -> bool | None:
+    """Lock a file for this process; return whether nobody else has it, None where the file system knows no locks."""
+    if fcntl is None:
+        return None
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,4 +269,5 @@ def _lock(file: IO[str]) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
             raise
+        return None
     return True

@@ -20,6 +20,8 @@ from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
+    CONFIG,
+    TOKENIZER,
     Checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -35,7 +37,7 @@ from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CONFIG, HANG, TOKENIZER, RunFolder
+from moesaic.train.run_folder import CHECKPOINTS, HANG, RunFolder, is_marked
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -70,6 +72,10 @@ class RunState:
     """That share the model."""
     claim: RunFolder
     """The folder, which the first rank has to itself."""
+    files: dict[str, str]
+    """The texts of the folder's own files by name, on the first rank; each checkpoint has copies of them."""
+    saved: Checkpoint | None
+    """The description of the checkpoint from which the run goes on."""
 
 
 def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
@@ -103,7 +109,7 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))
     config = replace(config, precision=precision_name(dtype))
     with ranks.together():
-        corpus = load_for(config.model, config.data, folder / TOKENIZER if saved else None)
+        corpus = load_for(config.model, config.data, tokenizer_of(saved, folder) if saved else None)
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, mask=corpus.mask)
         corpus_hash = fingerprint(corpus.train)
@@ -115,11 +121,12 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
             _load(saved, config, corpus.vocab_size, model, optimizer, ranks)
             _require_same_data(corpus_hash, saved)
             if ranks.is_first:
-                _warn_of_changes(config, folder, say)
+                _warn_of_changes(config, saved, folder, say)
             restore_rng(saved, device)
+    files: dict[str, str] = {}
     with ranks.together():
         if ranks.is_first:
-            _write_folder(claim, config, corpus.tokenizer, is_new=saved is None)
+            files = _write_folder(claim, config, corpus.tokenizer, saved, say)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
     skipped, left_out = (saved.extra.get(name, 0) if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
@@ -139,7 +146,15 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         seconds,
         ranks,
         claim,
+        files,
+        None if saved is None else replace(saved, model={}, optimizer={}),
     )
+
+
+def tokenizer_of(saved: Checkpoint, folder: Path) -> Path:
+    """Return where the tokenizer of a run lies, if it has one: in its checkpoint, or as in earlier versions in its folder."""
+    copy = saved.folder / TOKENIZER
+    return copy if copy.exists() else folder / TOKENIZER
 
 
 def _look_up(
@@ -150,18 +165,18 @@ def _look_up(
     with ranks.together():
         if ranks.is_first:
             folder = claim.path
-            occupied = claim.is_a_run()
+            resumes = config.existing == "resume"
+            occupied = claim.is_a_run(resuming=resumes)
             if occupied and config.existing == "refuse":
                 raise InputError(
                     f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out"
                 )
             if occupied:
                 claim.claim()
-            resuming = occupied and config.existing == "resume" and bool(list_checkpoints(folder / "checkpoints"))
             saved = None
-            if resuming:
+            if occupied and resumes and list_checkpoints(folder / CHECKPOINTS):
                 # Several ranks read their own parts later.
-                saved = load_checkpoint(folder / "checkpoints", say, with_tensors=ranks.mesh is None)
+                saved = load_checkpoint(folder / CHECKPOINTS, say, with_tensors=ranks.mesh is None)
                 _require_resumable(saved)
                 _require_same_precision(config, saved)
             dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
@@ -270,6 +285,8 @@ def _require_resumable(saved: Checkpoint) -> None:
             type(found.get(name, 0)) is int and found.get(name, 0) >= 0 for name in ("skipped", "left_out")
         )
         torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
+        sealed = found.get("metrics") or {"bytes": 0, "sha256": ""}
+        sound = sound and type(sealed["bytes"]) is int and sealed["bytes"] >= 0 and isinstance(sealed["sha256"], str)
     except (KeyError, TypeError, ValueError, RuntimeError):
         sound = False
     if not sound:
@@ -299,9 +316,11 @@ def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
         )
 
 
-def _warn_of_changes(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> None:
-    """Say in one line which settings that decide the course of training differ from those in the run folder."""
-    path = folder / CONFIG
+def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]) -> None:
+    """Say in one line which settings that decide the course of training differ from those of the checkpoint."""
+    path = saved.folder / CONFIG if (saved.folder / CONFIG).exists() else folder / CONFIG
+    if not is_marked(folder / CONFIG):
+        say(f"{folder / CONFIG}: was lost or damaged, and is written anew")
     try:
         before = override(TrainConfig(), read_table(path), source=str(path))
     except InputError as error:
@@ -319,16 +338,37 @@ _DECIDE_THE_COURSE = (
 """Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
 
 
-def _write_folder(claim: RunFolder, config: TrainConfig, tokenizer: AbstractTokenizer | None, *, is_new: bool) -> None:
-    """Make the run folder; a new run's is emptied of an earlier run first."""
+def _write_folder(
+    claim: RunFolder,
+    config: TrainConfig,
+    tokenizer: AbstractTokenizer | None,
+    saved: Checkpoint | None,
+    say: Callable[[str], None],
+) -> dict[str, str]:
+    """Make the run folder; a new run's is emptied of an earlier run first. Return the texts of its own files."""
     claim.make()
     try:
-        if is_new:
+        if saved is None:
             claim.clear()
         (claim.path / HANG).unlink(missing_ok=True)  # of a process before
         # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
-        claim.write(CONFIG, as_json(replace(config, existing="resume")))
-        if is_new and isinstance(tokenizer, BPETokenizer):
-            tokenizer.save(claim.path / TOKENIZER)
+        files = {CONFIG: as_json(replace(config, existing="resume"))}
+        claim.write(CONFIG, files[CONFIG])
+        if isinstance(tokenizer, BPETokenizer):
+            files[TOKENIZER] = _write_tokenizer(claim, tokenizer, saved, say)
     except OSError as error:
         raise InputError(f"out={claim.path}: cannot be written ({error.strerror}): choose another --out") from error
+    return files
+
+
+def _write_tokenizer(
+    claim: RunFolder, tokenizer: BPETokenizer, saved: Checkpoint | None, say: Callable[[str], None]
+) -> str:
+    """Have the run's tokenizer in its folder, as a checkpoint keeps it; return its text."""
+    own = claim.path / TOKENIZER
+    text = tokenizer.text if saved is None else tokenizer_of(saved, claim.path).read_text(encoding="utf-8")
+    if not own.exists() or own.read_bytes() != text.encode():
+        claim.write(TOKENIZER, text)
+        if saved is not None:
+            say(f"{own}: was lost or damaged, and is taken from {saved.folder.name}")
+    return text

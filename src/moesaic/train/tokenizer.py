@@ -95,9 +95,14 @@ class BPETokenizer(AbstractTokenizer):
         except Exception as error:  # the library raises Exception itself for a file that does not parse
             raise InputError(f"{path}: the tokenizer is damaged ({error}): restore it, or name another") from error
 
+    @property
+    def text(self) -> str:
+        """The tokenizer as JSON."""
+        return str(self._tokenizer.to_str(pretty=True))
+
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON."""
-        self._tokenizer.save(str(path))
+        path.write_text(self.text, encoding="utf-8", newline="\n")
 
     def encode(self, data: bytes) -> np.ndarray:
         # Python keeps a byte that is no UTF-8 as a lone surrogate; the library takes none.
