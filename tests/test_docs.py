@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import Forked
 from moesaic.cli.main import COMMANDS, LABORATORY
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page, timeline_picture
@@ -67,9 +68,10 @@ PROGRAMS = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=lambda path: path.stem)
 def test_examples_run(example: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tokens per expert" in done.stdout
+    command = Forked([str(example)], {})
+    out, err = command.communicate(timeout=120)
+    assert command.returncode == 0, err
+    assert "tokens per expert" in out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import Forked
 from moesaic import balance_on_step, clip_grad_norm_
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
@@ -35,12 +34,12 @@ def run(name: str, processes: int, packages: tuple[str, ...]) -> str:
     for package in packages:
         pytest.importorskip(package)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else ()), str(FOLDER / f"{name}.py")]
+    words = [*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py")]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # Ray's sockets want a short path
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": short}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+        command = Forked(words, {"TMPDIR": short}, imports=packages)
+        out, err = command.communicate(timeout=400)
+    assert command.returncode == 0, err[-3000:]
+    return out
 
 
 def losses(text: str) -> list[float]:

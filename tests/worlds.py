@@ -17,14 +17,21 @@ from torch.distributed import FileStore
 from moesaic.testing.processes import leave, start_ranks
 
 TIMEOUT_SECONDS = 120
-PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "moesaic.train.loop", "pytest")
-"""What ranks of tests import besides."""
+PRELOAD = (
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.distributed.pipelining",
+    "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest",
+)  # fmt: skip
+"""What ranks of tests and commands import besides."""
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
     """Call `function(rank, *arguments)` in `world` processes; see `start_ranks`."""
-    heavy = [name for name in ("transformers",) if name in sys.modules]
-    start_ranks(world, function, *arguments, preload=(*PRELOAD, *heavy))
+    start_ranks(world, function, *arguments, preload=preloaded())
+
+
+def preloaded() -> tuple[str, ...]:
+    """Return the names of what the server imports off which all processes of tests are forked."""
+    return (*PRELOAD, *(name for name in ("transformers",) if name in sys.modules))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -19,6 +16,7 @@ from typing import get_type_hints
 
 import pytest
 
+from forked import Forked
 from moesaic.cli import train as command
 from moesaic.cli.main import main
 from moesaic.train import loop
@@ -136,19 +134,17 @@ def test_flags_are_split_off_wherever_they_stand():
     assert chosen == {"--preset": "demo", "--config": "a=b.toml"}
 
 
-def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
+def start(config: TrainConfig, folder: Path) -> Forked:
     """Start `moesaic train` in a process of its own."""
     file = write_config(config, folder / "given.json")
-    words = [sys.executable, "-m", "moesaic", "train", "--config", str(file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return Forked(["-m", "moesaic", "train", "--config", str(file)], {})
 
 
-def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(reached: Callable[[], bool], process: Forked) -> None:
     """Wait until `reached`, as long as the process lives, at most five minutes."""
     deadline = time.monotonic() + 300
     while not reached():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.said()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -7,10 +7,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from cli.test_train import has_lines, wait_for
+from forked import Forked
 from moesaic.errors import InputError
 from moesaic.train import auto_plan, launch
 from moesaic.train.auto_plan import with_planned
@@ -124,11 +123,11 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.kill()
-    _, err = process.communicate(timeout=60)
     until = time.monotonic() + 60
     while not all(map(is_gone, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert all(map(is_gone, ranks))
+    _, err = process.communicate(timeout=60)
     assert err.count(f"torchrun (process {process.pid}) is gone: its ranks save and end") >= 1
     assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{losses(run)[-1][0]:08d}"
 
@@ -150,16 +149,13 @@ sys.exit(main(sys.argv[1:]))
 """Steps of a run whose ranks will change again last long enough for that."""
 
 
-def node(folder: Path, port: int, script: Path) -> subprocess.Popen[str]:
+def node(folder: Path, port: int, script: Path) -> Forked:
     """Start a node of two ranks among one to two."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
+    words = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
     words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2", "--rdzv-id", "any"]
     words += [str(script), "train", "--config", str(folder / "given.json")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    return Forked(words, {})
 
 
 @pytest.mark.slow
@@ -186,12 +182,11 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
             wait_for(lambda: has_lines(run, 17), nodes[0])
         if change != "lost":
             nodes.append(node(tmp_path, port, script))
-        out, _ = nodes[0].communicate(timeout=400)
+        out, err = nodes[0].communicate(timeout=400)
     finally:
         for each in nodes:
-            with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-    assert nodes[0].returncode == 0, out
+            each.kill()
+    assert nodes[0].returncode == 0, out + err
     assert re.findall(r"planner: (\d) ranks take", out) == list(map(str, worlds))
     assert [step for step, _ in losses(run)] == list(range(1, 31))
     resumed = int(re.findall(r"taken up after step (\d+)", out)[-1])

@@ -11,11 +11,13 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import moesaic.train.launch
 from cli.test_train import has_lines, wait_for
+from forked import Forked
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.config import TrainConfig
@@ -94,22 +96,25 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(
+def command(
     config: TrainConfig,
     folder: Path,
     *flags: str,
     script: Path | None = None,
     elastic: tuple[str, ...] = (),
     ranks: int = 2,
-) -> subprocess.Popen[str]:
-    """Start ranks by torchrun, with flags of ours and of its own."""
+) -> list[str]:
+    """Return the words behind `python` that start ranks by torchrun, with flags of ours and of its own."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
     elastic = elastic or ("--master-port", str(free_port()))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *elastic, *program]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    words += ["train", "--config", str(file), *flags]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *elastic, *program]
+    return [*words, "train", "--config", str(file), *flags]
+
+
+def start(config: TrainConfig, folder: Path, *flags: str, **more: Any) -> Forked:
+    """Start `command`."""
+    return Forked(command(config, folder, *flags, **more), {})
 
 
 def ours(text: str) -> list[str]:
@@ -127,8 +132,10 @@ def test_without_torchrun_one_process_is_all():
 
 def test_flags_choose_mesh_and_plan(tmp_path):
     flags = ["--mesh.ep=2", "--plan.schedule=s2", "--plan.chunks=4", "--plan.all-to-all=hier2d", "--plan.codec=int8"]
-    process = start(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)
-    out, err = process.communicate(timeout=120)
+    words = [sys.executable, *command(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    out, err = process.stdout, process.stderr
     assert (process.returncode, ours(err)) == (0, []), err
     assert "x 2 ranks (dp 2, tp 1; edp 1, ep 2, etp 1)" in out
     assert out.count("done: ") == 1
@@ -252,14 +259,10 @@ def test_a_refusal_after_a_restart_is_still_said(tmp_path):
     assert [line for line in ours(err) if "holds a run already" in line], err
 
 
-def bare(folder: Path, config: TrainConfig, **said: str) -> subprocess.Popen[str]:
+def bare(folder: Path, config: TrainConfig, **said: str) -> Forked:
     """Start one rank without torchrun, with the variables of some launcher."""
-    known = {name for _, *names in OTHERS for name in names} | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", *NEEDED}
-    kept = {name: value for name, value in os.environ.items() if name not in known and "TORCHELASTIC" not in name}
     file = write_config(config, folder / "given.json")
-    words = [sys.executable, "-m", "moesaic", "train", "--config", str(file)]
-    environment = kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | said
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return Forked(["-m", "moesaic", "train", "--config", str(file)], said)
 
 
 def among(rank: int, port: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_train import has_lines, wait_for
+from cli.test_train import has_lines, start, wait_for
 from moesaic.cli.main import main
 from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
@@ -267,9 +267,7 @@ def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_lets_go_of_its_folder(tmp_path):
-    file = write_config(tiny(tmp_path, steps=1_000_000, save_every=1), tmp_path / "given.json")
-    words = [sys.executable, "-m", "moesaic", "train", "--config", str(file)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start(tiny(tmp_path, steps=1_000_000, save_every=1), tmp_path)
     wait_for(lambda: has_lines(tmp_path / "run", 3), process)
     config = tiny(tmp_path, steps=1, existing="resume")
     with pytest.raises(InputError, match=f"process {process.pid} on"):

@@ -47,17 +47,16 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
     script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
     config = tiny(folder, steps=1_000_000, batch_size=4, save_every=1, patience=3, mesh={"ep": 2}, **changes)
     process = start(config, folder, script=script)
-    lines = []
-    assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line)
-        stopped = re.search(r"rank 1 is stopped \(process (\d+)", line)
+    while process.poll() is None:
+        stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
         if stopped:  # torchrun would wait half a minute for it
             with suppress(ProcessLookupError):
                 os.kill(int(stopped[1]), signal.SIGKILL)
-    process.communicate(timeout=120)
+            break
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    return "".join(lines), run
+    return err, run
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -1,0 +1,158 @@
+"""Python commands without the seconds of processor time that importing torch takes: each is forked off a process that has it.
+
+A command runs as `python` would run it, with arguments, an environment, files for what it says, and an exit code of its own.
+The ranks that torchrun starts are forks of torchrun, so that they are its children here too. What a fork cannot show is
+kept by the few tests that start `sys.executable`: that a command finds its modules, and how an interpreter takes itself apart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from worlds import preloaded
+
+SAID = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+class Forked:
+    """A running command, with as much of `subprocess.Popen` as tests ask for.
+
+    Args:
+        words: of the command line behind `python`: `-m`, a module and its arguments, or a script and its arguments.
+        environment: variables beside those of this process.
+        imports: names of modules that the command takes long to import, for a torchrun that forks its ranks after that.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], imports: Sequence[str] = ()) -> None:
+        self._words = list(words)
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(environment)
+        given = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
+        multiprocessing.set_forkserver_preload(["moesaic.testing.processes", *preloaded()])
+        # A daemon: a test that fails leaves no run behind that nobody ends.
+        self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=given, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, minus the signal where one ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the command runs."""
+        return self.returncode
+
+    def said(self) -> tuple[str, str]:
+        """Return what the command has written so far, as output and as errors."""
+        out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
+        return out, err
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end; return output and errors."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired(self._words, timeout, *self.said())
+        return self.said()
+
+    def send_signal(self, kind: int) -> None:
+        """Send a signal, unless the command has ended."""
+        if self._process.is_alive():
+            os.kill(self.pid, kind)
+
+    def kill(self) -> None:
+        """End the command without asking it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(
+    words: list[str], environment: dict[str, str], out: str, err: str, imports: Sequence[str], folder: str
+) -> NoReturn:
+    for descriptor, path in ((1, out), (2, err)):
+        opened = os.open(path, SAID)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(folder)
+    for name in imports:
+        importlib.import_module(name)
+    _run(words, environment)
+
+
+def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be `python` with a command line; what it imported before is there already."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    subprocess_handler.Popen = _Rank  # type: ignore[attr-defined]
+    code = 1
+    try:
+        if words[:2] == ["-m", "torch.distributed.run"]:
+            torchrun.main(words[2:])
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Rank:
+    """A rank of torchrun, forked off it in place of a new interpreter."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for kind in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(kind, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _run([word for word in args[1:] if word != "-u"], env)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
