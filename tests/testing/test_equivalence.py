@@ -108,7 +108,7 @@ def test_what_a_case_raises_is_reported_with_the_case(monkeypatch):
 def test_what_answers_skewed_routing_is_named():
     plain = dataclasses.replace(draw_case(0), plan=Plan(), placement="none", experts_move=False, by_policy=False)
     assert answers(plain) == []
-    plan = Plan(replication="shadow", token_budget=4, peer_groups=2)
+    plan = Plan(replication="shadow", memory_budget=4, peer_groups=2)
     loaded = dataclasses.replace(plain, plan=plan, experts_move=True)
     found = ["replication at random", "experts in random orders", "token budget", "steps (peer groups)"]
     assert answers(loaded) == found

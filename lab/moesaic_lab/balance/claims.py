@@ -8,6 +8,7 @@ from functools import partial
 
 from moesaic_lab.balance.config import RecordedLoads
 from moesaic_lab.balance.decisions import TimedDecision
+from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -21,7 +22,7 @@ EQUIVALENT = 1.03
 
 def claims(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (),
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
     return [
@@ -31,9 +32,8 @@ def claims(
         claimed("balance.share_of_forced_real", lambda: share_of_forced(cells, OURS), 0.97, ">="),
         claimed("balance.share_of_forced_real_placed", lambda: share_of_forced(cells, OURS_PLACED), None, ">="),
         claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
-        claimed("balance.memory_maxvio4", lambda: memory(cells, BOUNDED, BOUNDED), 1.2),
-        claimed("balance.memory_maxvio4_unbounded", lambda: memory(cells, OURS, OURS), None),
-        claimed("balance.memory_maxvio4_over_plain", lambda: memory(cells, BOUNDED, PLAIN), None),
+        claimed("balance.memory_worst", lambda: memory_worst(held, cells), 1.1),
+        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
         claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
@@ -125,19 +125,23 @@ def overhead(cells: Sequence[BalanceCell]) -> float:
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours with a token budget at MaxVio 4, least over beds."""
+    """Return the plain layer's time over ours with a memory budget at MaxVio 4, least over beds."""
     found = [cell.ratio(PLAIN, BOUNDED).median for cell in _at(cells, 4.0) if BOUNDED in cell.timings]
-    return min(some(found, "with MaxVio 4 and a token budget"))
+    return min(some(found, "with MaxVio 4 and a memory budget"))
 
 
-def memory(cells: Sequence[BalanceCell], name: str, reference: str) -> float:
-    """Return a method's peak of memory at MaxVio 4 over another's where loads are even, of one bed; the worst bed's."""
-    found = []
-    for cell in _at(cells, 4.0):
-        even = [other for other in _at(cells, 0.0) if other.job.case.place == cell.job.case.place]
-        both = [other for other in even if name in cell.peak_bytes and reference in other.peak_bytes]
-        found += [cell.peak_bytes[name] / other.peak_bytes[reference] for other in both]
-    return max(some(found, "with MaxVio 0 and 4 of one bed"))
+def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
+    """Return the bytes that a rank held under a memory budget over the budget, worst over loads, plans and beds."""
+    counted = [each.peak_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets")]
+    for cell in cells:
+        budget = cell.job.methods[BOUNDED].plan.memory_budget if BOUNDED in cell.peak_bytes else None
+        counted += [] if budget is None else [cell.peak_bytes[BOUNDED] / budget]
+    return max(counted)
+
+
+def memory_unbounded(held: Sequence[BudgetHeld]) -> float:
+    """Return the bytes that a rank held without a budget over the smallest budget of the same load, most over the loads."""
+    return max(each.unbounded_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets"))
 
 
 def decision_share(cells: Sequence[BalanceCell]) -> float:

@@ -22,7 +22,7 @@ from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SIMULATED, SHARES = "simulated", "shares"
+SIMULATED, SHARES, MEMORY = "simulated", "shares", "memory"
 """The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
@@ -268,7 +268,7 @@ class BalanceBenchConfig:
         Raises:
             InputError: for a name that is none.
         """
-        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
+        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else []), MEMORY]
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -290,6 +290,11 @@ class BalanceBenchConfig:
     def shares_forced(self) -> bool:
         """Whether shares of forced balance are asked for."""
         return self.shares is not None and (not self.only or SHARES in self.only)
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether memory under budgets is asked for."""
+        return not self.only or MEMORY in self.only
 
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []

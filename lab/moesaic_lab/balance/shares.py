@@ -57,19 +57,28 @@ class Share:
         return self.forced_seconds / self.seconds
 
 
-def shares_of_forced(config: SharesOfForced, folder: Path, seed: int, told: Told) -> list[Share]:
-    """Simulate every method under every load.
+def shares_of_forced(
+    config: SharesOfForced, folder: Path, seed: int, told: Told, made: Sequence[Share] = ()
+) -> list[Share]:  # fmt: skip
+    """Simulate every method under every load, but for what is made already.
 
     Args:
         config: what to simulate.
         folder: where its trace is.
         seed: of made-up loads.
         told: hears what is simulated.
+        made: shares that were simulated before.
     """
-    trace, found = Trace.open(folder / config.trace), []
+    trace, found = Trace.open(folder / config.trace), list(made)
+    known = {(each.cluster, each.ranks, each.ratio) for each in made}
     for ranks in config.ranks:
         larger = None
         for cluster in config.clusters:
+            first = cluster == config.clusters[0] and ranks == config.ranks[0]
+            ratios = dict.fromkeys((config.ratio, *(config.ratios if first else ())))
+            left = [ratio for ratio in ratios if (cluster, ranks, ratio) not in known]
+            if not left:
+                continue
             spec = read_cluster(cluster)
             larger = Larger(
                 SimulatedLoads(
@@ -78,8 +87,7 @@ def shares_of_forced(config: SharesOfForced, folder: Path, seed: int, told: Told
                 ),
                 read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
             )  # fmt: skip
-            first = cluster == config.clusters[0] and ranks == config.ranks[0]
-            for ratio in dict.fromkeys((config.ratio, *(config.ratios if first else ()))):
+            for ratio in left:
                 told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows")
                 found += list(_of(config, larger, trace, cluster, ratio, seed))
     return found

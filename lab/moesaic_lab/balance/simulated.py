@@ -54,14 +54,17 @@ class Forecast:
     """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
 
 
-def simulate(config: SimulatedLoads, seed: int, told: Told) -> list[Forecast]:
-    """Simulate all methods under all loads on clusters of all sizes.
+def simulate(config: SimulatedLoads, seed: int, told: Told, made: Sequence[Forecast] = ()) -> list[Forecast]:
+    """Simulate all methods under all loads on clusters of all sizes, but for what is made already.
 
     Raises:
         InputError: if the cluster's nodes do not make up a number of ranks, or no routing has a load.
     """
-    found = []
+    found, known = list(made), {(each.ranks, each.max_vio) for each in made}
     for ranks in config.ranks:
+        loads = [load for load in config.max_vio if (ranks, load) not in known]
+        if not loads:
+            continue
         spec = read_cluster(config.cluster)
         nodes, rest = divmod(ranks, spec.devices_per_node)
         if rest or not nodes:
@@ -70,7 +73,7 @@ def simulate(config: SimulatedLoads, seed: int, told: Told) -> list[Forecast]:
             )
         spec = read_cluster(config.cluster, nodes=nodes)
         cluster = Larger(config, spec, ranks)
-        for load in config.max_vio:
+        for load in loads:
             told(f"simulated: {ranks} ranks, MaxVio {load:g}")
             routes = made_up(
                 Skew(

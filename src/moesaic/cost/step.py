@@ -233,7 +233,7 @@ class StepCostModel:
             limits=limits,
         )
 
-    def memory(self, forward: Program, backward: Program, grid: Grid, *, token_budget: int | None = None) -> Memory:
+    def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
         """Return what a rank needs.
 
         Attention with fused scores keeps 15 values of a token's width a layer, a dense feed-forward layer its input and its
@@ -243,11 +243,11 @@ class StepCostModel:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
             grid: the layout, etp factored as the plan wants it.
-            token_budget: rows that a rank's experts hold at most.
+            memory_budget: bytes that a layer holds at most.
         """
         model, layer = self.model, self.model.layer
         tokens, width = layer.tokens, layer.dim * layer.element_bytes
-        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), token_budget)
+        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
         inner = tokens * (width + (layer.matrices - 1) * model.inner * layer.element_bytes) / grid.tp
         per_block = 7.5 * tokens * width / grid.tp
         blocks = model.num_layers * per_block + model.moe_layers * kept + (model.num_layers - model.moe_layers) * inner
