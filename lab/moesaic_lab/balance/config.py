@@ -59,6 +59,8 @@ class BalancePlace:
     """Tokens of each."""
     repeats: int = 8
     """How often each method is timed, all in turn."""
+    slow_rank: float = 1.0
+    """Speed of the last rank's products, over that of the others."""
     pairs: int = 30
     """How often ours and the methods that are near it are."""
     learning_calls: int = 120
@@ -211,6 +213,8 @@ class SharesOfForced:
     experts_per_rank: int = 4
     top_k: int = 2
     persistence: float = 0.98
+    slow_rank: float = 0.5
+    """Speed of the last rank's products, over that of the others, under an even load that is simulated besides."""
 
     def tokens(self, ratio: float) -> int:
         """Return the tokens of a rank at which an expert's weights have so many times its rows."""

@@ -97,7 +97,7 @@ class Larger:
     """
 
     def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int, like: Larger | None = None) -> None:
-        self.config, self.layer = config, config.layer(ranks)
+        self.config, self.spec, self.layer = config, spec, config.layer(ranks)
         self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)

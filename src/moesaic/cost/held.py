@@ -103,9 +103,9 @@ class HeldBytes:
         steps = [*forward.steps(set(names)), *backward.steps(set())]
         wide = max(WIDE, experts.element_bytes)
         tokens, weights = forward.slots["x"].layout, forward.slots["w"].layout
-        sums: Bytes = Counter({tokens: experts.dim * wide, weights: experts.unit_numbers * wide})
+        sums = _of(tokens, experts.dim * wide) + _of(weights, experts.unit_numbers * wide)
         if wide > experts.element_bytes:
-            sums += Counter({tokens: experts.dim * experts.element_bytes})
+            sums += _of(tokens, experts.dim * experts.element_bytes)
         self._terms = list(dict.fromkeys(term for step in (*steps, kept, sums) for term in step))
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept, sums])
@@ -168,7 +168,7 @@ class _Walk:
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes of a slot."""
         slot = self.slots[name]
-        return Counter({slot.layout: self._row_bytes(slot)})
+        return _of(slot.layout, self._row_bytes(slot))
 
     def kept_inside(self, task: Task) -> Bytes:
         """Return the bytes that an expert task keeps besides its input."""
@@ -180,7 +180,7 @@ class _Walk:
         weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
         held = [len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)]
         shards = max(1, max(held) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(held))))))
-        return Counter({rows.layout: numbers * shards * self.experts.element_bytes})
+        return _of(rows.layout, numbers * shards * self.experts.element_bytes)
 
     def _is_input(self, name: str) -> bool:
         return self.slots[name].kind is Kind.ROWS
@@ -227,12 +227,12 @@ class _Walk:
         world = range(self.shapes.grid.world)
         sent, received = ([one(move, rank) for rank in world] for one in (self.shapes.sent, self.shapes.received))
         held, made = ([self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target))
-        leaves = Counter({source.layout: self._row_bytes(source) * _times(sent, held)})
+        leaves = _of(source.layout, self._row_bytes(source) * _times(sent, held))
         if not joined and _is_whole(sent, held):
             leaves = Counter()
         if source.layout.flow == "weights":
-            leaves += Counter({source.layout: self._row_bytes(source)})  # packed
-        arrives = Counter({target.layout: self._row_bytes(target) * _times(received, made)})
+            leaves += self.slot_bytes(task.reads[0])  # packed
+        arrives = _of(target.layout, self._row_bytes(target) * _times(received, made))
         return leaves, arrives, not joined and _is_whole(received, made)
 
     def stays(self, task: Task) -> bool:
@@ -248,7 +248,7 @@ class _Walk:
         move = Move(source.layout, target.layout, task.group, reduces(source, target))
         size = self.coded(source, self._codecs.get(task.of, ""))
         ways = (_Hop(move, task.link, task.group, task.hop, arrives) for arrives in (False, True))
-        leaves, arrives = (Counter({way: size}) for way in ways)
+        leaves, arrives = (_of(way, size) for way in ways)
         return leaves, arrives
 
     def coded(self, slot: Slot, codec: str | None) -> int:
@@ -268,7 +268,7 @@ class _Walk:
             return self._inside(task, self.experts.backward)
         if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
             rows, tokens = self.slots[task.reads[0]].layout, self.slots[task.writes[0]].layout
-            return Counter({rows: self.experts.dim * WIDE}) + Counter({tokens: self.experts.dim * WIDE})
+            return _of(rows, self.experts.dim * WIDE) + _of(tokens, self.experts.dim * WIDE)
         if task.op is Op.UNPACK:
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:
@@ -356,7 +356,7 @@ class _Alive:
                 source = walk.slots[task.of[0]]
                 self._alive[name] = walk.slot_bytes(task.of[0])
                 if walk.coded(source, task.codec) < walk.coded(source, ""):
-                    self._alive[name] = self._alive[name] + Counter({source.layout: walk.coded(source, task.codec)})
+                    self._alive[name] = self._alive[name] + _of(source.layout, walk.coded(source, task.codec))
             else:
                 self._alive[name] = walk.slot_bytes(name)
         if task.op is Op.EXPERT:
@@ -381,6 +381,10 @@ class _Alive:
     def _note(self, *more: Bytes) -> None:
         flying = [each for flight in self._flights.values() for each in flight]
         self.found.append(_joined([*self._alive.values(), *flying, self._idle, *more]))
+
+
+def _of(term: _Term, size: int) -> Bytes:
+    return Counter({term: size})
 
 
 def _joined(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
