@@ -57,8 +57,8 @@ def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
 
 
 def over_best_single(cells: Sequence[BalanceCell]) -> float:
-    """Return our time over that of the fastest single technique, worst over all cases, at the 95 % bound; 1 where the two cannot
-    be told apart (`is_equivalent`)."""
+    """Return our time over that of the fastest single technique, worst over all cases, at the 95 % bound; 1 where the two
+    cannot be told apart (`is_equivalent`)."""
     found = [1.0 if is_equivalent(cell) else against_best(cell).high for cell in some(list(cells), "with all methods")]
     return max(found)
 

@@ -244,6 +244,8 @@ class BalanceBenchConfig:
     loads: tuple[RecordedLoads, ...] = ()
     simulated: SimulatedLoads | None = None
     shares: SharesOfForced | None = None
+    memory: bool = False
+    """Count the bytes that a layer holds under memory budgets."""
     only: tuple[str, ...] = field(default=())
     """Cases, beds or `simulated`; () for everything."""
     folder: Path = Path()
@@ -272,7 +274,8 @@ class BalanceBenchConfig:
         Raises:
             InputError: for a name that is none.
         """
-        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else []), MEMORY]
+        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
+        known += [MEMORY] if self.memory else []
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -298,7 +301,7 @@ class BalanceBenchConfig:
     @property
     def counts_memory(self) -> bool:
         """Whether memory under budgets is asked for."""
-        return not self.only or MEMORY in self.only
+        return self.memory and (not self.only or MEMORY in self.only)
 
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []
