@@ -60,7 +60,7 @@ class Compiled:
     options: tuple[Compiled, ...] = ()
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
     again: Program | None = None
-    """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
+    """Of a plan with a memory budget: what a slice that was not kept runs once more before its backward program."""
 
     @cached_property
     def is_multicast(self) -> bool:

@@ -66,7 +66,7 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Let the MoE layers of a run on one process run in slices where the plan has a token budget.
+    """Let the MoE layers of a run on one process run in slices where the plan has a memory budget.
 
     Args:
         model: on its device.

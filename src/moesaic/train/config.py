@@ -422,7 +422,7 @@ class TrainConfig:
 
     @property
     def layer_plan(self) -> Plan:
-        """What the MoE layers run by: `plan` with what `balance` says of replication and the token budget."""
+        """What the MoE layers run by: `plan` with what `balance` says of replication and the memory budget."""
         static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
         return Plan(**static, replication=self.balance.replication, memory_budget=self.balance.memory_budget)
 
