@@ -251,24 +251,37 @@ class LayoutIndex(AbstractLayoutIndex):
         return None
 
     def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`."""
+        """Match the pieces of all ranks that exchange with `rank`: what they hold is sorted by number, and looked up at once."""
         members = self.grid.group(rank, move.group)
+        held = [self.pieces(move.source, member) for member in members]
+        number = np.concatenate([each.number for each in held])
+        holder = np.repeat(np.arange(len(members)), [len(each.number) for each in held])
+        place = np.concatenate([np.arange(len(each.number)) for each in held])
+        order = np.lexsort((holder, number))
+        number, holder, place = number[order], holder[order], place[order]
         sends: dict[int, list[tuple[int, np.ndarray]]] = {member: [] for member in members}
-        for target in members:
-            wanted = self.pieces(move.target, target)
-            still_open = np.ones(len(wanted.number), dtype=bool)
-            splits: list[tuple[int, np.ndarray]] = []
-            for source in sorted(members, key=lambda member: (member != target, member)):
-                where = find(self.pieces(move.source, source), wanted.number)
-                use = (where >= 0) & (still_open | move.reduce)
-                still_open &= where < 0
-                if use.any():
-                    splits.append((source, np.flatnonzero(use)))
-                    sends[source].append((target, where[use]))
-            assert not still_open.any(), f"rank {target} wants pieces that no rank of its group holds"
-            self._received[(move, target)] = matched(sorted(splits, key=lambda lot: lot[0]))
-        for source, splits in sends.items():
-            self._sent[(move, source)] = matched(splits)
+        for index, target in enumerate(members):
+            wanted = self.pieces(move.target, target).number
+            first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
+            if move.reduce:
+                count = end - first
+                here = np.repeat(np.arange(len(wanted)), count)
+                at = np.arange(len(here)) + np.repeat(first - (count.cumsum() - count), count)
+                source, there = holder[at], place[at]
+            else:  # its own piece, else that of the lowest rank
+                own, here = find(held[index], wanted), np.arange(len(wanted))
+                first = np.minimum(first, max(len(number) - 1, 0))
+                source = np.where(own >= 0, index, holder[first] if len(number) else 0)
+                there = np.where(own >= 0, own, place[first] if len(number) else 0)
+            known = number[end - 1] == wanted if len(number) else np.zeros(len(wanted), dtype=bool)
+            assert known.all(), f"rank {target} wants pieces that no rank of its group holds"
+            by_source = np.argsort(source, kind="stable")
+            splits = np.split(by_source, np.flatnonzero(np.diff(source[by_source])) + 1) if len(by_source) else []
+            self._received[(move, target)] = matched([(members[source[each[0]]], here[each]) for each in splits])
+            for each in splits:
+                sends[members[source[each[0]]]].append((target, there[each]))
+        for member, lots in sends.items():
+            self._sent[(move, member)] = matched(lots)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if not FLOWS[layout.flow].is_cut:
