@@ -59,7 +59,6 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench replicated_weights --json $(RESULTS)/replicated_weights.json
 	$(BIN)/moesaic bench placement_gaps --json $(RESULTS)/placement_gaps.json
 	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
-	$(BIN)/moesaic bench token_budget --json $(RESULTS)/token_budget.json --picture $(PICTURES)/token_budget.svg
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/moesaic bench tiny --json $(RESULTS)/tiny.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json

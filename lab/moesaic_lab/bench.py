@@ -47,7 +47,6 @@ BENCHMARKS = {
     "simulator": ("simulator", "how long the simulator takes"),
     "soak": ("soak", "memory, descriptors and threads of a long run whose plans change"),
     "stages": ("stages", "training in pipeline stages, beside one process"),
-    "token_budget": ("token_budget", "speed and memory under budgets of rows"),
     "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),
     "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
     "transports": ("transports", "sockets beside Gloo"),

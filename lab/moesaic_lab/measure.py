@@ -156,7 +156,7 @@ def timed(
     }
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
+def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Ratio:
     """Return the median of a / b over repeats, with its 95 % interval by the percentile bootstrap.
 
     The resampling is seeded: the same times give the same interval. Efron and Tibshirani, An Introduction to the
@@ -165,9 +165,10 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Ratio:
     Args:
         a: seconds per repeat.
         b: seconds of the same repeats.
+        level: of another interval; 0.9 is that of two one-sided tests at 5 %.
     """
     assert len(a) == len(b) > 0, f"{len(a)} and {len(b)} repeats do not pair"
     ratios = np.asarray(a, dtype=np.float64) / np.asarray(b, dtype=np.float64)
     drawn = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
+    low, high = np.percentile(np.median(drawn, axis=1), (50 - 50 * level, 50 + 50 * level)).tolist()
     return Ratio(median=float(np.median(ratios)), low=low, high=high, repeats=len(ratios))

@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.balance.replication.bounded import (
     fitting_tables,
-    limits_of_ranks,
+    limits,
     rows_for_weights,
     seconds,
     within_budget,
@@ -20,10 +20,10 @@ from moesaic.balance.slices import cut
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.budget import holders_of
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.runtime.balance.budget import holders_of
 
 GRIDS = {
     "ep 4": Grid(world=4, ep=4, ranks_per_node=2),
@@ -122,20 +122,29 @@ def test_a_slice_by_hand() -> None:
     ]
     assert found.rows(1, (1,))[0].tolist() == [2]
     assert found.rows(0, (1,))[0].tolist() == [0, 1, 3]
-    assert (found.rows_over, found.loads.tolist()) == (5, [1, 9, 1])
+    assert found.loads.tolist() == [1, 9, 1]
+    assert (found.share_again, replace(found, kept=2).share_again) == (5 / 9, 1 / 9)
 
 
 def test_no_rows_are_one_slice() -> None:
     work = compile_plan(Plan(), GRIDS["ep 4"])
     nothing = np.zeros((4, EXPERTS), dtype=np.int64)
     found = cut(holders_of(work, EXPERTS), nothing, None, 1)
-    assert (found.num_slices, found.rows_over, found.copies(0).sum()) == (1, 0, 0)
+    assert (found.num_slices, found.share_again, found.copies(0).sum()) == (1, 0.0, 0)
 
 
 def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
     """(ep,) rows that each place computes, one rank per place."""
     staying = load.copies.sum(0) - replicated.sum((0, 2))
     return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
+
+
+def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
+    """(world,) rows that each rank may compute beside replicated weights."""
+    found = np.zeros(len(load.copies), dtype=np.int64)
+    for replica in replica_loads(load, ReplicationCosts()):
+        found[replica.origins] = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)[:, None]
+    return found
 
 
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
@@ -184,10 +193,10 @@ def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices()
     load = CallLoad(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
     none = np.zeros((4, 4, 4), dtype=np.int64)
     costs = ReplicationCosts(machine=Machine(tflops=1e-3))
-    whole, in_slices = seconds(load, costs, none, 1), seconds(load, costs, none, 4)
+    whole, in_slices = seconds(load, costs, none, 1, 0.0), seconds(load, costs, none, 4, 0.75)
     assert 1.15 * whole < in_slices < 1.5 * whole
     tables = fitting_tables(load, none, 6000, 3)
-    assert seconds(load, costs, tables[0], 1) < 0.5 * whole
+    assert seconds(load, costs, tables[0], 1, 0.0) < 0.5 * whole
     assert len(tables) == 2
     assert rows_of(load, tables[1]).max() < rows_of(load, tables[0]).max(), (
         "where the budget allows more, a more even table"
@@ -207,16 +216,16 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
 def test_budgets_below_one_token_are_refused() -> None:
     for budget in (0, -4):
         with pytest.raises(
-            InputError, match=rf"plan\.token_budget={budget}: choose at least 1 token copy per rank"
+            InputError, match=rf"plan\.memory_budget={budget}: choose bytes per rank, at least 1"
         ) as found:
-            Plan(token_budget=budget)
+            Plan(memory_budget=budget)
         assert "\n" not in str(found.value)
-    with pytest.raises(InputError, match=r"plan\.token_budget=8 clashes with plan\.all_to_all=deepep"):
-        compile_plan(Plan(token_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
+    with pytest.raises(InputError, match=r"plan\.memory_budget=8 clashes with plan\.all_to_all=deepep"):
+        compile_plan(Plan(memory_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
 
 
 def test_plans_that_cut_or_replicate_differently_are_told_apart() -> None:
     """Their programs are the same, but what each call runs where is not."""
-    plans = [Plan(), Plan(token_budget=8), Plan(replication="spill"), Plan(replication="shadow")]
+    plans = [Plan(), Plan(memory_budget=8), Plan(replication="spill"), Plan(replication="shadow")]
     digests = {compile_plan(replace(plan), GRIDS["ep 4"]).digest for plan in plans}
     assert len(digests) == 4

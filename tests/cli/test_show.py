@@ -131,7 +131,7 @@ def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture
 
 def test_what_a_slice_runs_again_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """The dispatch and the experts of the forward program, and no combine."""
-    found = shown(capsys, *S1, *SMALL, "--plan.token-budget", "4")
+    found = shown(capsys, *S1, *SMALL, "--plan.memory-budget", "4")
     assert list(found) == ["forward", "backward", "again"]
     tasks = {name: [row["task"] for row in found[name]["rows"]] for name in found}
     assert tasks["again"] == [task for task in tasks["forward"] if task in ("x_mine", "g", "h")]
@@ -247,7 +247,7 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
         ("--samples 4", "sample placement needs plan.schedule=s1"),
         ("--plan.schedule s1 --samples 4", "--samples 4: needs --mesh.tp 1"),
         ("--plan.schedule s1 --mesh.tp 1 --layer.tokens 4095 --samples 4", "samples among which a rank's 4095 tokens"),
-        ("--plan.schedule s1 --mesh.tp 1 --plan.token-budget 9 --samples 4", "clashes with token_budget=9"),
+        ("--plan.schedule s1 --mesh.tp 1 --plan.memory-budget 9 --samples 4", "clashes with memory_budget=9"),
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),

@@ -33,7 +33,7 @@ from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decid
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
-from moesaic_lab.balance.shares import MADE_UP, RECORDED, shares_of_forced
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, shares_of_forced
 from moesaic_lab.balance.simulated import machine_of, simulate
 from moesaic_testbed import refusal
 
@@ -197,7 +197,14 @@ def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should(
 def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Path) -> None:
     config = SharesOfForced(clusters=("dgx-h100",), ranks=(8,), layers=(5,), max_vio=(0.0,), ratios=(1.0,), hidden=64)
     found = shares_of_forced(config, COMMITTED.parent, 0, str)
-    assert {(each.load, each.ratio) for each in found} == {(RECORDED, 0.14), (MADE_UP, 0.14), (RECORDED, 1.0)}
+    kinds = {(RECORDED, 0.14), (MADE_UP, 0.14), (SLOW, 0.14), (RECORDED, 1.0)}
+    assert {(each.load, each.ratio) for each in found} == kinds
+    again = shares_of_forced(config, COMMITTED.parent, 0, pytest.fail, found)  # type: ignore[arg-type]
+    assert again == found, "what is there is not made again"
+    slow = {each.method: each for each in found if each.load == SLOW}
+    assert slow[PLAIN].of_forced < 0.75
+    assert slow["spill"].of_forced > 1.1 * slow[PLAIN].of_forced, "copies go where they are computed sooner"
+    assert slow[OURS].of_forced >= 0.97 * slow["spill"].of_forced
     even = {each.method: each for each in found if each.load == MADE_UP}
     assert even[PLAIN].of_forced == pytest.approx(1.0, abs=0.01)
     assert {each.step for each in found if each.load == RECORDED} == {10}
@@ -301,6 +308,12 @@ def test_a_machine_without_rights_can_still_simulate(
     assert main(["bench", "balance", "--config", str(config), "--only", "simulated", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {row["part"] for row in told["rows"]} == {"simulated"}
+    results = tmp_path / "found.json"
+    results.write_text(json.dumps(told))
+    monkeypatch.setattr("moesaic_lab.balance.simulated.Larger", None)
+    flags = ["--config", str(config), "--only", "simulated", "--json", str(results), "--keep"]
+    assert main(["bench", "balance", *flags]) == 0
+    assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
     assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_speedup_maxvio2") > 1
 
 

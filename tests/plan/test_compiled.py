@@ -160,7 +160,7 @@ def test_samples_that_move_change_layouts_of_the_plans_own_programs(plan: Plan, 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"token_budget": 5}, "clashes with token_budget=5"),
+        ({"memory_budget": 5}, "clashes with memory_budget=5"),
         ({"replication": "shadow"}, "clashes with replication"),
         ({"all_to_all": "deepep"}, "clashes with plan.all_to_all=deepep"),
     ],
@@ -172,7 +172,7 @@ def test_plans_under_which_samples_cannot_move_say_so(fields: dict[str, object],
 
 @pytest.mark.parametrize("replication", ["none", "shadow", "arbiter"])
 def test_what_a_slice_runs_again_is_compiled_with_the_plan(replication: str) -> None:
-    plan = Plan(token_budget=7, replication=replication, chunks=2)
+    plan = Plan(memory_budget=7, replication=replication, chunks=2)
     compiled = compile_plan(plan, Grid(world=4, ep=4, ranks_per_node=2))
     for each in (compiled, *compiled.options, *([compiled.unreplicated] if compiled.unreplicated else [])):
         assert each.again is not None
@@ -182,4 +182,4 @@ def test_what_a_slice_runs_again_is_compiled_with_the_plan(replication: str) -> 
         experts = [task.name for task in each.forward.tasks if task.op is Op.EXPERT]
         assert set(experts) <= set(names)
         assert not any(task.op is Op.COMBINE for task in each.again.tasks)
-    assert compile_plan(replace(plan, token_budget=None), compiled.grid).again is None
+    assert compile_plan(replace(plan, memory_budget=None), compiled.grid).again is None

@@ -85,6 +85,6 @@ def test_an_unknown_order_is_refused_with_those_that_there_are() -> None:
 
 
 def test_whole_numbers_of_numpy_become_pythons() -> None:
-    plan = Plan(chunks=np.int64(2), gather_weights=np.int32(0), token_budget=np.int64(9))
-    assert plan == Plan(chunks=2, gather_weights=0, token_budget=9)
-    assert {type(value) for value in (plan.chunks, plan.gather_weights, plan.token_budget)} == {int}
+    plan = Plan(chunks=np.int64(2), gather_weights=np.int32(0), memory_budget=np.int64(9))
+    assert plan == Plan(chunks=2, gather_weights=0, memory_budget=9)
+    assert {type(value) for value in (plan.chunks, plan.gather_weights, plan.memory_budget)} == {int}

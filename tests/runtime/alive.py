@@ -9,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic_lab.balance.memory import Unwatched
+
+__all__ = ["AliveBytes", "Unwatched"]
 
 
 class AliveBytes(TorchDispatchMode):
@@ -40,29 +42,3 @@ class AliveBytes(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
-
-
-class Unwatched(AbstractTransport):
-    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none.
-
-    Args:
-        transport: the one that moves the bytes.
-    """
-
-    def __init__(self, transport: AbstractTransport) -> None:
-        super().__init__(transport.rank, transport.world, transport.device)
-        self._transport = transport
-
-    def issue(self, transfer: Transfer) -> Handle:
-        """Start a transfer."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            return self._transport.issue(transfer)
-
-    def wait(self, handle: Handle) -> None:
-        """Wait for a transfer."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            self._transport.wait(handle)
-
-    def take_tags(self, num_tags: int) -> int:
-        """Take tags of the transport."""
-        return self._transport.take_tags(num_tags)

@@ -17,6 +17,7 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic.testing.equivalence import budget_by_rows
 
 DIM, HIDDEN, EXPERTS = 4, 8, 4
 
@@ -44,9 +45,10 @@ def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
 
 
 def on_mesh(layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan | Compiled) -> MoE:
-    """A copy of a layer, spread over a mesh."""
+    """A copy of a layer, spread over a mesh; a budget of its plan counts rows at a rank's experts."""
     layer = copy.deepcopy(layer)
     layer.parallelize(Mesh(grid, transport), plan)
+    budget_by_rows(layer)
     return layer
 
 

@@ -133,7 +133,7 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass(
                 kept.append(set(wanted)), then(run, program, inputs, wanted)
             )[1]
         )  # fmt: skip
-    layer = on_mesh(make_layer(), ONE, NoTransport(), Plan(token_budget=budget))
+    layer = on_mesh(make_layer(), ONE, NoTransport(), Plan(memory_budget=budget))
     layer(tokens_of(0))
     assert any(names > {"y"} for names in kept)
     kept.clear()

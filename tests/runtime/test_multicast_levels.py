@@ -46,7 +46,7 @@ def case_of(seed: int, grid: Grid) -> Case:
         chunks=rng.choice([1, 2, 3]),
         order=drawn.plan.order,
         gather_weights=rng.choice([None, 1]) if grid.etp == 2 else None,
-        token_budget=rng.choice([None, None, 3]),
+        memory_budget=rng.choice([None, None, 3]),
     )
     longest = max(1, *(length for of_groups in drawn.lengths for length in of_groups))
     router = "softmax" if looks_across_tokens(drawn.router) or drawn.router == "hash" else drawn.router

@@ -66,7 +66,7 @@ def test_cases_have_every_feature(summary):
     wanted += ["loss=importance", "overlap_gather", "padding", "recompute", "evaluate", "shared", "accumulation"]
     wanted += ["group without tokens", "uneven groups", "several nodes", "capacity per rank", "admission by score"]
     wanted += ["coded, exact", "padded capacity", "apply_weight=before"]
-    wanted += [f"balance={answer}" for answer in BALANCE if answer != "token budget"]  # no drawn plan has one yet
+    wanted += [f"balance={answer}" for answer in BALANCE if answer != "memory budget"]  # no drawn plan has one yet
     assert {name: summary.features[name] for name in wanted if summary.features[name] < LEAST} == {}
 
 
@@ -108,9 +108,9 @@ def test_what_a_case_raises_is_reported_with_the_case(monkeypatch):
 def test_what_answers_skewed_routing_is_named():
     plain = dataclasses.replace(draw_case(0), plan=Plan(), placement="none", experts_move=False, by_policy=False)
     assert answers(plain) == []
-    plan = Plan(replication="shadow", token_budget=4, peer_groups=2)
+    plan = Plan(replication="shadow", memory_budget=4, peer_groups=2)
     loaded = dataclasses.replace(plain, plan=plan, experts_move=True)
-    found = ["replication at random", "experts in random orders", "token budget", "steps (peer groups)"]
+    found = ["replication at random", "experts in random orders", "memory budget", "steps (peer groups)"]
     assert answers(loaded) == found
     assert answers(dataclasses.replace(loaded, by_policy=True)) == ["shadow", *found[1:]]
     assert answers(dataclasses.replace(plain, plan=Plan(replication="spill"))) == ["spill"]

@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from moesaic.errors import InputError
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalanceBenchConfig, read_config
 from moesaic_lab.balance.decisions import TimedDecision, decisions
+from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import NOTES, all_rows, tables
+from moesaic_lab.balance.rows import NOTES, PARTS, all_rows, tables
 from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.shares import Share, shares_of_forced
 from moesaic_lab.balance.simulated import Forecast, simulate
-from moesaic_lab.benchmark import Told, emulated
+from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 
-Found = tuple[list[BalanceCell], list[Forecast], list[Share], list[TimedDecision]]
-"""What was measured, what was simulated, the shares of forced balance, and decisions by themselves."""
+T = TypeVar("T")
 
 
-def measure(config: BalanceBenchConfig, told: Told) -> Found:
+@dataclass(frozen=True, kw_only=True)
+class BalanceOptions(EmulatedOptions):
+    """What the benchmark can be asked for."""
+
+    keep: bool = False
+    """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again."""
+
+
+class Found(NamedTuple):
+    """What was found."""
+
+    cells: list[BalanceCell]
+    forecasts: list[Forecast]
+    shares: list[Share]
+    decided: list[TimedDecision]
+    held: list[BudgetHeld]
+
+
+def cases(options: BalanceOptions) -> BalanceBenchConfig:
+    """Return what is asked for."""
+    if options.keep and options.json in (None, "-"):
+        raise InputError("--keep takes rows from the file of --json: name that file")
+    config = read_config(Path(options.config)) if options.config else read_config()
+    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    if config.cases():
+        require_cluster()
+    return config
+
+
+def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> Found:
     """Measure on one bed after the other, then simulate."""
-    cells, forecasts, shares, decided = run(config, told), list[Forecast](), list[Share](), list[TimedDecision]()
+    there = Path(options.json) if options.keep and options.json else None
+    rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
+    forecasts, shares, decided, held = (
+        kept(rows, part, kind) for part, kind in zip(PARTS, (Forecast, Share, TimedDecision, BudgetHeld))
+    )
+    cells = run(config, told)
     if config.simulates:
         assert config.simulated is not None
-        forecasts = simulate(config.simulated, config.seed, told)
+        forecasts = simulate(config.simulated, config.seed, told, forecasts)
     if config.shares_forced:
         assert config.shares is not None
         decided = decisions()
-        shares = shares_of_forced(config.shares, config.folder, config.seed, told)
-    return cells, forecasts, shares, decided
+        shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
+    if config.counts_memory:
+        held = held or budgets_held(told)
+    return Found(cells, forecasts, shares, decided, held)
 
 
-BENCHMARK = emulated(
+def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:
+    """Return what rows of a part were made of."""
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == part and names[0] in row]
+
+
+BENCHMARK = Benchmark(
     name="balance",
     description="Measure answers to skewed routing in turn on an emulated cluster, with virtual compute.",
-    notes=NOTES, read_config=read_config, run=measure, needs_cluster=lambda config: bool(config.cases()),
-    rows=lambda found: all_rows(*found),
+    options=BalanceOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda found: all_rows(*found),
     claims=lambda found: claims(*found), columns=lambda found: tables(*found[:3]), panels=lambda found: panels(*found[:3]),
     title="One MoE layer under skewed routing, virtual compute", panels_in_a_row=3,
 )  # fmt: skip

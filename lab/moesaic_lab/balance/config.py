@@ -22,7 +22,7 @@ from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SIMULATED, SHARES = "simulated", "shares"
+SIMULATED, SHARES, MEMORY = "simulated", "shares", "memory"
 """The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
@@ -59,6 +59,8 @@ class BalancePlace:
     """Tokens of each."""
     repeats: int = 8
     """How often each method is timed, all in turn."""
+    slow_rank: float = 1.0
+    """Speed of the last rank's products, over that of the others."""
     pairs: int = 30
     """How often ours and the methods that are near it are."""
     learning_calls: int = 120
@@ -211,6 +213,8 @@ class SharesOfForced:
     experts_per_rank: int = 4
     top_k: int = 2
     persistence: float = 0.98
+    slow_rank: float = 0.5
+    """Speed of the last rank's products, over that of the others, under an even load that is simulated besides."""
 
     def tokens(self, ratio: float) -> int:
         """Return the tokens of a rank at which an expert's weights have so many times its rows."""
@@ -240,6 +244,8 @@ class BalanceBenchConfig:
     loads: tuple[RecordedLoads, ...] = ()
     simulated: SimulatedLoads | None = None
     shares: SharesOfForced | None = None
+    memory: bool = False
+    """Count the bytes that a layer holds under memory budgets."""
     only: tuple[str, ...] = field(default=())
     """Cases, beds or `simulated`; () for everything."""
     folder: Path = Path()
@@ -269,6 +275,7 @@ class BalanceBenchConfig:
             InputError: for a name that is none.
         """
         known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
+        known += [MEMORY] if self.memory else []
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -290,6 +297,11 @@ class BalanceBenchConfig:
     def shares_forced(self) -> bool:
         """Whether shares of forced balance are asked for."""
         return self.shares is not None and (not self.only or SHARES in self.only)
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether memory under budgets is asked for."""
+        return self.memory and (not self.only or MEMORY in self.only)
 
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []

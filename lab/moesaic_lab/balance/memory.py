@@ -6,12 +6,25 @@ share two cores, and writes on their output.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.layer import MoE
+from moesaic.plan.budget import BudgetUse
+from moesaic.plan.plan import Plan
+from moesaic.program.grid import Grid
+from moesaic.runtime.balance.calls import BalancedCalls
+from moesaic_lab.balance.router import ToldRouter
 
 
 class Alive(TorchDispatchMode):
@@ -64,3 +77,118 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+class Unwatched(AbstractTransport):
+    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none.
+
+    Args:
+        transport: the one that moves the bytes.
+    """
+
+    def __init__(self, transport: AbstractTransport) -> None:
+        super().__init__(transport.rank, transport.world, transport.device)
+        self._transport = transport
+
+    def issue(self, transfer: Transfer) -> Handle:
+        """Start a transfer."""
+        with _disable_current_modes():
+            return self._transport.issue(transfer)
+
+    def wait(self, handle: Handle) -> None:
+        """Wait for a transfer."""
+        with _disable_current_modes():
+            self._transport.wait(handle)
+
+    def take_tags(self, num_tags: int) -> int:
+        """Take tags of the transport."""
+        return self._transport.take_tags(num_tags)
+
+
+GRID, PER_RANK, TOKENS, TOP_K = Grid(world=8, ep=8, ranks_per_node=2), 2, 192, 2
+"""Ranks, experts and tokens of each, and copies of a token, of the layer whose memory is counted."""
+WIDTHS = {"light weights": (96, 32), "heavy weights": (48, 256)}
+"""Width of a token, and inner width of an expert of three matrices."""
+LOADS = {"even": 0.0, "half of all to one rank": 3.0, "all to the experts of one rank": 7.0}
+"""Kinds of routing, and their MaxVio of ranks."""
+SHARES = (1.25, 2.0)
+"""Budgets, over what a rank holds of plain expert parallelism where loads are even."""
+REPLICATIONS = ("none", "spill", "arbiter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetHeld:
+    """What a layer held under a budget, of the rank that held most."""
+
+    weights: str
+    load: str
+    replication: str
+    over_even: float
+    """The budget, over what a rank holds where loads are even."""
+    promised_bytes: int
+    """The budget."""
+    peak_bytes: int
+    """That were alive at once, forward and backward."""
+    unbounded_bytes: int
+    """The same of plain expert parallelism without a budget."""
+    slices: int
+    kept_slices: int
+
+
+def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
+    """Run a layer under every budget and load, all ranks in this process, and count the bytes that are alive."""
+    found = []
+    for weights, (dim, hidden) in WIDTHS.items():
+        layer = MoE(dim, hidden, GRID.world * PER_RANK, TOP_K, router=ToldRouter, losses=())
+        even, _ = _held(layer, Plan(), LOADS["even"])
+        for load, max_vio in LOADS.items():
+            told(f"memory: {weights}, {load}")
+            unbounded, _ = _held(layer, Plan(), max_vio)
+            for replication in REPLICATIONS:
+                for share in SHARES:
+                    budget = int(share * even)
+                    peak, use = _held(layer, Plan(replication=replication, memory_budget=budget), max_vio)
+                    found.append(
+                        BudgetHeld(
+                            weights=weights, load=load, replication=replication, over_even=share, promised_bytes=budget,
+                            peak_bytes=peak, unbounded_bytes=unbounded, slices=use.slices, kept_slices=use.kept_slices,
+                        )
+                    )  # fmt: skip
+    return found
+
+
+def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
+    """Return the most bytes that a rank has alive in the second call of a layer, and what its budget did."""
+    chosen = _chosen(max_vio)
+
+    def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
+        layer = copy.deepcopy(whole)
+        layer.parallelize(Mesh(GRID, Unwatched(transport)), plan)
+        assert isinstance(layer.router, ToldRouter)
+        layer.router.tell(chosen)
+        x, dy = (torch.randn(TOKENS, whole.dim, requires_grad=needs) for needs in (True, False))
+
+        def step() -> None:
+            layer(x).backward(dy)
+
+        step()
+        x.grad = None
+        layer.zero_grad()
+        assert layer.on_mesh is not None
+        calls = layer.on_mesh.calls
+        if isinstance(calls, BalancedCalls):
+            calls.budget.take()
+        peak = peak_bytes(step)
+        return peak, calls.budget.take() if isinstance(calls, BalancedCalls) else BudgetUse()
+
+    found = run_ranks(GRID.world, rank)
+    return max(peak for peak, _ in found), found[0][1]
+
+
+def _chosen(max_vio: float) -> Tensor:
+    """Return each token's experts, (TOKENS, TOP_K) int64: the first rank's share of them is what a MaxVio asks for, the others
+    get equally many."""
+    here = round(TOKENS * (1 + max_vio) / GRID.world)
+    rest = torch.arange(TOKENS - here) % (GRID.world - 1) + 1
+    place = torch.cat([torch.zeros(here, dtype=torch.int64), rest])
+    return place.unsqueeze(1) * PER_RANK + torch.arange(TOP_K)

@@ -16,7 +16,7 @@ from moesaic.program.grid import Grid
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
 OURS_PLACED = "ours, experts placed"
-BOUNDED, LAER = "ours, token budget", "LAER re-layout"
+BOUNDED, LAER = "ours, memory budget", "LAER re-layout"
 """Methods that other modules name."""
 
 PARTS_PER_MESSAGE = 2.0
@@ -43,10 +43,10 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
 
     Args:
         grid: the mesh.
-        budget: copies that a rank's experts hold at most under the method that has a budget; None leaves it out.
+        budget: bytes that a rank holds at most under the method that has a budget; None leaves it out.
     """
     bounded = (
-        {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", token_budget=budget), is_single=False)}
+        {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", memory_budget=budget), is_single=False)}
         if budget
         else {}
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.run import BalanceCell
-from moesaic_lab.balance.shares import Share
+from moesaic_lab.balance.shares import SLOW, Share
 from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.pictures import Panel, PlottedSeries
 
@@ -22,7 +22,7 @@ def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: 
     """Return the panels of what was run: one per cluster and kind of load of shares of forced
     balance, two per bed, one for all recorded cases, three for all beds, one per simulated cluster."""
     made = []
-    drawn = [each for each in shares if each.ratio == BASE_RATIO]
+    drawn = [each for each in shares if each.ratio == BASE_RATIO and each.load != SLOW]
     for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
         found = [each for each in drawn if (each.cluster, each.ranks, each.load) == (cluster, ranks, load)]
         made.append(_shares(found, load))

@@ -188,7 +188,8 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
         transport: between the ranks.
     """
     place, counted = job.case.place, counts(job, plans, transport)
-    accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops) for name in job.methods}
+    speed = place.slow_rank if transport.rank == place.bed.world - 1 else 1.0
+    accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods}
     subjects = {
         name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name])) for name in job.methods
     }

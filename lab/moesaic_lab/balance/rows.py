@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from moesaic_lab.balance.decisions import TimedDecision
+from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
@@ -33,14 +34,19 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
+PARTS = ("simulated", "shares", "decision", "memory")
+"""Of the rows, besides those of beds: forecasts, shares of forced balance, decisions by themselves, memory under budgets."""
+
+
 def all_rows(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (),
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
-    simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]
-    alone = [{"part": "decision", **asdict(each)} for each in decided]
-    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated + alone
+    simulated = [{"part": PARTS[1], **asdict(each), "of_forced": each.of_forced} for each in shares]
+    alone = [{"part": PARTS[2], **asdict(each)} for each in decided]
+    counted = [{"part": PARTS[3], **asdict(each)} for each in held]
+    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated + alone + counted
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
@@ -87,19 +93,7 @@ def forecast_rows(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
     """Return what was simulated, as plain data."""
     plain = {(each.ranks, each.max_vio): each.seconds for each in forecasts if each.method == PLAIN}
     return [
-        {
-            "part": "simulated",
-            "ranks": each.ranks,
-            "max_vio": each.max_vio,
-            "method": each.method,
-            "seconds": each.seconds,
-            "plain_over_this": plain[each.ranks, each.max_vio] / each.seconds,
-            "communication_seconds": each.communication_seconds,
-            "computing_seconds": each.compute_seconds,
-            "replicated_experts": each.replicated_experts,
-            "option": each.option,
-            "decision_seconds": each.decision_seconds,
-        }
+        {"part": PARTS[0], **asdict(each), "plain_over_this": plain[each.ranks, each.max_vio] / each.seconds}
         for each in forecasts
     ]
 
@@ -129,7 +123,7 @@ FORECAST_COLUMNS = (
     Column(key="seconds", title="ms", show=milliseconds),
     Column(key="plain_over_this", title="plain / this", show=share),
     Column(key="communication_seconds", title="links ms", show=milliseconds),
-    Column(key="computing_seconds", title="computing ms", show=milliseconds),
+    Column(key="compute_seconds", title="computing ms", show=milliseconds),
     Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
     Column(key="option", title="chosen", is_text=True),
 )

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from moesaic.cost.held import ExpertSizes
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.budget import CountedCall, MemoryBudget
 from moesaic.program.grid import Grid
-from moesaic_lab.balance.config import BalanceBenchConfig
+from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.methods import methods
@@ -16,8 +21,8 @@ from moesaic_lab.measure import TimedCell, timed
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster, Launcher
 
-BUDGET = 1.25
-"""Rows of the method with a token budget, over a rank's under balance: the least under which nothing is cut into slices."""
+BUDGET = 1.5
+"""Bytes of the method with a memory budget, over what a rank holds of plain expert parallelism under balance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +64,7 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
     by_bed: dict[tuple[Bed, Grid, int], list[BalanceJob]] = {}
     for case in cases:
         place = case.place
-        job = BalanceJob(
-            case=case, methods=methods(place.grid, int(BUDGET * place.tokens_per_rank * place.top_k)), seed=config.seed
-        )
+        job = BalanceJob(case=case, methods=methods(place.grid, budget_of(place)), seed=config.seed)
         by_bed.setdefault((place.bed, place.grid, place.num_experts), []).append(job)
     with Launcher() as launcher:
         for (bed, _, _), jobs in by_bed.items():
@@ -69,6 +72,15 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
             with launcher.open(bed) as ranks:
                 cells += measure(ranks, jobs)
     return cells
+
+
+def budget_of(place: BalancePlace) -> int:
+    """Return the bytes of the method with a memory budget."""
+    world, rows = place.bed.world, place.tokens_per_rank * place.top_k
+    copies, compiled = np.full((world, place.num_experts), rows // place.num_experts), compile_plan(Plan(), place.grid)
+    experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
+    call = CountedCall(copies, np.full(world, place.tokens_per_rank), place.hidden, lambda: experts)
+    return int(BUDGET * MemoryBudget(compiled, place.num_experts).peak(compiled, None, call).max())
 
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:

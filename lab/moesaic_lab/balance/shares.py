@@ -4,7 +4,7 @@ routing each method keeps, under loads that others recorded, under made-up ones,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ from moesaic_lab.balance.methods import NETMOE, PLAIN
 from moesaic_lab.balance.simulated import Larger
 from moesaic_lab.benchmark import Told
 
-RECORDED, MADE_UP = "recorded", "made up"
-"""Kinds of loads."""
+RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
+"""Kinds of loads; under the last all experts get alike, and the last rank is slower."""
 UNASKED = (NETMOE, "smart + shadow")
 """Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
 
@@ -30,7 +30,7 @@ class Share:
     cluster: str
     ranks: int
     load: str
-    """`RECORDED` or `MADE_UP`."""
+    """`RECORDED`, `MADE_UP` or `SLOW`."""
     layer: int
     """Of a recorded load; -1 of others."""
     step: int
@@ -57,19 +57,28 @@ class Share:
         return self.forced_seconds / self.seconds
 
 
-def shares_of_forced(config: SharesOfForced, folder: Path, seed: int, told: Told) -> list[Share]:
-    """Simulate every method under every load.
+def shares_of_forced(
+    config: SharesOfForced, folder: Path, seed: int, told: Told, made: Sequence[Share] = ()
+) -> list[Share]:  # fmt: skip
+    """Simulate every method under every load, but for what is made already.
 
     Args:
         config: what to simulate.
         folder: where its trace is.
         seed: of made-up loads.
         told: hears what is simulated.
+        made: shares that were simulated before.
     """
-    trace, found = Trace.open(folder / config.trace), []
+    trace, found = Trace.open(folder / config.trace), list(made)
+    known = {(each.cluster, each.ranks, each.ratio) for each in made}
     for ranks in config.ranks:
         larger = None
         for cluster in config.clusters:
+            first = cluster == config.clusters[0] and ranks == config.ranks[0]
+            ratios = dict.fromkeys((config.ratio, *(config.ratios if first else ())))
+            left = [ratio for ratio in ratios if (cluster, ranks, ratio) not in known]
+            if not left:
+                continue
             spec = read_cluster(cluster)
             larger = Larger(
                 SimulatedLoads(
@@ -78,8 +87,9 @@ def shares_of_forced(config: SharesOfForced, folder: Path, seed: int, told: Told
                 ),
                 read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
             )  # fmt: skip
-            first = cluster == config.clusters[0] and ranks == config.ranks[0]
-            for ratio in dict.fromkeys((config.ratio, *(config.ratios if first else ()))):
+            for ratio in left:
+                if ratio == config.ratio:
+                    found += list(_slow(config, larger, cluster))
                 told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows")
                 found += list(_of(config, larger, trace, cluster, ratio, seed))
     return found
@@ -102,6 +112,24 @@ def _of(config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, rati
                     ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[PLAIN], own_forced_seconds=forced[name],
                     decision_seconds=deciding, replicated_experts=replicated,
                 )  # fmt: skip
+
+
+def _slow(config: SharesOfForced, larger: Larger, cluster: str) -> Iterator[Share]:
+    """Yield the shares where loads are even and the last rank is slower; the policies that know rates know that."""
+    ranks, tokens = larger.grid.world, config.tokens(config.ratio)
+    spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
+    unlike = Larger(larger.config, spec, ranks, larger)
+    experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
+    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
+    for name in (name for name in larger.methods if name not in UNASKED):
+        forced = [one.seconds(name, even, even[0].sum(0), tokens) for one in (larger, unlike)]
+        (own, _, _), (seconds, deciding, replicated) = forced[0][-1], forced[1][-1]
+        yield Share(
+            cluster=cluster, ranks=ranks, load=SLOW, layer=-1, step=1, max_vio=0.0, ratio=config.ratio, method=name,
+            seconds=seconds, forced_seconds=plain, own_forced_seconds=own, decision_seconds=deciding,
+            replicated_experts=replicated,
+        )  # fmt: skip
 
 
 def _loads(

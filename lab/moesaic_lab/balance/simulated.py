@@ -54,14 +54,17 @@ class Forecast:
     """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
 
 
-def simulate(config: SimulatedLoads, seed: int, told: Told) -> list[Forecast]:
-    """Simulate all methods under all loads on clusters of all sizes.
+def simulate(config: SimulatedLoads, seed: int, told: Told, made: Sequence[Forecast] = ()) -> list[Forecast]:
+    """Simulate all methods under all loads on clusters of all sizes, but for what is made already.
 
     Raises:
         InputError: if the cluster's nodes do not make up a number of ranks, or no routing has a load.
     """
-    found = []
+    found, known = list(made), {(each.ranks, each.max_vio) for each in made}
     for ranks in config.ranks:
+        loads = [load for load in config.max_vio if (ranks, load) not in known]
+        if not loads:
+            continue
         spec = read_cluster(config.cluster)
         nodes, rest = divmod(ranks, spec.devices_per_node)
         if rest or not nodes:
@@ -70,7 +73,7 @@ def simulate(config: SimulatedLoads, seed: int, told: Told) -> list[Forecast]:
             )
         spec = read_cluster(config.cluster, nodes=nodes)
         cluster = Larger(config, spec, ranks)
-        for load in config.max_vio:
+        for load in loads:
             told(f"simulated: {ranks} ranks, MaxVio {load:g}")
             routes = made_up(
                 Skew(
@@ -94,7 +97,7 @@ class Larger:
     """
 
     def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int, like: Larger | None = None) -> None:
-        self.config, self.layer = config, config.layer(ranks)
+        self.config, self.spec, self.layer = config, spec, config.layer(ranks)
         self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)

@@ -24,6 +24,8 @@ class Cut:
     """As `cells`: the first of the ranks at whose experts a cell's rows are."""
     limits: np.ndarray
     """(world,) int64: rows at the experts of each rank in one slice."""
+    kept: int = 1
+    """Slices, the first ones, that are kept for the backward pass; the others run again in it."""
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -33,9 +35,10 @@ class Cut:
         )
 
     @property
-    def rows_over(self) -> int:
-        """Rows beyond the limits, over all ranks."""
-        return int(np.maximum(self.loads - self.limits, 0).sum())
+    def share_again(self) -> float:
+        """Which share of the busiest rank's rows are in slices that run again."""
+        left = np.maximum(self.loads - self.kept * self.limits, 0)
+        return float(left.max() / max(1, self.loads.max()))
 
     @cached_property
     def num_slices(self) -> int:
@@ -102,7 +105,7 @@ def cut(holders: np.ndarray, copies: np.ndarray, replicated: np.ndarray | None, 
     """Cut a call.
 
     Args:
-        holders: of the program that runs; as `runtime/balance/budget.py` finds them.
+        holders: of the program that runs; as `plan/budget.py` finds them.
         copies: (world, num_experts) int64 that each origin has for each expert.
         replicated: (world, num_experts, ep) int64 of them that helpers compute; None for a program that replicates nothing.
         budget: rows at one rank's experts, at least 1; or (world,) int64, of each rank.

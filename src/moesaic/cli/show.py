@@ -14,14 +14,16 @@ from rich.table import Table
 
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
-from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.call_sizes import copies_by_rank, sizes_of
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.held import ExpertSizes
 from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
+from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.budget import CountedCall, MemoryBudget
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
@@ -143,8 +145,9 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
+    held = [] if plan.crossing is Crossing.DEEPEP or options.samples else _held(compiled, layer)
     if options.json:
-        print(json.dumps(_as_data(programs, rows, timelines), indent=2))
+        print(json.dumps({**_as_data(programs, rows, timelines), "held": held}, indent=2))
         return 0
     for name, program in programs.items():
         print(to_text(program))
@@ -152,7 +155,46 @@ def run(arguments: Sequence[str]) -> int:
             f"{timelines[name].makespan * 1e3:.2f} ms on {cluster.name}, {timelines[name].overlap:.0%} of the moving"
         )
         Console().print(_table(name, rows[name], times, options.mesh, replicates=compiled.replicates))
+    for each in held:
+        print(_held_line(each, plan.memory_budget))
     return 0
+
+
+def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
+    """Return what a call holds on the rank that holds most, and what its budget makes of it: under even routing, and where all
+    tokens want the same experts."""
+    grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
+    one = np.zeros_like(even)
+    one[:, : layer.top_k] = layer.tokens
+    experts = ExpertSizes.stacked(layer.dim, layer.hidden // grid.etp, layer.matrices, layer.shape.element_bytes)
+    budget, found = MemoryBudget(compiled, layer.num_experts), []
+    for routing, counts in (("even", even), ("all tokens to the same experts", one)):
+        copies = copies_by_rank(compiled.forward, grid, counts)
+        call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
+        bare = compiled.unreplicated or compiled
+        _, replicated, cut = budget.hold(bare, None, call)
+        whole = float(budget.peak(bare, None, call).max())
+        found.append(
+            {
+                "routing": routing,
+                "bytes": int(whole),
+                "replicated_rows": 0 if replicated is None else int(replicated.sum()),
+                "slices": 1 if cut is None else cut.num_slices,
+                "kept_slices": 1 if cut is None else cut.kept,
+            }
+        )
+    return found
+
+
+def _held_line(held: dict[str, Any], budget: int | None) -> str:
+    """Return a line about what a call holds."""
+    line = f"memory, {held['routing']}: a call holds {held['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
+    if budget is None or held["bytes"] <= budget:
+        return line
+    ways = [f"{held['replicated_rows']} rows go to other ranks"] if held["replicated_rows"] else []
+    if held["slices"] > 1:
+        ways.append(f"{held['slices']} slices, of which {held['slices'] - held['kept_slices']} run again for backward")
+    return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(ways)}"
 
 
 def _cluster(options: ShowOptions) -> ClusterSpec:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.movement import AbstractVolumes
 from moesaic.cost.row_bytes import row_bytes
 from moesaic.errors import InputError
-from moesaic.program.task import FLOWS, Kind, Op, Program
+from moesaic.program.task import Kind, Op, Program
 
 GIB = 2**30
 
@@ -55,7 +53,7 @@ class Memory:
 
 
 def layer_memory(
-    forward: Program, backward: Program, volumes: AbstractVolumes, token_budget: int | None = None
+    forward: Program, backward: Program, volumes: AbstractVolumes, memory_budget: int | None = None
 ) -> tuple[float, float]:
     """Return the bytes that an MoE layer keeps for backward, and the most that it needs besides while it runs.
 
@@ -63,26 +61,19 @@ def layer_memory(
         forward: the lowered program.
         backward: the lowered program of its gradients.
         volumes: the rows; of several actors the one with the most counts.
-        token_budget: rows that a rank's experts hold at most: above it a slice of the copies is there at once.
+        memory_budget: bytes that the layer holds at most; None for no limit. What it keeps is the same share of them.
     """
-    part = _part_at_once(forward, volumes, token_budget)
-    forward_bytes, backward_bytes = (_slot_bytes(program, volumes, part) for program in (forward, backward))
+    forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
     kept = {name for name in backward.inputs if name in forward_bytes}
-    saved = sum(forward_bytes[name] for name in kept) + part * _hidden(forward, volumes)
+    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
     during_forward = peak_bytes(forward, forward_bytes, {*kept, *forward.outputs}) - sum(
         forward_bytes[name] for name in kept
     )
     during_backward = peak_bytes(backward, backward_bytes, {*kept, *backward.outputs})
     during_backward -= sum(backward_bytes[name] for name in kept)
-    return saved, max(during_forward, during_backward, 0.0)
-
-
-def _part_at_once(program: Program, volumes: AbstractVolumes, token_budget: int | None) -> float:
-    """Return which part of the copies is on its way at once under a budget, 1 where all are."""
-    slots = {slot.name: slot for slot in program.slots}
-    layouts = [slots[task.reads[0]].layout for task in program.tasks if task.op is Op.EXPERT]
-    most = float(np.sum([volumes.rows(layout) for layout in layouts], axis=0).max()) if layouts else 0.0
-    return 1.0 if token_budget is None or most <= token_budget else token_budget / most
+    besides = max(during_forward, during_backward, 0.0)
+    part = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + besides, 1.0))
+    return part * saved, part * besides
 
 
 def _hidden(program: Program, volumes: AbstractVolumes) -> float:
@@ -98,21 +89,15 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
     return total
 
 
-def _slot_bytes(program: Program, volumes: AbstractVolumes, part: float) -> dict[str, float]:
-    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere.
-
-    Args:
-        program: whose slots.
-        volumes: the rows.
-        part: of the copies that is there at once.
-    """
+def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
+    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere."""
     slots = {slot.name: slot for slot in program.slots}
     carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
     found = {}
     for slot in program.slots:
         source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
-        rows = float(volumes.rows(slot.layout).max()) * (part if FLOWS[slot.layout.flow].is_cut else 1.0)
+        rows = float(volumes.rows(slot.layout).max())
         found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
     return found
 

@@ -129,7 +129,7 @@ class Counted(AbstractVolumes):
     def rows(self, layout: Layout) -> np.ndarray:
         """Return the rows of a slot of this layout on each rank."""
         if layout not in self._rows:
-            self._rows[layout] = np.array([self.sizes.num_rows(layout, rank) for rank in range(self.num_actors)], float)
+            self._rows[layout] = self.sizes.rows_of_ranks(layout).astype(np.float64)
         return self._rows[layout]
 
     def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:

@@ -226,7 +226,7 @@ class StepCostModel:
         )
         return max(each, default=0.0)
 
-    def memory(self, forward: Program, backward: Program, grid: Grid, *, token_budget: int | None = None) -> Memory:
+    def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
         """Return what a rank needs.
 
         What a block keeps besides its feed-forward layer: what attention keeps, and the inputs of two norms (Korthikanti et al.
@@ -236,10 +236,10 @@ class StepCostModel:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
             grid: the layout, etp factored as the plan wants it.
-            token_budget: rows that a rank's experts hold at most.
+            memory_budget: bytes that a layer holds at most.
         """
         model, layer = self.model, self.model.layer
-        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), token_budget)
+        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
         activations = self._kept(kept)
         logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
         size, held = model.parameter_bytes, self._held_parameters

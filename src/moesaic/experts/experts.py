@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moesaic.cost.held import ExpertSizes
 from moesaic.kernels.permute import Permutation, permute, unpermute
 
 Weights = tuple[Tensor, ...]
@@ -124,6 +125,39 @@ class AbstractExperts(nn.Module, ABC):
     @abstractmethod
     def num_units(self, sharded: Weights) -> int:
         """Return how many rows of `pack` one expert has."""
+
+    def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
+        """Return what experts hold in a call; here what one of them saves for the gradient of two rows, and as much again.
+
+        Args:
+            sharded: split parameters.
+            dtype: of the products.
+        """
+        width, units = self.pack(self.first(sharded, 1)).shape[1], self.num_units(sharded)
+        inside = self._saved(sharded)
+        return ExpertSizes(
+            dim=self.dim, units=units, unit_numbers=width, kept=0, forward=inside + self.dim,
+            backward=2 * (inside + self.dim), element_bytes=dtype.itemsize,
+        )  # fmt: skip
+
+    def _saved(self, sharded: Weights) -> int:
+        """Return the numbers per row that autograd keeps of one expert, parameters left out."""
+        weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
+        known, found = {weight.untyped_storage().data_ptr() for weight in weights}, dict[int, int]()
+
+        def note(value: Tensor) -> Tensor:
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes() // value.element_size()
+            return value
+
+        rows = weights[0].new_zeros(2, self.dim).requires_grad_()
+        ends = torch.tensor([len(rows)], dtype=torch.int32, device=rows.device)
+        devices = [rows.device] if rows.is_cuda else []
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
+        with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
+            self.compute(weights, (), rows, None, ends)
+        return -(-sum(found.values()) // len(rows))
 
     def forward(
         self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None

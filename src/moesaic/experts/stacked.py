@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.cost.held import ExpertSizes
 from moesaic.errors import InputError
 from moesaic.experts.experts import (
     AbstractExperts,
@@ -193,6 +194,11 @@ class StackedExperts(AbstractExperts):
     def num_units(self, sharded: Weights) -> int:
         """Return the hidden width of (a shard of) an expert."""
         return sharded[0].shape[1]
+
+    def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
+        """See `ExpertSizes.stacked`."""
+        matrices = len(self.ups) + 1
+        return ExpertSizes.stacked(self.dim, self.num_units(sharded), matrices, dtype.itemsize, bias=self.bias)
 
     def pack(self, sharded: Weights) -> Tensor:
         """Return (num_experts * hidden, columns): a hidden unit's row of every matrix, and its biases."""

@@ -16,6 +16,7 @@ from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.codecs import CODECS
 from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.held import ExpertSizes, HeldBytes
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -59,7 +60,7 @@ class Compiled:
     options: tuple[Compiled, ...] = ()
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
     again: Program | None = None
-    """Of a plan with a token budget: what a slice that was not kept runs once more before its backward program."""
+    """Of a plan with a memory budget: what a slice that was not kept runs once more before its backward program."""
 
     @cached_property
     def is_multicast(self) -> bool:
@@ -92,9 +93,7 @@ class Compiled:
     def digest(self) -> bytes:
         """16 bytes that two ranks share if and only if they run the same programs on the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
-        text += (
-            f"{self.plan.replication} {self.plan.token_budget}"  # from these each call derives which rows it runs where
-        )
+        text += f"{self.plan.replication} {self.plan.memory_budget}"  # from these each call derives which rows it runs where
         text += "".join(option.digest.hex() for option in self.options)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -106,8 +105,19 @@ class Compiled:
             )
         return self._shapes[num_experts]
 
+    def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
+        """Return what calls of a layer hold, made once for experts of these sizes."""
+        key = num_experts, experts
+        if key not in self._held:
+            self._held[key] = HeldBytes((self.forward, self.backward), self.shapes(num_experts), experts)
+        return self._held[key]
+
     @cached_property
     def _shapes(self) -> dict[int, LayoutIndex]:
+        return {}
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, ExpertSizes], HeldBytes]:
         return {}
 
 
@@ -158,7 +168,7 @@ def compile_plan(
         program = side_by_side(program)
         validate(program)
         programs.append(program)
-    again = None if plan.token_budget is None else up_to_experts(programs[0], saved(logical))
+    again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
     return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
@@ -178,10 +188,10 @@ def moving(compiled: Compiled) -> Compiled:
         raise InputError(
             "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: choose linear"
         )
-    if plan.token_budget is not None:
+    if plan.memory_budget is not None:
         raise InputError(
-            f"sample placement clashes with token_budget={plan.token_budget}, whose slices cut samples: leave "
-            "token_budget unset"
+            f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut samples: leave "
+            "memory_budget unset"
         )
     logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))
     validate(forward)
@@ -244,7 +254,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
         "peer_groups",
         "overlap_gather",
         "replication",
-        "token_budget",
+        "memory_budget",
         "codec",
         "backward_codec",
     ):

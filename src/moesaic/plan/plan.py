@@ -121,14 +121,15 @@ class Plan(StaticPlan):
     FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; eplb,
     lplb, laer: those systems' rules, to compare with; arbiter: none, shadow, spill, both, another gather_weights or the smart
     schedule, whichever is fastest by the cost model, which measured times correct."""
-    token_budget: int | None = None
-    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
-    plans that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
-    None: no limit."""
+    memory_budget: int | None = None
+    """Most bytes that one call of a layer holds on a rank, forward and backward, however routing is skewed: rows, messages,
+    what experts keep and need, gradients of the experts; not parameters, input or router. What is beyond it goes to helpers
+    under plans that replicate, else the call runs in slices, of which as many as fit are kept for backward and the others are
+    recomputed. None: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_replication("plan", self.replication, self.token_budget)
+        check_replication("plan", self.replication, self.memory_budget)
 
     @property
     def replicates(self) -> bool:
@@ -145,17 +146,17 @@ def plan_in_words(plan: Plan) -> str:
     words += [f"{plan.codec} forward"] * is_coded(plan.codec)
     words += [f"{plan.backward_codec} backward"] * is_coded(plan.backward_codec)
     words += [f"replication {plan.replication}"] * plan.replicates
-    words += [] if plan.token_budget is None else [f"at most {plan.token_budget} rows"]
+    words += [] if plan.memory_budget is None else [f"at most {plan.memory_budget} bytes"]
     return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])
 
 
-def check_replication(where: str, replication: str, token_budget: int | None) -> None:
+def check_replication(where: str, replication: str, memory_budget: int | None) -> None:
     """Refuse an unknown policy and a budget below one copy.
 
     Args:
         where: the section that holds the two fields, for the message.
         replication: name of a policy.
-        token_budget: copies per rank, or None.
+        memory_budget: bytes per rank, or None.
 
     Raises:
         InputError: for either.
@@ -163,9 +164,9 @@ def check_replication(where: str, replication: str, token_budget: int | None) ->
     known = (NO_REPLICATION, *REPLICATION_POLICIES)
     if replication not in known:
         raise InputError(f"{where}.replication={replication!r} is unknown: choose one of {', '.join(known)}")
-    if token_budget is not None and token_budget < 1:
+    if memory_budget is not None and memory_budget < 1:
         raise InputError(
-            f"{where}.token_budget={token_budget}: choose at least 1 token copy per rank, or leave it unset for no limit"
+            f"{where}.memory_budget={memory_budget}: choose bytes per rank, at least 1, or leave it unset for no limit"
         )
 
 

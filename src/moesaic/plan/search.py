@@ -215,7 +215,7 @@ class _Search:
                 grid=around.grid,
                 estimate=around.estimate(there, back),
                 memory=around.memory(
-                    compiled.forward, compiled.backward, compiled.grid, token_budget=plan.token_budget
+                    compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
                 ),
                 bound_seconds=max(around.compute_bound, around.link_bound),
             )

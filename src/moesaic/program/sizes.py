@@ -99,6 +99,8 @@ class AbstractLayoutIndex(ABC):
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
         self._stays: dict[tuple[Move, int], bool] = {}
+        self._sent_by_all: dict[Move, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._of_all: dict[Layout, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
     def pieces(self, layout: Layout, rank: int) -> Pieces:
@@ -111,6 +113,31 @@ class AbstractLayoutIndex(ABC):
     @abstractmethod
     def received(self, move: Move, rank: int) -> Matched:
         """Return what a rank receives in a movement."""
+
+    def pieces_of_all(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return rank, origin, expert and chunk of what slots of a layout hold on all ranks, rank after rank."""
+        if layout not in self._of_all:
+            found = [self.pieces(layout, rank) for rank in range(self.grid.world)]
+            ranks = np.repeat(np.arange(self.grid.world), [len(each.number) for each in found])
+            names = ("origin", "expert", "chunk")
+            origin, expert, chunk = (np.concatenate([getattr(each, name) for each in found]) for name in names)
+            self._of_all[layout] = ranks, origin, expert, chunk
+        return self._of_all[layout]
+
+    def sent_by_all(self, move: Move) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what all ranks send in a movement: source times ranks plus target, origin, expert and chunk of each piece."""
+        if move not in self._sent_by_all:
+            world, (ranks, *of_all) = self.grid.world, self.pieces_of_all(move.source)
+            first = np.searchsorted(ranks, np.arange(world))
+            sent = [self.sent(move, rank) for rank in range(world)]
+            pairs = [
+                rank * world + np.repeat(np.array(each.peers, dtype=np.int64), np.diff(each.starts))
+                for rank, each in enumerate(sent)
+            ]
+            places = np.concatenate([start + each.places for start, each in zip(first, sent)])
+            origin, expert, chunk = (values[places] for values in of_all)
+            self._sent_by_all[move] = np.concatenate(pairs), origin, expert, chunk
+        return self._sent_by_all[move]
 
     @abstractmethod
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
@@ -224,24 +251,37 @@ class LayoutIndex(AbstractLayoutIndex):
         return None
 
     def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`."""
+        """Match the pieces of all ranks that exchange with `rank`: what they hold is sorted by number, and looked up at once."""
         members = self.grid.group(rank, move.group)
+        held = [self.pieces(move.source, member) for member in members]
+        number = np.concatenate([each.number for each in held])
+        holder = np.repeat(np.arange(len(members)), [len(each.number) for each in held])
+        place = np.concatenate([np.arange(len(each.number)) for each in held])
+        order = np.lexsort((holder, number))
+        number, holder, place = number[order], holder[order], place[order]
         sends: dict[int, list[tuple[int, np.ndarray]]] = {member: [] for member in members}
-        for target in members:
-            wanted = self.pieces(move.target, target)
-            still_open = np.ones(len(wanted.number), dtype=bool)
-            splits: list[tuple[int, np.ndarray]] = []
-            for source in sorted(members, key=lambda member: (member != target, member)):
-                where = find(self.pieces(move.source, source), wanted.number)
-                use = (where >= 0) & (still_open | move.reduce)
-                still_open &= where < 0
-                if use.any():
-                    splits.append((source, np.flatnonzero(use)))
-                    sends[source].append((target, where[use]))
-            assert not still_open.any(), f"rank {target} wants pieces that no rank of its group holds"
-            self._received[(move, target)] = matched(sorted(splits, key=lambda lot: lot[0]))
-        for source, splits in sends.items():
-            self._sent[(move, source)] = matched(splits)
+        for index, target in enumerate(members):
+            wanted = self.pieces(move.target, target).number
+            first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
+            if move.reduce:
+                count = end - first
+                here = np.repeat(np.arange(len(wanted)), count)
+                at = np.arange(len(here)) + np.repeat(first - (count.cumsum() - count), count)
+                source, there = holder[at], place[at]
+            else:  # its own piece, else that of the lowest rank
+                own, here = find(held[index], wanted), np.arange(len(wanted))
+                first = np.minimum(first, max(len(number) - 1, 0))
+                source = np.where(own >= 0, index, holder[first] if len(number) else 0)
+                there = np.where(own >= 0, own, place[first] if len(number) else 0)
+            known = number[end - 1] == wanted if len(number) else np.zeros(len(wanted), dtype=bool)
+            assert known.all(), f"rank {target} wants pieces that no rank of its group holds"
+            by_source = np.argsort(source, kind="stable")
+            splits = np.split(by_source, np.flatnonzero(np.diff(source[by_source])) + 1) if len(by_source) else []
+            self._received[(move, target)] = matched([(members[source[each[0]]], here[each]) for each in splits])
+            for each in splits:
+                sends[members[source[each[0]]]].append((target, there[each]))
+        for member, lots in sends.items():
+            self._sent[(move, member)] = matched(lots)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if not FLOWS[layout.flow].is_cut:
@@ -444,6 +484,14 @@ class CallSizes:
         """Return how many rows a slot of this layout has on a rank."""
         return int(self.offsets(layout, rank)[-1])
 
+    def rows_of_ranks(self, layout: Layout) -> np.ndarray:
+        """Return how many rows a slot of this layout has on each rank, (world,) int64."""
+        if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
+            return np.array([self.num_rows(layout, rank) for rank in range(self.grid.world)])
+        rank, *piece = self.shapes.pieces_of_all(layout)
+        rows = self._rows[layout.flow][tuple(piece)]
+        return np.bincount(rank, weights=rows, minlength=self.grid.world).astype(np.int64)
+
     def offsets(self, layout: Layout, rank: int) -> np.ndarray:
         """Return where each piece of a slot starts, and where the last one ends, (pieces + 1,) int64."""
         key = (layout, rank)
@@ -510,10 +558,16 @@ class CallSizes:
     def moved(self, move: Move) -> np.ndarray:
         """Return how many rows each rank sends to each other in a movement, (world, world) int64; none to itself."""
         if move not in self._moved:
-            rows = np.zeros((self.grid.world, self.grid.world), dtype=np.int64)
-            for rank in range(self.grid.world):
-                splits = self.outgoing(move, rank)
-                rows[rank, list(splits.peers)] = splits.counts
+            world = self.grid.world
+            if move.target.flow in ("weights", "bias"):
+                rows = np.zeros((world, world), dtype=np.int64)
+                for rank in range(world):
+                    splits = self.outgoing(move, rank)
+                    rows[rank, list(splits.peers)] = splits.counts
+            else:
+                pair, *piece = self.shapes.sent_by_all(move)
+                sent = self._rows[move.source.flow][tuple(piece)]
+                rows = np.bincount(pair, weights=sent, minlength=world**2).astype(np.int64).reshape(world, world)
             np.fill_diagonal(rows, 0)
             self._moved[move] = rows
         return self._moved[move]

@@ -24,6 +24,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.budget import CountedCall
 from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
@@ -38,11 +39,11 @@ from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, fitting
-from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
+from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
 
 T = TypeVar("T")
 
-NUMBERS = 5
+NUMBERS = 6
 """Numbers that every rank tells the others with a call's counts, under every plan: ranks that brought different plans must be
 able to tell so."""
 
@@ -66,6 +67,8 @@ class AbstractCallPolicy(ABC):
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
+        self.meter: Meter | None = None
+        """Takes the time of the experts' tasks; None where nothing is decided by it."""
 
     @property
     def digest(self) -> bytes:
@@ -81,13 +84,12 @@ class AbstractCallPolicy(ABC):
         return
 
     @abstractmethod
-    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+    def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         """Return what a call runs.
 
         Args:
             record: the record of the call's routing; a recomputation has the record of its forward pass.
-            copies: (world, num_experts) int64 that each rank has for each expert.
-            units: hidden units of one shard of an expert.
+            call: what all ranks know of it.
         """
 
     @abstractmethod
@@ -118,9 +120,9 @@ class AbstractPlanChooser(ABC):
 class PlainCalls(AbstractCallPolicy):
     """Every call runs the plan's programs, whatever its counts."""
 
-    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+    def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         """Return the plan's programs."""
-        del record, copies, units
+        del record, call
         return Chosen(self.compiled)
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
@@ -385,7 +387,8 @@ class ExpertParallel:
         def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
             assert gate is not None
             x, units = x.to(dtype), experts.num_units(sharded)
-            chosen = self.calls.choose(routed.record, copies, units)
+            counted = CountedCall(copies, tokens, units, partial(experts.sizes, sharded, dtype))
+            chosen = self.calls.choose(routed.record, counted)
             compiled, replicated, run_slices = chosen
             key = None if padded_rows is None else (padded_rows, routing.num_tokens, units)
             of_call = None if node_tokens is None or run_slices else self._told(node_tokens)
@@ -396,8 +399,9 @@ class ExpertParallel:
             if key is not None:
                 self._padded[key] = known
             call = Call(
-                self.rank, known[0], experts, 0, self._weight_first, key is not None, True, self.codecs, known[1]
-            )
+                self.rank, known[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
+                self.calls.meter, known[1],
+            )  # fmt: skip
             indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
             work = LayerRun(compiled, self.transport, call, 0, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -37,6 +38,10 @@ Environment = dict[str, Value]
 Slots = Mapping[str, Slot]
 Codecs = Callable[[str], AbstractCodec]
 """From a codec's name to what encodes."""
+
+
+Meter = Callable[[int, torch.device], AbstractContextManager[None]]
+"""Watches a task while it runs: so many products of a row with an expert, on a device."""
 
 
 @lru_cache(maxsize=64)
@@ -123,6 +128,8 @@ class Call:
     """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
     codecs: Codecs = known_codec
     """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    meter: Meter | None = None
+    """Takes the time of the experts' tasks; None where nobody asks."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
     """Of the rows that move, on the device that computes; a call of the same sizes may have the same ones."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -130,6 +137,10 @@ class Call:
     call that is made from another one by `replace` starts without."""
     deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By slots of weights' gradients: what is left to do before they are read."""
+
+    def metered(self, rows: int, device: torch.device) -> AbstractContextManager[None]:
+        """Watch a task of the experts."""
+        return nullcontext() if self.meter is None else self.meter(rows, device)
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Do what is left for some slots, or for all."""
@@ -301,7 +312,8 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     gate = None if call.weight_first else gates
-    out, activations = call.experts.run(sharded, common, tokens, gate, ends, shards)
+    with call.metered(len(tokens), tokens.device):
+        out, activations = call.experts.run(sharded, common, tokens, gate, ends, shards)
     return {task.writes[0]: out, kept(task.name): activations}
 
 
@@ -316,9 +328,10 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
-    d_rows, d_gates, *d_weights = call.experts.gradients(
-        sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, deferred_wgrad
-    )
+    with call.metered(2 * len(tokens), tokens.device):
+        d_rows, d_gates, *d_weights = call.experts.gradients(
+            sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, deferred_wgrad
+        )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
     if d_gates is None:

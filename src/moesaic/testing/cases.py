@@ -280,7 +280,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         gather_weights=None,
         codec="none",
         backward_codec="none",
-        token_budget=None,
+        memory_budget=None,
         all_to_all=case.plan.link,
     )
     longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
@@ -300,10 +300,10 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:
-    """Let some of the cases hold a budget of rows, so small that most of them run in slices, spill, or do both."""
+    """Let some of the cases hold a budget, counted in rows here, so small that most of them run in slices, spill, or both."""
     if case.capacity.is_padded or case.placement != "none" or rng.random() > 0.2:
         return case
-    return replace(case, plan=replace(case.plan, token_budget=rng.choice([1, 2, 3, 5, 8, 12])))
+    return replace(case, plan=replace(case.plan, memory_budget=rng.choice([1, 2, 3, 5, 8, 12])))
 
 
 def _with_moves(rng: random.Random, case: Case) -> Case:

@@ -20,8 +20,10 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
+from moesaic.plan.budget import CountedCall, MemoryBudget
 from moesaic.routing.injection import set_loss_scale
 from moesaic.runtime import data_parallel
+from moesaic.runtime.balance.calls import BalancedCalls
 from moesaic.runtime.balance.samples.relocate import Relocator
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of
@@ -129,6 +131,7 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
     """
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled, case.policy)
+    budget_by_rows(layer)
     relocator, take_home = relocator_of(case, mesh), place_anew(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
@@ -268,3 +271,19 @@ def _difference(first: RankResult, other: RankResult) -> float:
         if value is not None and not name.startswith("experts")
     ]
     return max((float(not torch.equal(a, b)) for a, b in pairs if a is not None), default=0.0)
+
+
+class RowsBudget(MemoryBudget):
+    """A budget that is given as rows at a rank's experts: random cases know no bytes."""
+
+    def budget(self, call: CountedCall) -> int:
+        """Return what slices of so many rows hold."""
+        return self.bytes_of_rows(super().budget(call), call)
+
+
+def budget_by_rows(layer: MoE) -> None:
+    """Let a layer on a mesh take the bytes of its plan's memory budget for rows at a rank's experts."""
+    assert layer.on_mesh is not None
+    calls = layer.on_mesh.calls
+    if isinstance(calls, BalancedCalls):
+        calls.budget = RowsBudget(calls.compiled, calls.budget.num_experts, calls.budget.costs)

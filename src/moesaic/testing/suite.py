@@ -126,7 +126,7 @@ def answers(case: Case) -> list[str]:
     found += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
     holds = {
         "experts in random orders": case.experts_move,
-        "token budget": case.plan.token_budget is not None,
+        "memory budget": case.plan.memory_budget is not None,
         "weights to tokens (r)": case.plan.gather_weights is not None,
         "steps (peer groups)": case.plan.peer_groups > 1,
     }
@@ -135,7 +135,7 @@ def answers(case: Case) -> list[str]:
 
 BALANCE = (
     *REPLICATION_POLICIES, "replication at random", "arbiter at random", "samples anywhere",
-    "samples by policy", "experts in random orders", "token budget", "weights to tokens (r)", "steps (peer groups)",
+    "samples by policy", "experts in random orders", "memory budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
 """Answers to skewed routing that cases give; docs/balance.md."""
 

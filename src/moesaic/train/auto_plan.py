@@ -71,7 +71,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     if settings.searches and (grid.tp, grid.ep, grid.etp, config.layer_plan) != (1, 1, 1, Plan()):
         raise InputError(
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without balance.replication and "
-            "balance.token_budget: leave them out"
+            "balance.memory_budget: leave them out"
         )
     if world == 1:
         return replace(config, mesh=replace(grid, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
@@ -85,7 +85,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * found.seconds:.1f} ms"
     )
     mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
-    found_plan = replace(found.plan, replication=config.balance.replication, token_budget=config.balance.token_budget)
+    found_plan = replace(found.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
     kept = "" if settings.searches else settings.plan
     return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
 

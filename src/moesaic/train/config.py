@@ -190,10 +190,10 @@ class BalanceConfig:
     rank goes to idle ones; least_loaded: spill with no regard to time; eplb, lplb, laer: those systems' rules, to
     compare with; arbiter: none, shadow, spill, both, another
     plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct."""
-    token_budget: int | None = None
-    """Most token copies that a rank's experts hold at once, however routing is skewed; what is beyond it goes to helpers under
-    policies that replicate, else the call runs in slices of so many, all but the first of which are recomputed for backward.
-    None: no limit."""
+    memory_budget: int | None = None
+    """Most bytes that one call of an MoE layer holds on a rank, forward and backward, however routing is skewed; what is beyond
+    it goes to helpers under policies that replicate, else the call runs in slices, of which as many as fit are kept for
+    backward and the others are recomputed. None: no limit."""
     samples: Placement = UNMOVED
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
@@ -208,7 +208,7 @@ class BalanceConfig:
     a run can be repeated bit by bit."""
 
     def __post_init__(self) -> None:
-        check_replication("balance", self.replication, self.token_budget)
+        check_replication("balance", self.replication, self.memory_budget)
         for name, policies in (("samples", SAMPLE_PLACERS), ("experts", EXPERT_PLACERS)):
             known = (UNMOVED, *policies)
             if getattr(self, name) not in known:
@@ -305,7 +305,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
-            raise InputError("plan: is a StaticPlan here; replication and token_budget are fields of balance")
+            raise InputError("plan: is a StaticPlan here; replication and memory_budget are fields of balance")
         intervals = ("log_every", "eval_every", "save_every")
         for name in ("steps", "batch_size", "accumulation", "eval_sequences", "keep_last", *intervals):
             if getattr(self, name) < 1:
@@ -368,7 +368,8 @@ class TrainConfig:
         balance, kind = self.balance, self.model.block.kind
         for name, value, off in (
             ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.experts, UNMOVED),
-            ("balance.replication", balance.replication, NO_REPLICATION), ("balance.token_budget", balance.token_budget, None),
+            ("balance.replication", balance.replication, NO_REPLICATION),
+            ("balance.memory_budget", balance.memory_budget, None),
             ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
             ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
             ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, None),
@@ -421,14 +422,14 @@ class TrainConfig:
 
     @property
     def layer_plan(self) -> Plan:
-        """What the MoE layers run by: `plan` with what `balance` says of replication and the token budget."""
+        """What the MoE layers run by: `plan` with what `balance` says of replication and the memory budget."""
         static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
-        return Plan(**static, replication=self.balance.replication, token_budget=self.balance.token_budget)
+        return Plan(**static, replication=self.balance.replication, memory_budget=self.balance.memory_budget)
 
     def with_layer_plan(self, plan: Plan) -> TrainConfig:
         """Return the configuration whose `layer_plan` is this one."""
         static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
-        balance = replace(self.balance, replication=plan.replication, token_budget=plan.token_budget)
+        balance = replace(self.balance, replication=plan.replication, memory_budget=plan.memory_budget)
         return replace(self, plan=static, balance=balance)
 
     @property

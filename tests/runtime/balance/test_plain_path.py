@@ -58,7 +58,7 @@ def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> No
 
 def test_what_balances_is_entered_where_it_is_on() -> None:
     assert {"balance/selector/arbiter.py", "runtime/balance/selector.py"} <= entered(Plan(replication="arbiter"))
-    assert "runtime/balance/budget.py" in entered(Plan(token_budget=8))
+    assert "plan/budget.py" in entered(Plan(memory_budget=8))
     assert entered(Plan(), placed=True) == {ORDER}
 
 
@@ -67,7 +67,7 @@ def test_a_switch_of_plans_switches_what_decides() -> None:
 
     def rank(transport: AbstractTransport) -> list[type]:
         layer, found = on_mesh(whole, GRID, transport, Plan()), []
-        for plan in (Plan(), Plan(token_budget=8), Plan()):
+        for plan in (Plan(), Plan(memory_budget=8), Plan()):
             layer.use_plan(plan)
             assert layer.on_mesh is not None
             found.append(type(layer.on_mesh.calls))

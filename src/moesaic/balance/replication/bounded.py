@@ -52,21 +52,6 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     return np.minimum(found, budget)
 
 
-def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
-    """Return the rows that each rank may compute beside replicated weights, (world,) int64; see `limits`.
-
-    Args:
-        load: of the call.
-        replicated: (world, num_experts, ep) int64.
-        budget: rows at one rank's experts.
-    """
-    found = np.zeros(len(load.copies), dtype=np.int64)
-    for replica in replica_loads(load, ReplicationCosts()):
-        of_places = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)
-        found[replica.origins] = of_places[:, None]
-    return found
-
-
 def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
     """Return a table of replicated copies with which a call fits a budget in so many slices; None where none is found.
 
@@ -122,22 +107,26 @@ def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: in
     return []
 
 
-def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, slices: int) -> float:
-    """Return the modelled time of a call in slices: weights travel for each, all but one are dispatched and computed again.
+def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, slices: int, repeated: float) -> float:
+    """Return the modelled time of a call in slices: weights travel for each, and what is not kept is dispatched and computed
+    again.
 
     Args:
         load: of the call.
         costs: rates.
         replicated: (world, num_experts, ep) int64.
         slices: parts of the call; 1 for a whole one.
+        repeated: share of the busiest rank's rows in slices that are not kept.
     """
     worst = 0.0
     for replica in replica_loads(load, costs):
         of_places = replicated[replica.origins].sum(1)
         computed = of_places.copy()
         computed[:, np.arange(load.num_experts), load.home] += replica.copies - of_places.sum(2)
-        rows, repeated = computed.sum(1), (slices - 1) / slices
-        again = rows.sum(0).max() * replica.seconds_per_copy / 3 + replica.row_bytes * replica.fullest(rows, 0)
+        rows = computed.sum(1)
+        again = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3 + replica.row_bytes * replica.fullest(
+            rows, 0
+        )
         starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
         fetched = replica.sent(of_places.sum(0) > 0) * slices
         worst = max(worst, replica.seconds_of(rows, fetched) + repeated * again + starts)

@@ -63,6 +63,9 @@ class ReplicationCosts:
     expert_us: float = 0.0
     """Microseconds of the host for each expert that a place is replicated, forward and backward: packing, placing,
     calls. Small where grouped products take all experts at once; the arbiter counts it."""
+    speeds: tuple[float, ...] = ()
+    """Of each rank's products, over that of the rates; () for what the cluster says, or all alike. Measured ones come from what
+    a rank's experts took in calls (`runtime/balance/clock.py`)."""
     backward: bool = True
     """Count the backward pass too: twice the products, and everything that travelled travels again."""
 
@@ -97,6 +100,21 @@ class ReplicaLinks:
     def nodes(self) -> np.ndarray:
         """Node of each place, (ep,) int64."""
         of_places: np.ndarray = nodes_of(self.grid)[self.origins[:, 0]]
+        return of_places
+
+    @cached_property
+    def slowness(self) -> np.ndarray:
+        """Time of a copy at each place over that of the rates, of the slowest of its ranks, (ep,)."""
+        costs = self.costs
+        speeds = np.array(costs.speeds or (costs.cluster.speeds if costs.cluster is not None else ()) or (1.0,))
+        of_places: np.ndarray = (1 / speeds[self.origins % len(speeds)]).max(1)
+        return of_places
+
+    @cached_property
+    def fair(self) -> np.ndarray:
+        """Share of all copies that each place computes if all take equally long, (ep,)."""
+        speed = 1 / self.slowness
+        of_places: np.ndarray = speed / speed.sum()
         return of_places
 
     @cached_property
@@ -243,13 +261,22 @@ class ReplicaLoad:
             rows: (ep, ep): copies of place i that place j computes.
             weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
         """
-        return self.closed_form(float(rows.sum(0).max()), self.fullest(rows, 0), self.fullest(weights, 1))
+        return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows, 0), self.fullest(weights, 1))
+
+    def busiest(self, computed: np.ndarray) -> float:
+        """Return the copies of the place that takes longest, in copies of a rank that is as fast as the rates; (ep,) -> ()."""
+        return float((computed * self.links.slowness).max())
+
+    def limits(self, limit: float) -> np.ndarray:
+        """Return the copies that each place may compute, `limit` times what it had if all took equally long, (ep,) int64."""
+        found: np.ndarray = np.ceil(np.round(self.copies.sum() * self.links.fair * limit, 6)).astype(np.int64)
+        return found
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
         """Return the modelled time of calls, one after the other: products, rows, weights.
 
         Args:
-            computed: copies at the busiest place, () or (calls,).
+            computed: copies at the busiest place, () or (calls,); see `busiest`.
             rows: seconds that a byte of every row takes of the fullest link, of the same shape.
             weights: the same of a byte of every expert's weights.
         """

@@ -14,7 +14,7 @@ from moesaic.balance.replication.tables import Replications, full_table
 from moesaic.errors import InputError
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Copies per place, over the mean, that are tried as what a place may compute."""
+"""Copies per place, over what it would compute if all took equally long, that are tried as what a place may compute."""
 MOST_HELPED = 8
 """Experts that one place is replicated at most: it holds their weights until the backward pass, and their gradients in it."""
 
@@ -58,21 +58,20 @@ class Spill(AbstractReplicationPolicy):
         """Return the replicated copies."""
         found, tables = replica_loads(load, self.costs), []
         for replica in found:
-            mean = replica.copies.sum() / len(replica.origins)
             none = np.zeros((len(replica.origins), load.num_experts, len(replica.origins)), dtype=np.int64)
-            tried = [none, *(overflow(replica, int(np.ceil(mean * limit))) for limit in LIMITS)]
+            tried = [none, *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
             tables.append(Replications.of(min(tried, key=replica.seconds)))
         return full_table(found, tables)
 
 
-def overflow(replica: ReplicaLoad, most: int) -> np.ndarray:
+def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
     """Return what is replicated, (ep, num_experts, ep), so that no place computes more than `most` copies, if that can be.
 
     The fullest place gives first, of its largest expert, to the emptiest place that may be replicated it.
 
     Args:
         replica: the load of one replica.
-        most: copies of one place.
+        most: copies of one place, or of each, (ep,).
     """
     giving = Giving(
         replica, np.zeros((len(replica.origins), replica.load.num_experts, len(replica.origins)), dtype=np.int64)

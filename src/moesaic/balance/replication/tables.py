@@ -177,7 +177,7 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
     row_links, weight_links = links.row_links, links.weight_links
     helps, owns = (np.eye(ep)[each] for each in (place, owner))
     travelling = rows.reshape(-1) @ row_links.reshape(ep * ep, -1)
-    computed = fullest(rows.sum(0), amount[:, None] * (helps - owns))
+    computed = fullest(rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness)
     tokens = fullest(travelling, -amount[:, None] * row_links[place, owner])
     weights = fullest(0.0, new[:, None] * weight_links[owner, via] + weight_links[via, place])
     return replica.closed_form(computed, tokens, weights)
@@ -189,7 +189,7 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
     Args:
         replica: the load of one replica of the experts.
         replicated: what is replicated already.
-        limit: copies that a place may compute, over the places' mean.
+        limit: copies that a place may compute, over what it would if all places took equally long.
         near_first: to places on the same node first.
     """
     ep, home = len(replica.origins), replica.load.home
@@ -197,8 +197,8 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
     np.subtract.at(staying, (replicated.origin, replicated.expert), replicated.amount)
     loads = np.bincount(home, staying.sum(0), ep) + np.bincount(replicated.helper, replicated.amount, ep)
     loads = loads.astype(np.int64)
-    most = int(np.ceil(replica.copies.sum() / ep * limit))
-    if loads.max(initial=0) <= most:
+    most = replica.limits(limit)
+    if (loads <= most).all():
         return NOTHING
     nodes = replica.links.nodes
     runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
@@ -248,24 +248,24 @@ def full_table(found: Sequence[ReplicaLoad], replicated: Sequence[Replications])
 
 
 def _matched(
-    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: int
+    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: np.ndarray
 ) -> Replications:
-    """Return what the places above `most` among some replicate to the others of them."""
-    excess, room = np.maximum(loads[places] - most, 0), np.maximum(most - loads[places], 0)
+    """Return what the places above `most`, (ep,), among some replicate to the others of them."""
+    excess, room = np.maximum((loads - most)[places], 0), np.maximum((most - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]
     each = replica.load.num_experts // len(replica.origins)
     totals = staying.sum(0).reshape(-1, each)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
-    wanted = np.maximum(loads[givers] - most, 0)[:, None] - (totals.cumsum(1) - totals)
+    wanted = np.maximum((loads - most)[givers], 0)[:, None] - (totals.cumsum(1) - totals)
     taken = np.clip(wanted, 0, totals).reshape(-1)
     experts = (givers[:, None] * each + largest).reshape(-1)
     given = taken > 0
     if not given.any() or not room.any():
         return NOTHING
     experts, taken = experts[given], taken[given]
-    replicated = _overlaps(taken[None], np.maximum(most - loads[helpers], 0)[None])[0]
+    replicated = _overlaps(taken[None], np.maximum((most - loads)[helpers], 0)[None])[0]
     return from_origins(replica, staying, experts, helpers, replicated)
 
 

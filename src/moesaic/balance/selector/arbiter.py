@@ -242,12 +242,15 @@ class Arbitration:
             assert self.prepared is not None
         return self.prepared.fit(load)
 
-    def hear(self, told: Mapping[int, float]) -> None:
+    def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = ()) -> None:
         """Take down what earlier calls took; all ranks are told the same.
 
         Args:
             told: by number of a call, its seconds, forward and backward, on the slowest rank.
+            speeds: of the ranks, where they were measured; () for what the costs say.
         """
+        if speeds:
+            self.weigher.hear_speeds(speeds)
         for number, seconds in told.items():
             asked = self._asked.pop(number, None)
             if asked is not None:
@@ -264,7 +267,7 @@ class Arbitration:
         Returns:
             what was decided for this call.
         """
-        started, found = time.thread_time(), pick.found
+        started, found = time.thread_time(), self.weigher.replica_loads(pick.found[0].load)
         alone = self.weigher.alone(found)
         load = _load_of(found, alone)
         ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.replicated, found, alone)

@@ -66,7 +66,7 @@ def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int 
     starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
     return Cost(
-        compute=replica.compute_seconds(float(moved.sum(0).max())),
+        compute=replica.compute_seconds(replica.busiest(moved.sum(0))),
         travel=replica.travel_seconds(replica.fullest(moved, 0)) + passes * _fullest(starts),
         fetch=replica.fetch_seconds(replica.fullest(rows.fetched, 1))
         + passes / 2 * _fullest(messages * (rows.fetched > 0))
@@ -106,7 +106,7 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
     fetched += (shards - 1) * each * replica.weight_bytes * within
     got = (replica.origins.size - 1) * each
     return Cost(
-        compute=replica.compute_seconds(float(own.max()) * shards),
+        compute=replica.compute_seconds(replica.busiest(own.max(1)) * shards),
         travel=0.0,
         fetch=(replica.passes - 1) * fetched,
         rows=tuple(own.sum(1).tolist()),
@@ -128,7 +128,7 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
         return False
     rows = rows_of(replica, NOTHING).home
     travel = rows * replica.seconds_per_byte
-    loads = (rows.sum(0), travel.sum(0), travel.sum(1))
+    loads = (rows.sum(0) * replica.links.slowness, travel.sum(0), travel.sum(1))
     return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
 
 

@@ -177,6 +177,15 @@ class Weigher:
         self._limits: dict[bool, int] = {}
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
 
+    def hear_speeds(self, speeds: tuple[float, ...]) -> None:
+        """Go by other speeds of ranks from the next call on.
+
+        Args:
+            speeds: as `ReplicationCosts.speeds`.
+        """
+        if speeds != self._costs.speeds:
+            self._costs, self._links = replace(self._costs, speeds=speeds), None
+
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
         """Return the load of each replica in a call; what stays the same from call to call is made once."""
         if self._links is None or self._links[0] != load.grid:

@@ -69,6 +69,7 @@ class Prepared:
 
     def __init__(self, weigher: Weigher, choice: CallChoice, is_trial: bool, found: Sequence[ReplicaLoad]) -> None:
         self.choice, self.is_trial, self._weigher = choice, is_trial, weigher
+        self._links = [each.links for each in found]
         load = found[0].load
         self._is_small = load.copies.size <= SMALL
         self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
@@ -95,7 +96,7 @@ class Prepared:
         Args:
             load: of the call.
         """
-        found = tuple(self._weigher.replica_loads(load))
+        found = tuple(ReplicaLoad(load, links) for links in self._links)
         if not self.choice.recipe.policy:
             return Pick(self.choice, found, None, self.is_trial)
         amounts = None if self._is_small else self._fitted(load)
@@ -120,10 +121,11 @@ class Prepared:
         if self._places is None:
             self._places = load.home[self._cells // ep % experts], self._cells % ep
         loads = load.copies.sum(0).reshape(ep, -1).sum(1)
+        slowness = self._links[0].slowness
         source, target = self._places
         moved = np.bincount(target, amounts, ep) - np.bincount(source, amounts, ep)
         total = int(loads.sum())
-        return float((loads + moved).max()) * ep / total if total else 0.0
+        return float(((loads + moved) * slowness).max()) * ep / total if total else 0.0
 
     def _filled(self, load: CallLoad, amounts: np.ndarray) -> np.ndarray | None:
         """Return the table with these entries; None for nothing."""

@@ -1,25 +1,24 @@
-"""Calls that balance: a selector says what a call runs and replicates, and a budget holds that to its rows."""
+"""Calls that balance: a selector says what a call runs and replicates, and a budget holds that to its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import CallDecision
 from moesaic.plan import Compiled
+from moesaic.plan.budget import CountedCall, MemoryBudget
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.budget import TokenBudget
 from moesaic.runtime.balance.selector import ProgramSelector
 from moesaic.runtime.balance.slices import run_slices
 from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen, PlainCalls
 
 
 class BalancedCalls(AbstractCallPolicy):
-    """Decides under a plan that replicates copies, has a budget of rows, or both.
+    """Decides under a plan that replicates copies, has a memory budget, or both.
 
     Args:
         compiled: of the layer.
@@ -36,7 +35,8 @@ class BalancedCalls(AbstractCallPolicy):
     ) -> None:
         super().__init__(compiled)
         self.selector = ProgramSelector(compiled, policy, num_experts, dim)
-        self.budget = TokenBudget(compiled, num_experts, dim, None if policy is None else policy.costs)
+        self.meter = self.selector.meter.watch if self.selector.learns else None
+        self.budget = MemoryBudget(compiled, num_experts, None if policy is None else policy.costs)
 
     @property
     def digest(self) -> bytes:
@@ -48,13 +48,13 @@ class BalancedCalls(AbstractCallPolicy):
         return self.selector.tell()
 
     def refuse_padding(self) -> None:
-        """See `TokenBudget.refuse_padding`."""
+        """See `MemoryBudget.refuse_padding`."""
         self.budget.refuse_padding()
 
-    def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> Chosen:
+    def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         """Return what the selector chose, or what of it the budget allows."""
-        compiled, replicated = self.selector.choose(record, copies, units)
-        compiled, replicated, cut = self.budget.hold(compiled, replicated, copies, units)
+        compiled, replicated = self.selector.choose(record, call.copies, call.units)
+        compiled, replicated, cut = self.budget.hold(compiled, replicated, call)
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ def calls_under(
     compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
 ) -> AbstractCallPolicy:
     """Return what decides for the calls of a layer; arguments as of `BalancedCalls`."""
-    if not compiled.replicates and compiled.plan.token_budget is None:
+    if not compiled.replicates and compiled.plan.memory_budget is None:
         return PlainCalls(compiled)
     return BalancedCalls(compiled, policy, num_experts, dim)
 

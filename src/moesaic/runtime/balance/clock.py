@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+RECENT = 32
+"""Tasks whose median is what a row takes: one that lost its core says nothing."""
+UNLIKE = 0.25
+"""Share by which a rank must be slower or faster than the median for its speed to count: calls of few rows are no measure of
+it."""
+STEP = 0.05
+"""Speeds are told apart in steps of so much, so that decisions do not follow every flicker."""
 OPEN = 64
 """Calls that may wait for their backward pass; what is older is never told."""
 
@@ -134,3 +144,46 @@ class CallClock:
         while len(self._heard) > OPEN:
             del self._heard[min(self._heard)]
         return known, bool(told[:, 2].all())
+
+
+class WorkMeter:
+    """Takes the time of the experts' tasks of one layer on this rank: what a product of a row takes.
+
+    On a GPU it reads events when they have happened; nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._each: deque[float] = deque(maxlen=RECENT)
+        self.least = 0
+        """Rows below which a task is no measure of speed."""
+        self._open: deque[tuple[int, Moment, Moment]] = deque(maxlen=OPEN)
+
+    @contextmanager
+    def watch(self, rows: int, device: torch.device) -> Iterator[None]:
+        """Watch a task of so many rows."""
+        start = Moment(device)
+        yield
+        if rows and rows >= self.least:
+            self._open.append((rows, start, Moment(device)))
+        while self._open and self._open[0][2].is_known:
+            done, begin, end = self._open.popleft()
+            self._each.append(begin.until(end) / done)
+
+    @property
+    def seconds(self) -> float:
+        """What a row takes of late; 0 while little was measured."""
+        return median(self._each) if len(self._each) >= RECENT // 4 else 0.0
+
+
+def speeds_of(seconds: np.ndarray) -> tuple[float, ...]:
+    """Return the speeds of ranks over the median's, from the seconds that each told for a row, 1 for about the median's; ()
+    while some rank has measured nothing.
+
+    Args:
+        seconds: (ranks,) float64.
+    """
+    if not (seconds > 0).all():
+        return ()
+    speeds = np.median(seconds) / seconds
+    speeds = np.where(np.abs(speeds - 1) < UNLIKE, 1.0, np.maximum(np.round(speeds / STEP) * STEP, STEP))
+    return tuple(speeds.tolist())

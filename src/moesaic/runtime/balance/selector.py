@@ -39,7 +39,7 @@ from moesaic.errors import InputError
 from moesaic.plan import Compiled
 from moesaic.plan.compile import for_call
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.clock import CallClock, TimedCall
+from moesaic.runtime.balance.clock import CallClock, TimedCall, WorkMeter, speeds_of
 from moesaic.runtime.balance.samples.relocate import SampleMove
 from moesaic.runtime.expert_parallel import NUMBERS
 
@@ -87,7 +87,8 @@ class ProgramSelector:
         self.compiled, self.num_experts, self.dim = compiled, num_experts, dim
         self._policy = (policy or _named(compiled.plan.replication)) if compiled.replicates else None
         self._arbitration: Arbitration | None = None
-        self._learns = False
+        self.learns = False
+        """Whether measured times and speeds are told to all ranks, and decided by."""
         if compiled.options:
             if not isinstance(self._policy, Arbiter):
                 raise InputError(
@@ -97,8 +98,8 @@ class ProgramSelector:
             self._arbitration = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
             self._evaluating = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
             self._moves = MoveArbiter(self._policy)
-            self._learns = self._policy.learn and self._arbitration.goes_by_times
-        self._clock = CallClock(compiled.grid.world)
+            self.learns = self._policy.learn and self._arbitration.goes_by_times
+        self._clock, self.meter = CallClock(compiled.grid.world), WorkMeter()
         self._thread: ThreadPoolExecutor | None = None
         self._pause = 0.0
         self._weighing: Weighing | None = None
@@ -116,11 +117,11 @@ class ProgramSelector:
 
     def tell(self) -> list[float]:
         """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
-        if not self._learns:
+        if not self.learns:
             return [0.0] * NUMBERS
         ready = max((number for number, made in self._made.items() if made.done()), default=0)
         digest = self._made[ready].result()[1].digest if ready else 0
-        return [*self._clock.tell(), float(ready), float(digest)]
+        return [*self._clock.tell(), float(ready), float(digest), self.meter.seconds]
 
     def choose(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
@@ -215,7 +216,7 @@ class ProgramSelector:
     def _hears_all(self, record: RoutingRecord) -> bool:
         """Whether all ranks tell each other what calls took: not so where tensor groups hear of their own ranks only."""
         heard = record.gathered
-        return self._learns and heard is not None and len(heard.values) == self.compiled.grid.world
+        return self.learns and heard is not None and len(heard.values) == self.compiled.grid.world
 
     def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _Decided:
         """Run what was decided during the last call, and begin to decide the next one."""
@@ -233,7 +234,8 @@ class ProgramSelector:
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
         number = call.number if is_timed else None
-        heard = partial(self._arbitration.hear, known)
+        self.meter.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
+        heard = partial(self._arbitration.hear, known, speeds_of(told[:, -1]))
         self._weighing = self._thread.submit(_weigh, heard, arbitration, pick, number, self._pause)
         if is_timed:
             self._number += 1

@@ -1,9 +1,9 @@
-"""Slices of a call, run one after the other: what a token budget comes to where a call does not fit.
+"""Slices of a call, run one after the other: what a memory budget comes to where a call does not fit.
 
-One slice is kept for the backward pass as a whole call would be: the first, in which every rank has as many of its rows as it
-may, so ranks that are not overloaded compute nothing twice. The other ones dispatch their rows again and run the
-experts again; their results do not travel again. The first slice runs last in the forward pass and first in the
-backward pass, so what it keeps is there beside no other slice.
+The first slices are kept for the backward pass as a whole call would be, as many as fit (`Cut.kept`, one at least): in the
+first every rank has as many of its rows as it may, so ranks that are not overloaded compute nothing twice. The other ones
+dispatch their rows again and run the experts again; their results do not travel again. Slices that are kept run last in the
+forward pass and first in the backward pass, so what they keep is there beside none that is not kept.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class SlicedRun:
     whole: LayerRun
     """The call; its sizes, indices and tags are those of no slice."""
     slices: Sequence[Slice]
+    kept: int
+    """Slices, the first ones, that are kept for the backward pass."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -113,7 +115,7 @@ def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Wei
         cut: how the call is cut.
         call: what it takes to run the call slice by slice.
     """
-    work = SlicedRun(call.whole, slices_of(cut, call))
+    work = SlicedRun(call.whole, slices_of(cut, call), cut.kept)
     y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
@@ -125,31 +127,37 @@ class RunSlices(torch.autograd.Function):
     def forward(
         ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """LayerRun the slices and sum their results; keep what goes in, and what the first slice keeps."""
+        """LayerRun the slices and sum their results; keep what goes in, and what the first slices keep."""
         tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
         total = torch.zeros_like(x, dtype=_wide(x))
         step_costs = [_Surroundings.now(x)] * len(work.slices)
         flat: list[Tensor] = []
+        layouts = []
         for number in reversed(range(len(work.slices))):
             step_costs[number] = _Surroundings.now(x)
-            keeps = names if number == 0 else []
+            keeps = names if number < work.kept else []
             values = _forward(
                 work.run(number, tags[number]), work.slices[number], x, gates, weights, num_sharded, keeps
             )
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
-            flat, ctx.layout = flattened(values, keeps)
+            if keeps:
+                found, layout = flattened(values, keeps)
+                flat += found
+                layouts.append(layout)
+                del found
             del values, y
         ctx.save_for_backward(x, gates, *weights, *flat)
         ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.step_costs = work, num_sharded, 2 + len(weights), step_costs
-        ctx.tags = work.take_tags()
+        ctx.layouts, ctx.tags = layouts, work.take_tags()
         return total.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """LayerRun the first slice's backward program, then each other slice's experts again and its backward program."""
+        """LayerRun the backward programs of the slices that were kept, then each other slice's experts again and its backward
+        program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         work: SlicedRun = ctx.work
         tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs others
@@ -157,7 +165,7 @@ class RunSlices(torch.autograd.Function):
         totals: list[Tensor] = []
         for number, part in enumerate(work.slices):
             run = work.run(number, tags[number])
-            if number:
+            if not kept:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
                 with ctx.step_costs[number].again():
                     kept = [run_forward(run, work.again, inputs, set(work.names))]
@@ -187,10 +195,14 @@ def _forward(
 
 
 def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
-    """Return what went in, and what was kept of the first slice, in a list that alone holds it."""
-    saved = ctx.saved_tensors
+    """Return what went in, and what was kept of the first slices, the first one last, in a list that alone holds it."""
+    saved, at, found = ctx.saved_tensors, ctx.num_inputs, []
     ctx.maybe_clear_saved_tensors()
-    return list(saved[: ctx.num_inputs]), [by_name(saved[ctx.num_inputs :], ctx.layout)]
+    for layout in ctx.layouts:
+        size = sum(1 if length is None else length for _, length in layout)
+        found.append(by_name(saved[at : at + size], layout))
+        at += size
+    return list(saved[: ctx.num_inputs]), found
 
 
 def _split(weights: Sequence[Tensor], num_sharded: int) -> tuple[Weights, Weights]:

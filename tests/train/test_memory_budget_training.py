@@ -1,7 +1,8 @@
-"""Training under a token budget: the same run, and the metrics say what was done about it."""
+"""Training under a memory budget: the same run, and the metrics say what was done about it."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,25 @@ def test_one_process_trains_the_same_in_slices(tmp_path: Path, monkeypatch: pyte
     skip_measuring(monkeypatch)
     base = {"precision": "float64", "model": {"checkpoint_activations": True}}
     found = {}
-    for name, balance in (("plain", {}), ("sliced", {"token_budget": 11})):
+    with pytest.raises(InputError, match=r"plan\.memory_budget=1: ") as refused:
+        run_quietly(tiny(tmp_path, **base, balance={"memory_budget": 1}, out=str(tmp_path / "refused")))
+    budget = int(re.findall(r"holds (\d+) bytes", str(refused.value))[0]) * 11 // 10
+    for name, balance in (("plain", {}), ("sliced", {"memory_budget": budget})):
         config = tiny(tmp_path, **base, balance=balance, out=str(tmp_path / name))
         run_quietly(config)
         found[name] = losses(tmp_path / name)
     assert found["sliced"] == [(step, pytest.approx(loss, rel=1e-9)) for step, loss in found["plain"]]
     assert parameters(tmp_path / "sliced").keys() == parameters(tmp_path / "plain").keys()
-    assert "token_budget" not in lines(tmp_path / "plain", "train")[0]
+    assert "memory_budget" not in lines(tmp_path / "plain", "train")[0]
     for line in lines(tmp_path / "sliced", "train"):
-        for layer in line["token_budget"]:
+        for layer in line["memory_budget"]:
             assert layer["calls"] == layer["sliced_calls"] > 0
             assert layer["slices"] > layer["calls"]
-            assert layer["rows_over"] > 0
+            assert layer["bytes_over"] > 0
             assert layer["rows_spilled"] == 0
 
 
-def test_a_budget_below_one_token_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"balance\.token_budget=0: choose at least 1 token copy per rank") as found:
-        tiny(tmp_path, balance={"token_budget": 0})
+def test_a_budget_below_one_byte_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"balance\.memory_budget=0: choose bytes per rank, at least 1") as found:
+        tiny(tmp_path, balance={"memory_budget": 0})
     assert "\n" not in str(found.value)

@@ -1,0 +1,404 @@
+"""What one call of a layer holds at most on each rank, forward and backward: bytes, derived from the programs that run.
+
+The executor's walk through a program is followed step by step: a slot lives from its writing to its last reading, messages from
+the departure to the landing, and experts keep and need what their kernels do. So each step holds so many bytes per row of
+some slots: a table made once. The rows of a call, which every rank knows of all ranks, then say what the call holds.
+
+Not counted: what is there before the call (input, parameters, the gradient of the result), and the router.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.codecs import codec_spec, is_coded
+from moesaic.cost.row_bytes import DTYPES
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import legs_by_hop
+from moesaic.program.bundles import bundles
+from moesaic.program.grid import Axis
+from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Move
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
+from moesaic.program.validate import reduces
+
+INDEX = 16
+"""Bytes of a copy's token and expert, int64 both."""
+WIDE = 4
+"""Bytes of a number in which sums are taken, at least."""
+CODED_ROWS = 4096
+"""Rows over which the bytes of a coded row are averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What experts hold, in numbers of the layer's dtype."""
+
+    dim: int
+    """Width of a token."""
+    units: int
+    """Rows into which one shard of an expert is packed when weights travel: its hidden units."""
+    unit_numbers: int
+    """Numbers in such a row."""
+    kept: int
+    """Numbers that a row's experts keep from forward to backward besides the row."""
+    forward: int
+    """Numbers per row at work in the forward pass besides input, result and what is kept."""
+    backward: int
+    """The same in the backward pass, besides input, its gradient, that of the result and what was kept."""
+    element_bytes: int
+
+    @classmethod
+    def stacked(cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False) -> ExpertSizes:
+        """Return those of built-in experts: kept is what the matrices give that read the token.
+
+        Args:
+            dim: width of a token.
+            units: hidden units of one shard of an expert.
+            matrices: of an expert: 3 for SwiGLU, 2 for a plain one.
+            element_bytes: of a number.
+            bias: experts have biases.
+        """
+        return cls(
+            dim=dim, units=units, unit_numbers=matrices * dim + (matrices - 1) * bias, kept=(matrices - 1) * units,
+            forward=units + dim, backward=matrices * units + 2 * dim, element_bytes=element_bytes,
+        )  # fmt: skip
+
+
+class _Hop(NamedTuple):
+    """Rows that a rank sends, or receives, in one hop of a movement."""
+
+    move: Move
+    link: str
+    group: tuple[Axis, ...]
+    hop: int
+    arrives: bool
+
+
+_Term = Layout | _Hop
+Bytes = Counter[_Term]
+"""Bytes per row of slots and hops."""
+
+
+class HeldBytes:
+    """What calls under one plan hold.
+
+    Args:
+        programs: forward and backward, lowered.
+        shapes: their pieces.
+        experts: of the layer.
+    """
+
+    def __init__(self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
+        self.shapes, self.experts = shapes, experts
+        forward, backward = (_Walk(program, shapes, experts) for program in programs)
+        names = [name for name in programs[1].inputs if name in forward.slots and name in backward.slots]
+        kept = _joined([backward.slot_bytes(name) for name in names])
+        kept += _joined([forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT])
+        steps = [*forward.steps(set(names)), *backward.steps(set())]
+        wide = max(WIDE, experts.element_bytes)
+        tokens, weights = forward.slots["x"].layout, forward.slots["w"].layout
+        sums = _of(tokens, experts.dim * wide) + _of(weights, experts.unit_numbers * wide)
+        if wide > experts.element_bytes:
+            sums += _of(tokens, experts.dim * experts.element_bytes)
+        self._terms = list(dict.fromkeys(term for step in (*steps, kept, sums) for term in step))
+        self._steps = np.unique(self._table(steps), axis=0)
+        self._kept, self._sums = self._table([kept, sums])
+
+    def peak(self, sizes: CallSizes) -> np.ndarray:
+        """Return the most bytes that a call holds on each rank if it runs as a whole, (world,)."""
+        most: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
+        return most
+
+    def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
+        """Return the most bytes that a slice of a call holds on each rank with the sums over all slices, and those of them that
+        it keeps for the backward pass, (world,) both."""
+        rows = self._rows(sizes)
+        return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
+
+    def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
+        return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
+
+    def _rows(self, sizes: CallSizes) -> np.ndarray:
+        """Return the rows of each term on each rank, (world, terms)."""
+        return np.stack([self._of(term, sizes) for term in self._terms], axis=1).astype(np.float64)
+
+    def _of(self, term: _Term, sizes: CallSizes) -> np.ndarray:
+        if not isinstance(term, _Hop):
+            return sizes.rows_of_ranks(term)
+        moved, found = sizes.moved(term.move), np.zeros(sizes.grid.world, dtype=np.int64)
+        source, target, *ends = self._paths(term)
+        np.add.at(found, ends[term.arrives], moved[source, target])
+        return found
+
+    def _paths(self, term: _Hop) -> np.ndarray:
+        """Return source and target of each packet of a hop, and of its leg, (4, packets) int64."""
+        key = (term.link, term.group, term.hop)
+        if key not in self._legs:
+            legs = legs_by_hop(ALL_TO_ALLS[term.link], self.shapes.grid, term.group).get(term.hop, [])
+            self._legs[key] = np.array(legs, dtype=np.int64).reshape(-1, 4).T
+        return self._legs[key]
+
+    @cached_property
+    def _legs(self) -> dict[tuple[str, tuple[Axis, ...], int], np.ndarray]:
+        return {}
+
+
+class _Walk:
+    """One program, walked through as the executor does.
+
+    Args:
+        program: lowered.
+        shapes: its pieces.
+        experts: of the layer.
+    """
+
+    def __init__(self, program: Program, shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
+        self.program, self.shapes, self.experts = program, shapes, experts
+        self.slots = {slot.name: slot for slot in program.slots}
+        self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+        between = any(task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP))
+        self._slowest = Lane.INTER if between else Lane.INTRA
+
+    def slot_bytes(self, name: str) -> Bytes:
+        """Return the bytes of a slot."""
+        slot = self.slots[name]
+        return _of(slot.layout, self._row_bytes(slot))
+
+    def kept_inside(self, task: Task) -> Bytes:
+        """Return the bytes that an expert task keeps besides its input."""
+        return self._inside(task, self.experts.kept)
+
+    def _inside(self, task: Task, numbers: int) -> Bytes:
+        """Return bytes of so many numbers per row of an expert task and shard of the hidden width that it computes."""
+        rows = next(self.slots[name] for name in task.reads if self._is_input(name))
+        weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
+        held = [len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)]
+        shards = max(1, max(held) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(held))))))
+        return _of(rows.layout, numbers * shards * self.experts.element_bytes)
+
+    def _is_input(self, name: str) -> bool:
+        return self.slots[name].kind is Kind.ROWS
+
+    def _row_bytes(self, slot: Slot) -> int:
+        experts = self.experts
+        if slot.kind is Kind.LANE:
+            return max(WIDE, experts.element_bytes)
+        if slot.kind is Kind.INDEX:
+            return INDEX
+        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":
+            return experts.unit_numbers * experts.element_bytes
+        return experts.dim * experts.element_bytes
+
+    def steps(self, stay: set[str]) -> list[Bytes]:
+        """Return what is alive at each step.
+
+        Args:
+            stay: slots that live to the end, besides the outputs; what experts keep does so too, in a forward program.
+        """
+        run = _Alive(self, stay)
+        for number, bundle in enumerate(run.bundles):
+            tasks = [self.program.tasks[each] for each in bundle]
+            for name in dict.fromkeys(name for task in tasks for name in task.reads):
+                run.settle(name)
+            if tasks[0].op in (Op.MOVE, Op.HOP):
+                run.depart(number, tasks)
+            else:
+                run.compute(tasks[0])
+            run.free(number)
+        for name in list(run.arriving):
+            run.settle(name)
+        return run.found
+
+    def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
+        """Return the bytes of a movement's messages on both sides, and whether the slot that it writes is the buffer.
+
+        Args:
+            task: a move.
+            joined: it travels with others as one message, so that rows are copied in and out.
+        """
+        source, target = (self.slots[name] for name in (task.reads[0], task.writes[0]))
+        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        world = range(self.shapes.grid.world)
+        sent, received = ([one(move, rank) for rank in world] for one in (self.shapes.sent, self.shapes.received))
+        held, made = ([self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target))
+        leaves = _of(source.layout, self._row_bytes(source) * _times(sent, held))
+        if not joined and _is_whole(sent, held):
+            leaves = Counter()
+        if source.layout.flow == "weights":
+            leaves += self.slot_bytes(task.reads[0])  # packed
+        arrives = _of(target.layout, self._row_bytes(target) * _times(received, made))
+        return leaves, arrives, not joined and _is_whole(received, made)
+
+    def stays(self, task: Task) -> bool:
+        """Whether a move leaves all rows where they are, on every rank."""
+        source, target = (self.slots[name] for name in (task.reads[0], task.writes[0]))
+        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
+
+    def hop(self, task: Task) -> tuple[Bytes, Bytes]:
+        """Return the bytes of the messages that leave and arrive in a hop."""
+        assert task.of is not None
+        source, target = (self.slots[name] for name in task.of)
+        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        size = self.coded(source, self._codecs.get(task.of, ""))
+        ways = (_Hop(move, task.link, task.group, task.hop, arrives) for arrives in (False, True))
+        leaves, arrives = (_of(way, size) for way in ways)
+        return leaves, arrives
+
+    def coded(self, slot: Slot, codec: str | None) -> int:
+        """Return the bytes of a row of a slot in a message."""
+        size = self._row_bytes(slot)
+        if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
+            return size
+        dtype = DTYPES[self.experts.element_bytes]
+        return int(np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS))
+
+    def scratch(self, task: Task) -> Bytes:
+        """Return what a task needs while it runs, besides what it reads and writes."""
+        size = self.experts.element_bytes
+        if task.op is Op.EXPERT:
+            return self._inside(task, self.experts.forward)
+        if task.op is Op.EXPERT_GRAD:
+            return self._inside(task, self.experts.backward)
+        if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
+            rows, tokens = self.slots[task.reads[0]].layout, self.slots[task.writes[0]].layout
+            return _of(rows, self.experts.dim * WIDE) + _of(tokens, self.experts.dim * WIDE)
+        if task.op is Op.UNPACK:
+            return self.slot_bytes(task.writes[0])
+        if task.op is Op.ADD and size < WIDE:
+            return _joined([self.slot_bytes(name) for name in (*task.reads, *task.writes)])
+        return Counter()
+
+
+class _Alive:
+    """What is alive while a program runs."""
+
+    def __init__(self, walk: _Walk, stay: set[str]) -> None:
+        self._walk, program = walk, walk.program
+        self.bundles = bundles(program)
+        self.found: list[Bytes] = []
+        self.arriving: dict[str, int] = {}
+        """Slots that are under way, and the bundle in which they travel."""
+        self._flights: dict[int, list[Bytes]] = {}
+        self._lands_in_place: set[str] = set()
+        self._idle: Bytes = Counter()
+        """Scratch memory of products that wait until rows are on their way."""
+        self._root: dict[str, str] = {}
+        self._last: dict[str, int] = {}
+        there = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
+        self._alive = {name: walk.slot_bytes(name) for name in program.inputs if name not in there}
+        forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
+        self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
+        for number, bundle in enumerate(self.bundles):
+            for task in (program.tasks[each] for each in bundle):
+                if task.op is Op.MOVE and walk.stays(task):
+                    self._root[task.writes[0]] = self._of(task.reads[0])
+                for name in (*task.reads, *task.writes, f"{task.name}*"):
+                    self._last[self._of(name)] = number
+        for name in (*stay, *program.outputs):
+            self._last[self._of(name)] = len(self.bundles)
+        self._last |= {f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT}
+
+    def settle(self, name: str) -> None:
+        """Let messages land, if a slot is in them."""
+        number = self.arriving.get(name)
+        if number is None:
+            return
+        flight = self._flights.pop(number)
+        if self._walk.program.tasks[self.bundles[number][0]].lane is self._walk._slowest:
+            self._idle = Counter()
+        landed = [each for each, other in self.arriving.items() if other == number]
+        for each in landed:
+            del self.arriving[each]
+            if each in self._lands_in_place:
+                continue
+            if self._walk.slots[each].kind is not Kind.PACKETS:
+                self._alive[each] = self._walk.slot_bytes(each)
+        self._note(*flight)
+        for each in landed:
+            if each in self._lands_in_place:
+                self._alive[each] = self._walk.slot_bytes(each)
+            elif self._walk.slots[each].kind is Kind.PACKETS:
+                self._alive[each] = flight[1]
+
+    def depart(self, number: int, tasks: Sequence[Task]) -> None:
+        """Send what a bundle of movements, or a hop, carries."""
+        moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
+        if not moving:
+            return
+        leaves: Bytes = Counter()
+        arrives: Bytes = Counter()
+        for task in moving:
+            if task.op is Op.HOP:
+                out, back = self._walk.hop(task)
+                in_place = False
+            else:
+                out, back, in_place = self._walk.messages(task, joined=len(moving) > 1)
+            leaves, arrives = leaves + out, arrives + back
+            self.arriving[task.writes[0]] = number
+            if in_place:
+                self._lands_in_place.add(task.writes[0])
+        self._flights[number] = [leaves, arrives]
+        self._note()
+
+    def compute(self, task: Task) -> None:
+        """Run a task that needs no other rank."""
+        walk = self._walk
+        for name in task.writes:
+            if walk.slots[name].kind is Kind.PACKETS:
+                assert task.of is not None
+                source = walk.slots[task.of[0]]
+                self._alive[name] = walk.slot_bytes(task.of[0])
+                if walk.coded(source, task.codec) < walk.coded(source, ""):
+                    self._alive[name] = self._alive[name] + _of(source.layout, walk.coded(source, task.codec))
+            else:
+                self._alive[name] = walk.slot_bytes(name)
+        if task.op is Op.EXPERT:
+            self._alive[f"{task.name}*"] = walk.kept_inside(task)
+        scratch = walk.scratch(task)
+        self._note(scratch)
+        if task.op is Op.EXPERT_GRAD:
+            self._idle = scratch
+
+    def free(self, number: int) -> None:
+        """Free what nothing reads any more; what is being sent as it stands lives until it has landed."""
+        for name in [name for name in self._alive if self._last.get(self._of(name), -1) <= number]:
+            gone = self._alive.pop(name)
+            if number in self._flights and not self._flights[number][0]:
+                self._flights[number].append(gone)
+
+    def _of(self, name: str) -> str:
+        while name in self._root:
+            name = self._root[name]
+        return name
+
+    def _note(self, *more: Bytes) -> None:
+        flying = [each for flight in self._flights.values() for each in flight]
+        self.found.append(_joined([*self._alive.values(), *flying, self._idle, *more]))
+
+
+def _of(term: _Term, size: int) -> Bytes:
+    return Counter({term: size})
+
+
+def _joined(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
+    found: Bytes = Counter()
+    for part in parts:
+        found.update(part)
+    return found
+
+
+def _is_whole(matches: Sequence, held: Sequence) -> bool:
+    """Whether messages are, on every rank, all rows of a slot in its order."""
+    return all(match.in_order and len(match.places) == len(slot.number) for match, slot in zip(matches, held))
+
+
+def _times(matches: Sequence, held: Sequence) -> int:
+    """Return how often a slot's rows are in its messages, at most."""
+    return max(-(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, held))

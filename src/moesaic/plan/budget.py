@@ -1,0 +1,306 @@
+"""A budget of bytes for each call of a layer: what skew would need beyond it goes to helpers, or is run in slices.
+
+Under `Plan.memory_budget` a dropless layer holds no more than the budget on any rank, forward and backward, whatever the
+routing is. What a call would hold follows from its programs and its counts (`cost/held.py`), so all ranks know it of all
+ranks before anything moves. Where a plan replicates copies, what is over the budget goes to ranks with room. Where no rank
+has room, or nothing may be replicated, or replication costs more, the call runs in slices, dispatch to combine: as many of
+them as fit are kept for the backward pass, the others are run again in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.balance.replication.bounded import fitting_tables, seconds
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.slices import Cut, cut
+from moesaic.cost.held import ExpertSizes
+from moesaic.errors import InputError
+from moesaic.plan.compile import Compiled
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Op
+
+TRIES = 16
+"""Numbers of slices that are tried until a call fits."""
+MORE_SLICES = (1.5, 2.0)
+"""Times as many slices as need be are tried too: of small slices more rows are kept for the backward pass."""
+
+_Way = tuple[Compiled, np.ndarray | None, Cut]
+"""What runs, what it replicates, and how it is cut."""
+
+
+class CountedCall(NamedTuple):
+    """A call of a layer, as all ranks know it before anything moves."""
+
+    copies: np.ndarray
+    """(world, num_experts) int64 that each origin has for each expert."""
+    tokens: np.ndarray
+    """(world,) int64 of which each origin is responsible."""
+    units: int
+    """Hidden units of one shard of an expert."""
+    experts: Callable[[], ExpertSizes]
+    """What the experts hold."""
+
+
+@dataclass
+class BudgetUse:
+    """What a layer's calls did about their budget, over all ranks; the same on every rank."""
+
+    calls: int = 0
+    """Calls of the layer, recomputations among them."""
+    bytes_over: int = 0
+    """Bytes beyond the budget that ranks would have held, before anything was done about them."""
+    rows_spilled: int = 0
+    """Rows that were replicated to another rank for it."""
+    sliced_calls: int = 0
+    """Calls that ran in slices."""
+    slices: int = 0
+    """Slices of these calls."""
+    kept_slices: int = 0
+    """Those of them that were kept for the backward pass; the others ran twice."""
+
+
+class MemoryBudget:
+    """Holds the calls of one layer to their plan's budget.
+
+    Args:
+        compiled: of the layer; its plan has the budget.
+        num_experts: of the layer.
+        costs: by which slices are weighed against replication; None for those of `cost.Machine`.
+    """
+
+    def __init__(self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None) -> None:
+        self.compiled, self.num_experts = compiled, num_experts
+        self.costs = costs or ReplicationCosts()
+        self.use = BudgetUse()
+        self._holders: dict[bytes, np.ndarray] = {}
+
+    def hold(
+        self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall
+    ) -> tuple[Compiled, np.ndarray | None, Cut | None]:
+        """Return what a call runs, what it replicates, and how it is cut; None where it runs as a whole.
+
+        Args:
+            compiled: what it would run without a budget.
+            replicated: (world, num_experts, ep) int64, what it would replicate; None for nothing.
+            call: its counts.
+
+        Raises:
+            InputError: on every rank, if the budget is less than a call of so many tokens needs whatever its slices are.
+        """
+        if self.compiled.plan.memory_budget is None:
+            return compiled, replicated, None
+        self.use.calls, budget = self.use.calls + 1, self.budget(call)
+        over = np.maximum(self.peak(compiled, replicated, call) - budget, 0)
+        self.use.bytes_over += int(over.sum())
+        if not over.any():
+            return compiled, replicated, None
+        wanted = 0 if replicated is None else int(replicated.sum())
+        experts = call.experts()
+        load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
+        ways = list(self._ways(compiled, replicated, load, call, budget))
+        if not ways:
+            raise InputError(self._too_small(call, budget))
+        compiled, replicated, found = self._cheapest(ways, load)
+        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - wanted, 0)
+        if found.num_slices == 1:
+            return compiled, replicated, None
+        self.use.sliced_calls += 1
+        self.use.slices += found.num_slices
+        self.use.kept_slices += found.kept
+        return compiled, replicated, found
+
+    def budget(self, call: CountedCall) -> int:
+        """Return the bytes that a call may hold."""
+        del call
+        assert self.compiled.plan.memory_budget is not None
+        return self.compiled.plan.memory_budget
+
+    def peak(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall) -> np.ndarray:
+        """Return the most bytes that a call holds on each rank if it runs as a whole, (world,).
+
+        Args:
+            compiled: what it runs.
+            replicated: (world, num_experts, ep) int64; None for nothing.
+            call: its counts.
+        """
+        return compiled.held(self.num_experts, call.experts()).peak(
+            self._sizes(compiled, replicated, call.copies, call)
+        )
+
+    def _sizes(
+        self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, call: CountedCall
+    ) -> CallSizes:
+        """Return the sizes of a call or a slice; under multicast every copy is taken for a token of its own."""
+        grid, chunks, node_tokens = compiled.grid, compiled.plan.chunks, None
+        if compiled.is_multicast:
+            there = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
+            each = np.minimum(np.concatenate(there, axis=1), call.tokens[:, None])
+            node_tokens = np.repeat(-(-each // chunks)[:, :, None], chunks, axis=2)
+        return CallSizes(
+            grid, copies, call.tokens, chunks, node_tokens=node_tokens, units=call.units, replicated=replicated,
+            shapes=compiled.shapes(self.num_experts),
+        )  # fmt: skip
+
+    def _ways(
+        self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
+    ) -> Iterator[_Way]:
+        """Yield in which ways a call fits its budget: as it would run, with nothing replicated, with another table."""
+        for each in self._cuts(compiled, replicated, call, budget):
+            yield compiled, replicated, each
+        if not self.compiled.replicates:
+            return
+        bare = self.compiled.unreplicated or self.compiled
+        if replicated is not None:
+            for each in self._cuts(bare, None, call, budget):
+                yield bare, None, each
+        replication = compiled if compiled.replicates else self.compiled
+        none = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
+        rows, fewest = self._rows_that_fit(bare, call, budget)
+        for table in fitting_tables(load, none if replicated is None else replicated, rows, fewest):
+            for each in self._cuts(replication, table, call, budget):
+                yield replication, table, each
+
+    def _rows_that_fit(self, bare: Compiled, call: CountedCall, budget: int) -> tuple[int, int]:
+        """Return about how many rows at the experts of a rank fit, nothing replicated, and how many times there are as many."""
+        busiest = int(self._cut(bare, None, call, None).loads.max())
+        most = float(self.peak(bare, None, call).max())
+        least = float(self.peak(bare, None, call._replace(copies=np.zeros_like(call.copies))).max())
+        rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
+        return rows, -(-busiest // rows)
+
+    def _cut(
+        self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None
+    ) -> Cut:  # fmt: skip
+        """Return a call cut at so many rows at a rank's experts; None for one slice."""
+        if compiled.digest not in self._holders:
+            self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
+        every = limit or max(1, int(call.copies.sum()))
+        return cut(self._holders[compiled.digest], call.copies, replicated, every)
+
+    def _cuts(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, budget: int) -> Iterator[Cut]:
+        """Yield cuts of a call that fit the budget, as few slices as can be first; none where none is found."""
+        whole = self._cut(compiled, replicated, call, None)
+        most = float(self.peak(compiled, replicated, call).max())
+        if most <= budget:
+            yield whole
+            return
+        rows, count = int(whole.loads.max()), 2
+        least = self._slices(compiled, self._cut(compiled, replicated, _nothing(call), None), call)[0].max()
+        if least >= budget:
+            return
+        for _ in range(TRIES):
+            found = self._cut(compiled, replicated, call, -(-rows // count))
+            peak, kept = self._slices(compiled, found, call)
+            if peak.max() <= budget:
+                break
+            if count >= rows:
+                return
+            count = min(rows, max(count + 1, int(count * (peak.max() - least) / (budget - least))))
+        else:
+            return
+        fewest = found.num_slices
+        yield replace(found, kept=_most_kept(peak, kept, budget))
+        for more in MORE_SLICES:
+            found = self._cut(compiled, replicated, call, -(-rows // int(more * fewest)))
+            peak, kept = self._slices(compiled, found, call)
+            if peak.max() <= budget:
+                yield replace(found, kept=_most_kept(peak, kept, budget))
+
+    def _slices(self, compiled: Compiled, found: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
+        """Return the most bytes that each slice holds on each rank, and those that it keeps, (slices, world) both."""
+        held = compiled.held(self.num_experts, call.experts())
+        parts = [
+            held.of_slice(self._sizes(compiled, found.replicated(number), found.copies(number), call))
+            for number in range(found.num_slices)
+        ]
+        peak, kept = (np.stack(values) for values in zip(*parts))
+        return peak, kept
+
+    def _cheapest(self, ways: list[_Way], load: CallLoad) -> _Way:
+        """Return the way that takes least by the policies' model."""
+        none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+
+        def cost(way: _Way) -> float:
+            _, replicated, found = way
+            again = found.share_again
+            return seconds(load, self.costs, none if replicated is None else replicated, found.num_slices, again)
+
+        return min(ways, key=cost)
+
+    def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
+        """Return what a rank holds at most if a call runs in slices of so many rows at a rank's experts, nothing replicated."""
+        bare = self.compiled.unreplicated or self.compiled
+        return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
+
+    def _too_small(self, call: CountedCall, budget: int) -> str:
+        """Return the line about a budget that nothing fits; it tells one that fits."""
+        return (
+            f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
+            f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): give more, "
+            "or fewer tokens a call"
+        )
+
+    def refuse_padding(self) -> None:
+        """Raise InputError if there is a budget: with a padded capacity no rank has the counts that it is held by."""
+        budget = self.compiled.plan.memory_budget
+        if budget is not None:
+            raise InputError(
+                f"a padded capacity clashes with memory_budget={budget}, which is held by counts that no rank then has: "
+                "leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
+            )
+
+    def take(self) -> BudgetUse:
+        """Return what was counted since the last `take`."""
+        found, self.use = self.use, BudgetUse()
+        return found
+
+
+def _nothing(call: CountedCall) -> CountedCall:
+    return call._replace(copies=np.zeros_like(call.copies))
+
+
+def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
+    """Return how many slices, the first ones, may be kept beside each other: the last of them runs first, and ends last.
+
+    Args:
+        peak: (slices, world) bytes that each slice holds while it runs.
+        kept: (slices, world) bytes that it keeps.
+        budget: of each rank.
+    """
+    for count in range(2, len(peak) + 1):
+        later = kept[:count].sum(0) - kept[:count].cumsum(0)
+        if (peak[:count] + later).max() > budget:
+            return count - 1
+    return len(peak)
+
+
+def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
+    """Return at whose experts the rows of each origin for each expert are, (world, num_experts, 1 or 1 + ep) int64.
+
+    The shards of an expert see the same rows, so the first rank stands for all; -1 where there can be none.
+
+    Args:
+        compiled: the program.
+        num_experts: of the layer.
+    """
+    grid, shapes = compiled.grid, compiled.shapes(num_experts)
+    layouts = [compiled.logical.slot(task.reads[0]).layout for task in compiled.logical.tasks if task.op is Op.EXPERT]
+    holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
+    for rank in range(grid.world):
+        pieces = [shapes.pieces(layout, rank) for layout in layouts]
+        origin, expert, chunk = (
+            np.concatenate([getattr(each, name) for each in pieces]) for name in ("origin", "expert", "chunk")
+        )
+        part = np.maximum(chunk - shapes.num_chunks + 1, 0)
+        found = np.unique(holders[origin, expert, part])
+        joined = rank if found.max(initial=-1) < 0 else int(found[found >= 0].min())
+        holders[np.isin(holders, found[found >= 0])] = (
+            joined  # ranks that share some rows are held to one budget together
+        )
+        holders[origin, expert, part] = joined
+    return holders
