@@ -28,10 +28,6 @@ class Hash(AbstractRouter):
     takes_best_ranked = False
     table: Tensor
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return True
-
     def __init__(
         self,
         dim: int,

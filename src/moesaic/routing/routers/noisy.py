@@ -36,10 +36,6 @@ class NoisyTopK(AbstractRouter):
         self.weight = linear_scores(dim, num_experts, device, dtype)
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return True
-
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
         """Draw the gate matrix anew from N(0, std); `W_noise` goes back to zero."""

@@ -50,10 +50,6 @@ class SoftmaxTopK(AbstractRouter):
         self.bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
         self.normalize, self.scale = normalize, scale
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.normalize == "after" and self.scale == 1
-
     @torch.no_grad()
     def reset_state(self) -> None:
         if self.bias is not None:
