@@ -38,6 +38,7 @@ BENCHMARKS = {
     "tiny": ("tiny", "the tiny models of every kind beside their dense twins"),
     "moe_vs_dense": ("moe_vs_dense", "the demo beside a dense model of as many operations per token"),
     "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
+    "placement_cases": ("placement_cases", "samples that change home beside a dense loop, in float64"),
     "placement_gaps": ("placement_gaps", "placements of samples and experts beside the best ones"),
     "plan_table": ("plan_table_replay", "the plan table that was told wrong loads, on recorded routing"),
     "relocate_train": ("relocate_train", "training steps under every answer to skewed routing"),

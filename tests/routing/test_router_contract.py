@@ -172,15 +172,6 @@ def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_that_are_said_to_sum_to_one_do(name: str) -> None:
-    router, top_k = make_router(name), TOP_K.get(name, 2)
-    scores, choice, _ = ask(router, torch.randn(9, 8), top_k)
-    sums = torch.zeros(9).index_add(0, choice.token, router.weigh(scores, choice, top_k).detach())
-    if router.weights_sum_to_one:
-        torch.testing.assert_close(sums, torch.ones(9))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_finish_step_starts_the_counts_anew(name: str) -> None:
     layer, x = make_layer(name), torch.randn(16, 8)
     before = copy.deepcopy(layer.router.state_dict())

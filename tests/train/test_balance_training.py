@@ -101,11 +101,9 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
     ("options", "line"),
     [
         (
-            {"mesh": {"tp": 2}},
-            r"balance\.samples=two_stage clashes with mesh\.tp=2, which splits a sample over ranks",
+            {"mesh": {"tp": 2, "sequence_parallel": True}},
+            r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which leaves each rank a part",
         ),
-        ({"model": {"moe": {"capacity": "fixed"}}}, r"clashes with model\.moe\.capacity=fixed, which drops copies"),
-        ({"balance": {"replication": "spill"}}, r"clashes with balance\.replication=spill, .*: choose none or arbiter"),
         ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
         (
             {"planner": {"plan": "auto", "cluster": "bed-2x2"}},

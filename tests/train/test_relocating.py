@@ -25,7 +25,12 @@ from moesaic.testing.processes import leave
 from moesaic.train.parallel import parallelize
 from worlds import start
 
-MESHES = {"ep 4": {"ep": 4}, "two copies of the experts": {"ep": 2}, "shards": {"ep": 2, "etp": 2}}
+MESHES = {
+    "ep 4": {"ep": 4},
+    "two copies of the experts": {"ep": 2},
+    "shards": {"ep": 2, "etp": 2},
+    "tensor groups": {"tp": 2, "ep": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,7 @@ def _compare(rank: int, sizes: dict[str, int]) -> dict[str, float]:
         model.relocator = relocator
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            results.append(_train(rank, model))
+            results.append(_train(mesh.grid.coordinate(rank, "dp"), mesh.grid.dp, model))
         views += sum("(FSDPMovingBlock) returned a view" in str(warning.message) for warning in seen)
     (plain, losses), *moved = results
     difference = max(
@@ -102,13 +107,14 @@ def _within(mesh: Mesh, random: np.random.Generator) -> Homes:
     return Homes.of_ranks(rank, 4)
 
 
-def _train(rank: int, model: GPT) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _train(group: int, groups: int, model: GPT) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Return this rank's part of every gradient after the second of two steps, and the losses."""
+    mine = slice(8 // groups * group, 8 // groups * (group + 1))
     generator = torch.Generator().manual_seed(3)
     losses = []
     for _ in range(2):
-        tokens = torch.randint(0, 11, (8, 6), generator=generator)[2 * rank : 2 * rank + 2]
-        targets = torch.randint(0, 11, (8, 6), generator=generator)[2 * rank : 2 * rank + 2]
+        tokens = torch.randint(0, 11, (8, 6), generator=generator)[mine]
+        targets = torch.randint(0, 11, (8, 6), generator=generator)[mine]
         output = model(tokens, targets)
         assert output.loss is not None
         output.loss.backward()

@@ -159,6 +159,24 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
     return out
 
 
+def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
+    """Join the shares of a tensor that all peers then use alike: what `slice_rows` undoes.
+
+    Forward the shares are gathered; backward no bytes move, since every peer has the whole gradient.
+
+    Args:
+        transport: this rank's transport.
+        peers: the ranks that take part, ascending, this one among them.
+        part: (its rows, ...), this rank's share; see `share_of`.
+        num_rows: how many rows the whole has.
+
+    Returns:
+        (num_rows, ...), the same on all peers.
+    """
+    out: Tensor = _GatherRows.apply(transport, peers, part, num_rows)
+    return out
+
+
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -181,6 +199,18 @@ class _SliceRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         return None, None, all_gather_rows(ctx.transport, ctx.peers, gradient, ctx.num_rows)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
+        ctx.mine = share_of(num_rows, peers.index(transport.rank), len(peers))
+        return all_gather_rows(transport, peers, part, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None]:
+        return None, None, gradient[ctx.mine], None
 
 
 def _all_reduce(

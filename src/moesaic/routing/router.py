@@ -62,11 +62,6 @@ class AbstractRouter(KeepsFloat32, ABC):
         other tokens are there."""
         return False
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        """Whether the weights of every token that gets its `top_k` experts sum to one, whatever the parameters."""
-        return False
-
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         if dim < 1 or num_experts < 1:
@@ -202,10 +197,6 @@ class LimitedRouter(AbstractRouter):
     @property
     def looks_across_tokens(self) -> bool:
         return self.inner.looks_across_tokens
-
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.inner.weights_sum_to_one
 
     def reset_parameters(self) -> None:
         self.inner.reset_parameters()

@@ -337,7 +337,7 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     if d_gates is None:
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
-    written: list[Value] = [d_rows, d_gates.unsqueeze(1), *d_weights]
+    written: list[Value] = [d_rows, d_gates.view_as(rows(reads[2])), *d_weights]
     return dict(zip(task.writes, written))
 
 

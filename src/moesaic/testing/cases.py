@@ -20,7 +20,6 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.compile import moving
 from moesaic.plan.plan import Crossing, Order, Replication
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -269,39 +268,30 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
 
 
 def _with_placement(rng: random.Random, case: Case) -> Case:
-    """Let samples move in some of the cases in which they can once the plan and the tokens are changed to suit."""
+    """Let samples move in some of the cases in which they can, with as many of one length on every rank."""
     alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
-    if not alone or case.grid.tp > 1 or case.grid.world == 1 or rng.random() > 0.4:
+    if not alone or case.grid.world == 1 or rng.random() > 0.4:
         return case
-    plan = replace(
-        case.plan,
-        schedule="s1",
-        replication="arbiter" if rng.random() < 0.3 else "none",
-        gather_weights=None,
-        codec="none",
-        backward_codec="none",
-        memory_budget=None,
-        all_to_all=case.plan.link,
-    )
+    plan = replace(case.plan, codec="none", backward_codec="none")
+    if rng.random() < 0.5:  # most plans bring results home first: half of the cases are such that need not
+        plan = replace(plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link)
+    try:
+        compile_plan(plan, case.grid)
+    except InputError:
+        return case
     longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
-    placed = replace(
+    return replace(
         case,
         plan=plan,
         placement=rng.choice(["random", "random", "solved"]),
+        sequences=case.sequences * case.grid.tp,
         lengths=tuple(tuple(longest for _ in of_groups) for of_groups in case.lengths),
-        capacity=Dropless(),
     )
-    try:
-        compiled = compile_plan(plan, case.grid)
-        moving((compiled.options or (compiled,))[0])
-    except InputError:
-        return case
-    return placed
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:
     """Let some of the cases hold a budget, counted in rows here, so small that most of them run in slices, spill, or both."""
-    if case.capacity.is_padded or case.placement != "none" or rng.random() > 0.2:
+    if case.capacity.is_padded or rng.random() > 0.2:
         return case
     return replace(case, plan=replace(case.plan, memory_budget=rng.choice([1, 2, 3, 5, 8, 12])))
 

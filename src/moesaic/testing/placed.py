@@ -92,4 +92,5 @@ def _placer(case: Case) -> AbstractPlacer:
     if case.placement == "solved":
         return Weighed(least_gain=0.0) if case.seed % 2 else TwoStage(least_gain=0.0)
     rng = np.random.default_rng(case.seed)
-    return Given([random_homes(case.grid, case.sequences, rng) for _ in case.lengths])
+    slots = case.sequences // case.grid.tp
+    return Given([random_homes(case.grid, slots, rng) for _ in case.lengths])

@@ -25,7 +25,6 @@ from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
 from moesaic.cost.alpha_beta import Machine
-from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
@@ -34,7 +33,7 @@ from moesaic.plan import Compiled, Plan
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import BalancedCalls, bare_of, decisions_of
+from moesaic.runtime.balance.calls import BalancedCalls, decisions_of
 from moesaic.runtime.balance.experts import ExpertPlacement, Moved
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
@@ -103,21 +102,9 @@ def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
         model: what `make_model` returned, on the mesh already.
         mesh: of its layers.
         config: of the run.
-
-    Raises:
-        InputError: for a plan under which samples cannot move.
     """
-    if not isinstance(model, MovingGPT):
-        return
-    if not config.plan.program.routes_slices:
-        raise InputError(
-            f"balance.samples={config.balance.samples} clashes with plan.schedule={config.plan.schedule}: choose s1"
-        )
-    relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
-    for layer in model.modules():
-        if isinstance(layer, MoE) and layer.on_mesh is not None:
-            relocator.compiled(bare_of(layer.on_mesh.calls), bias=bool(layer.experts.names[1]))
-    model.relocator = relocator
+    if isinstance(model, MovingGPT):
+        model.relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
 
 
 class WatchedRelocator(Relocator):

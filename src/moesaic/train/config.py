@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from moesaic.balance.policies import EXPERT_PLACERS, REPLICATION_POLICIES, SAMPLE_PLACERS
-from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
@@ -391,11 +390,9 @@ class TrainConfig:
             raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:
-        asked, moe = f"balance.samples={self.balance.samples}", self.model.moe
+        asked = f"balance.samples={self.balance.samples}"
         if not self.balance.moves_samples:
             return
-        replication = self.balance.replication
-        fitting = [name for name, make in REPLICATION_POLICIES.items() if make(ReplicationCosts()).lets_samples_move]
         reasons = (
             (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
             (
@@ -404,17 +401,11 @@ class TrainConfig:
                 or self.model.block.dropout > 0,
                 "model.block: only decoders without norms behind the residual and without dropout move samples",
             ),
-            (self.mesh.tp > 1, f"mesh.tp={self.mesh.tp}, which splits a sample over ranks"),
             (
-                moe.capacity != "dropless",
-                f"model.moe.capacity={moe.capacity}, which drops copies by where their samples are",
+                self.mesh.sequence_parallel,
+                "mesh.sequence_parallel, which leaves each rank a part of every sample's positions",
             ),
             (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
-            (
-                replication not in (NO_REPLICATION, *fitting),
-                f"balance.replication={replication}, which cuts copies by helper and not by sample: "
-                f"choose {' or '.join((NO_REPLICATION, *fitting))}",
-            ),
         )
         for holds, what in reasons:
             if holds:

@@ -90,7 +90,9 @@ def test_the_bytes_that_are_saved_are_those_that_were_promised(rides: bool, back
 def test_residuals_that_ride_cost_nothing() -> None:
     homes = Homes(np.array([[4, 5], [6, 7], [0, 1], [2, 3]]))
     (rides, _), (alone, _) = (sent(Given([homes]), rides=each) for each in (True, False))
-    assert alone - rides == 2 * 8 * LENGTH * ROW, "eight samples there and back"
+    shares = 2 * 8 * LENGTH * 2 * 8
+    saved = 2 * 8 * LENGTH * ROW - (alone - rides)
+    assert 0 < saved <= shares, "eight samples there and back, but for a number with each copy"
 
 
 def test_counts_are_of_samples_wherever_these_are() -> None:
@@ -102,4 +104,5 @@ def test_counts_are_of_samples_wherever_these_are() -> None:
         assert second.homes is homes
         assert np.array_equal(first.copies, second.copies)
         assert np.array_equal(first.copies, first.following)
-        assert (first.carried, second.following) == (0, None)
+        assert not np.any(first.carried)
+        assert second.following is None

@@ -23,7 +23,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.losses import LoadBalance, ZLoss
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, samples_of
 from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.balance.samples.rows import sample_dropout
 from moesaic.runtime.data_parallel import average_gradients
@@ -33,6 +33,22 @@ DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDS = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
 COPIES = Grid(world=4, ep=2, ranks_per_node=2)
+TENSOR = Grid(world=4, tp=2, ep=4, ranks_per_node=2)
+HOME_FIRST = [
+    (TENSOR, Plan()),
+    (TENSOR, Plan(schedule="s2")),
+    (TENSOR, Plan(schedule="s2", overlap_gather=True)),
+    (Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2), Plan(schedule="s3", chunks=2)),
+    (Grid(world=4, tp=2, ep=2, etp=2), Plan(schedule="ted")),
+    (Grid(world=4, tp=2, ep=2, etp=2), Plan(schedule="baseline")),
+    (FOUR, Plan(schedule="s2")),
+    (FOUR, Plan(all_to_all="multicast", chunks=2)),
+    (TENSOR, Plan(all_to_all="multicast")),
+    (FOUR, Plan(replication="shadow")),
+    (FOUR, Plan(token_budget=5)),
+    (SHARDS, Plan(gather_weights=1)),
+]
+"""Plans under which results come home before they go on, and S1 with tensor groups, under which they need not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +104,14 @@ class Block(nn.Module):
         if self.case.rides and move is not None:
             residual = Residual(x, self.norms[1] if pre else None)
             x = MovingMoE(self.moe)(self.norms[1](x) if pre else x, mask=mask, move=move, residual=residual)
-            may_ride = self.case.top_k > 1 and mask is None and self.case.weight == "after" and not self.case.shared
-            assert move.rides == may_ride
+            direct = move.load is not None and move.load.is_direct
+            assert move.rides == (direct and self.case.weight == "after" and not self.case.shared)
             return x if pre else self.norms[1](x)
         y = MovingMoE(self.moe)(self.norms[1](x) if pre else x, mask=mask, move=move)
         after = before
         if move is not None:
             x = move.carry(x)
-            after = torch.from_numpy(move.after.samples[move.relocator.mesh.rank].copy())
+            after = samples_of(move.relocator, move.after)
         x = x + sample_dropout(y, self.case.dropout, after, 2 * self.number + 1)
         return x if pre else self.norms[1](x)
 
@@ -140,7 +156,7 @@ SAMPLE_PLACERS = {"random": RandomHomes, "two_stage": partial(TwoStage, least_ga
 
 def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(1)
-    samples = case.grid.world * SLOTS
+    samples = case.grid.world * SLOTS  # a tensor group has those of all its ranks
     x, goal = (torch.randn(samples, LENGTH, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(samples, LENGTH, generator=generator) > 0.3 if case.masked else None
     return x, goal, mask
@@ -157,7 +173,9 @@ def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
         for block in model.blocks:
             block.moe.parallelize(mesh, compiled)
         relocator = Relocator(mesh, SAMPLE_PLACERS[case.placer](), ends_home=case.ends_home)
-        mine = slice(transport.rank * SLOTS, (transport.rank + 1) * SLOTS)
+        share = SLOTS * case.grid.tp
+        first = transport.rank // case.grid.tp * share
+        mine = slice(first, first + share)
         leaf = x[mine].clone().requires_grad_()
         loss = model(leaf, goal[mine], None if mask is None else mask[mine], relocator).mean()
         loss.backward()
@@ -177,7 +195,8 @@ def check(case: Case, *, seed: int = 0) -> None:
     found, grid = run_case(case, seed=seed), case.grid
     close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(torch.stack([each["loss"] for each in found]).mean(), loss.detach(), **close)
-    torch.testing.assert_close(torch.cat([each["dx"] for each in found]) / grid.world, x.grad, **close)
+    of_groups = torch.cat([each["dx"] for each in found[:: grid.tp]])
+    torch.testing.assert_close(of_groups / grid.dp, x.grad, **close)
     for name, parameter in alone.named_parameters():
         for rank, each in enumerate(found):
             expected = parameter.grad
@@ -227,6 +246,16 @@ def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, 
         Case(rides=True, top_k=1),
         Case(rides=True, weight="before"),
         Case(rides=True, masked=True),
+        Case(rides=True, masked=True, top_k=1, recompute=True, grid=SHARDS, placer="two_stage"),
+        *(
+            Case(grid=grid, plan=plan, rides=rides, dropout=0.0 if rides else 0.4, ends_home=rides)
+            for grid, plan in HOME_FIRST
+            for rides in (True, False)
+        ),
+        Case(grid=TENSOR, placer="two_stage", masked=True, recompute=True, rides=True),
+        Case(grid=TENSOR, plan=Plan(chunks=2), norm="after", sequences=True, ends_home=False),
+        Case(grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4),
+        Case(grid=Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2), plan=Plan(chunks=2, peer_groups=2), rides=True),
     ],
     ids=str,
 )

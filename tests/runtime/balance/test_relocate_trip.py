@@ -23,7 +23,6 @@ from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.routing.capacity import Capacity
 from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
@@ -205,10 +204,6 @@ def run_trip(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plan": Plan(replication="shadow")}, r"clashes with replication"),
-        ({"plan": Plan(all_to_all="multicast")}, r"clashes with plan\.all_to_all=multicast"),
-        ({"plan": Plan(schedule="s3")}, r"needs plan\.schedule=s1"),
-        ({"capacity": Capacity.fixed(2.0)}, r"clashes with a capacity.*choose dropless"),
         ({"layer": {"router": "noisy"}}, r"router NoisyTopK, which draws random numbers"),
         ({"layer": {"router": "expert_choice"}}, r"router ExpertChoice, whose choice.*choose one"),
         ({"layer": {"router": limited}}, r"router TopologyRouter, whose choice for a token depends on its rank"),
@@ -235,9 +230,36 @@ def test_samples_that_do_not_split_evenly_are_refused_on_every_rank() -> None:
     assert "rank 3 has 2 of 4" in texts.pop()
 
 
-def test_a_sample_must_be_whole_on_its_rank() -> None:
-    with pytest.raises(InputError, match=r"needs mesh\.tp=1, got 2: tensor parallelism splits"):
-        run_ranks(4, lambda transport: Relocator(Mesh(Grid(world=4, tp=2, ep=2), transport)))
+def test_each_rank_of_a_tensor_group_must_answer_for_as_many_samples() -> None:
+    def rank(transport: AbstractTransport) -> None:
+        relocator = Relocator(Mesh(Grid(world=4, tp=2, ep=4), transport))
+        relocator.start([Following(make_layer().router, 2)], 3, 3)
+
+    with pytest.raises(InputError, match=r"mesh\.tp=2 needs a multiple of 2 samples per tensor group, got 3"):
+        run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_as_many_rows_of_each_sample_as_it_has_travel(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(0)
+    of_sample = random.integers(0, 4, size=8)
+    whole = [torch.randn(count, 2).mul(100).to(dtype) for count in of_sample]
+    rows = of_sample[BEFORE.samples]
+
+    def held(homes: Homes, rank: int) -> Tensor:
+        return torch.cat([whole[sample] for sample in homes.samples[rank]])
+
+    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor | None]:
+        x = held(BEFORE, transport.rank)
+        x = x.requires_grad_() if dtype.is_floating_point else x
+        y = carry(transport, x, BEFORE, AFTER, rows)
+        if dtype.is_floating_point:
+            (y * y.detach()).sum().backward()
+        return y.detach(), x.grad
+
+    for at, (found, gradient) in enumerate(run_ranks(4, rank, seed=1)):
+        assert torch.equal(found, held(AFTER, at))
+        assert gradient is None or torch.equal(gradient, held(BEFORE, at))
 
 
 def test_a_layer_on_no_mesh_cannot_move_samples() -> None:

@@ -68,8 +68,6 @@ class AbstractReplicationPolicy(ABC):
 
     costs: ReplicationCosts | None = None
     """The rates by which it decides, where it decides by rates."""
-    lets_samples_move: ClassVar[bool] = False
-    """Whether samples may move in a call that the policy leaves alone."""
 
     @abstractmethod
     def decide(self, load: CallLoad) -> np.ndarray:

@@ -4,9 +4,13 @@ A sample is one sequence with everything that belongs to it. Attention never loo
 anywhere, whole; what moves it stands elsewhere (`runtime/balance/samples/relocate.py`).
 
 NetMoE (Liu et al., ICLR 2025), sections 3 and 4: with num[i, e] copies of sample i bound for expert e, moving sample i after
-a layer changes the gather of that layer and the scatter of the next, each by the copies whose expert is elsewhere. Two
-things are counted that the paper leaves out: shards of an expert (each wants every copy), and the residual that goes from
-the old home to the new one where it cannot ride along with the experts' results.
+a layer changes the gather of that layer and the scatter of the next, each by the copies whose expert is elsewhere. Three
+things are counted that the paper leaves out: shards of an expert (each wants every copy), the residual that goes from
+the old home to the new one where it cannot ride along with the experts' results, and programs whose results come back to the
+old home first, so that a move changes the scatter of the next layer alone.
+
+Where a tensor group works on a sample together, the sample has the home of the rank that answers for it: each rank for as
+many of its group's.
 """
 
 from __future__ import annotations
@@ -128,21 +132,21 @@ class SampleLoad:
     """What a placer decides from, the same on all ranks."""
 
     grid: Grid
-    """With tp = 1: every rank has samples of its own."""
+    """The mesh."""
     homes: Homes
     """Where the samples are."""
     copies: np.ndarray
     """(samples, num_experts) int64: copies of each sample that this layer sends to each expert."""
     following: np.ndarray | None
     """The same of the next MoE layer, predicted; None after the last."""
-    carried: int = 0
-    """Rows per sample that a move sends from the old home to the new one: the sample's tokens where the residual travels on
-    its own, 0 where it rides along."""
+    carried: int | np.ndarray = 0
+    """Rows per sample, (samples,) int64 or one number, that a move sends from the old home to the new one: the sample's tokens
+    where the residual travels on its own; where it rides along, those tokens that have no copy."""
+    is_direct: bool = True
+    """This layer's results go straight to the new homes; False: home first, whatever is decided."""
 
     def __post_init__(self) -> None:
         grid, samples = self.grid, self.homes.samples.size
-        if grid.tp > 1:
-            raise InputError(f"sample placement needs mesh.tp=1, got {grid.tp}: a sample must be whole on its rank")
         if self.homes.ranks != grid.world:
             raise InputError(f"a placement over {self.homes.ranks} ranks does not fit a mesh of {grid.world}")
         for name in ("copies", "following"):
@@ -169,14 +173,16 @@ class SampleLoad:
 
         A rank outside the sample's copy of the experts has meaningless entries: no sample goes there.
         """
-        total = self.copies if self.following is None else np.concatenate([self.copies, self.following], axis=1)
-        holders = [np.concatenate([self._holders(n, links) for n in self._widths]) for links in ("intra", "inter")]
+        counted = [table for table in (self.copies if self.is_direct else None, self.following) if table is not None]
+        total = np.concatenate([self.copies[:, :0], *counted], axis=1)
+        holders = [self._holders([table.shape[1] for table in counted], links) for links in ("intra", "inter")]
         # Whole numbers in float64: exact below 2**53, and a product of those is many times faster than of int64.
         inside, across = (np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders)
         now, ranks = self.homes.rank, np.arange(self.grid.world)
         leaves = now[:, None] != ranks[None, :]
         far = self.node[now][:, None] != self.node[None, :]
-        return inside + self.carried * (leaves & ~far), across + self.carried * far
+        carried = np.reshape(self.carried, (-1, 1))
+        return inside + carried * (leaves & ~far), across + carried * far
 
     def volume(self, homes: Homes) -> Volume:
         """Return the rows that cross links when this layer's results, and the next layer's copies, use these homes."""
@@ -195,22 +201,26 @@ class SampleLoad:
         rows = self.volume(homes)
         return max(rows.intra * intra, rows.inter * inter)
 
-    @property
-    def _widths(self) -> tuple[int, ...]:
-        """Experts of this layer, and of the next."""
-        return (self.copies.shape[1],) if self.following is None else (self.copies.shape[1], self.following.shape[1])
+    def _holders(self, widths: list[int], links: str) -> np.ndarray:
+        """Return on how many other ranks a shard of each expert of some layers lives, seen from each rank.
 
-    def _holders(self, num_experts: int, links: str) -> np.ndarray:
-        """Return on how many other ranks a shard of each expert lives, seen from each rank, (num_experts, ranks) int64."""
+        Args:
+            widths: experts of each layer.
+            links: "intra" or "inter".
+
+        Returns:
+            (experts of all layers, ranks) int64.
+        """
         grid = self.grid
-        table = np.zeros((num_experts, grid.world), dtype=np.int64)
-        each = num_experts // grid.ep
-        for ranks in self.replicas:
-            for holder in ranks:
-                first = grid.coordinate(int(holder), "ep") * each
-                near = self.node[ranks] == self.node[holder]
-                seen = ranks[near & (ranks != holder)] if links == "intra" else ranks[~near]
-                table[first : first + each, seen] += 1
+        table = np.zeros((sum(widths), grid.world), dtype=np.int64)
+        for layer, num_experts in enumerate(widths):
+            each = num_experts // grid.ep
+            for ranks in self.replicas:
+                for holder in ranks:
+                    first = sum(widths[:layer]) + grid.coordinate(int(holder), "ep") * each
+                    near = self.node[ranks] == self.node[holder]
+                    seen = ranks[near & (ranks != holder)] if links == "intra" else ranks[~near]
+                    table[first : first + each, seen] += 1
         return table
 
 

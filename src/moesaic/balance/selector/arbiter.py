@@ -97,7 +97,6 @@ def decision_of(
 class Arbiter(AbstractReplicationPolicy):
     """How a layer's arbiter weighs options. Settings only: `start` makes one for a layer."""
 
-    lets_samples_move = True
     costs: ReplicationCosts = field(default_factory=ReplicationCosts)
     """Rates of the machine; `cost.Machine`'s unless a cluster or a profile gave others."""
     margin: float = 0.05

@@ -29,10 +29,6 @@ class Hash(AbstractRouter):
     takes_best_ranked = False
     table: Tensor
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.scale == 1
-
     def __init__(
         self,
         dim: int,

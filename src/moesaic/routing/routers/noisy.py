@@ -50,10 +50,6 @@ class NoisyTopK(LinearRouter):
         self.normalize = normalize
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.normalize == "after" and self.scale == 1
-
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
         """Draw the gate matrix anew from N(0, std); `W_noise` goes back to zero."""

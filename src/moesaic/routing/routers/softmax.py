@@ -51,9 +51,6 @@ class SoftmaxTopK(LinearRouter):
         check_normalize(normalize)
         self.normalize = normalize
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.normalize == "after" and self.scale == 1
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from moesaic.comm.collectives import gather_rows, slice_rows
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.program.placed import PlacedIndex, placed_sizes
@@ -16,7 +18,7 @@ from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.calls import bare_of, selector_of
 from moesaic.runtime.balance.samples.relocate import SampleMove
-from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along
+from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along, with_shares
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.tasks import Call
@@ -76,7 +78,7 @@ class MovingMoE(nn.Module):
             y, of x's shape and dtype and of the samples of `move.after`; with `return_routing` the pair (y, routing).
 
         Raises:
-            InputError: for a layer, plan or capacity under which samples cannot move; for tokens of other samples.
+            InputError: for a layer on no mesh; for tokens of other samples.
         """
         if move is None:
             y, routing = self.layer(x, return_routing=True, **options)
@@ -87,56 +89,115 @@ class MovingMoE(nn.Module):
 
     def _compute(self, move: SampleMove, residual: Residual | None, call: RoutedCall) -> Tensor:
         """Return what the experts make of a routed call, and the residual where there is one, of the samples after the move."""
-        if call.routed.record.capacity is not None:
-            raise InputError(
-                "sample placement clashes with a capacity, which drops copies by where their samples are: choose dropless"
-            )
-        riding = residual if self.layer.shared is None else None  # what the shared expert adds must travel anyway
-        y = _run_moved(self.layer, call, move, riding).view(call.x.shape)
+        y = _run_moved(self.layer, call, move, residual)
         shared_TD = self.layer.run_shared(call.x_TD, call.mask)
         added = None if shared_TD is None else shared_TD.view(call.x.shape)
         if residual is not None and not move.rides:
             added = residual.x if added is None else residual.x + added
-        return y if added is None else y + move.carry(added)
+        if y is not None:
+            y = y.view(call.x.shape)
+            return y if added is None else y + move.carry(added)
+        on_mesh = _on_mesh(self.layer)
+        y = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows).view(call.x.shape)
+        return move.carry(y if added is None else y + added)
 
 
-def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None) -> Tensor:
-    """Dispatch, run and combine: the tokens of the samples that are here to those of the samples that come.
+def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
+    if layer.on_mesh is None:
+        raise InputError("sample placement: the layer is on no mesh: call parallelize(mesh, plan) first")
+    return layer.on_mesh
+
+
+def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None) -> Tensor | None:
+    """Decide where samples go, and bring results there: the tokens of the samples that are here to those that come.
 
     The decision starts as soon as all ranks know the counts, and is waited for where results start to travel.
 
     Args:
         layer: on a mesh.
-        call: of it, without drops.
+        call: of it.
         move: of the layer in this forward pass.
         residual: what is to be added to the result; `move.rides` says afterwards whether it was.
 
     Returns:
-        (tokens, dim).
+        (tokens, dim); None where results are to come home first, as under plans that bring them nowhere else.
     """
-    on_mesh, experts, routed, x_TD = layer.on_mesh, layer.experts, call.routed, call.x_TD
-    if on_mesh is None:
-        raise InputError("sample placement: the layer is on no mesh: call parallelize(mesh, plan) first")
-    if len(x_TD) != move.before.slots * move.length:
+    on_mesh, experts, routed, x_TD = _on_mesh(layer), layer.experts, call.routed, call.x_TD
+    samples = move.before.slots * len(move.relocator.group)
+    if len(x_TD) != samples * move.length:
         raise InputError(
-            f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {move.before.slots} samples of "
+            f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {samples} samples of "
             f"{move.length}: give start() the batch that the layers see"
         )
     selector = selector_of(on_mesh.calls)
     if move.rests or (selector is not None and selector.stays(move)):
-        return on_mesh.run_experts(experts, x_TD, routed, None)
-    routing = on_mesh.order.in_slots(routed.routing)
-    order = (routing.expert * max(len(x_TD), 1) + routing.token).argsort(stable=True)
-    token, expert, gates = routing.token[order], routing.expert[order], routing.weight[order]
-    move.rides = rides_along(residual, layer.router, bare_of(on_mesh.calls).plan, call.mask, on_mesh._weight_first)
-    on_mesh._check_digests(routed)
+        return None
+    plain = bare_of(on_mesh.calls)
+    programs = None
+    if call.padded_rows is None:
+        programs = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+    token, expert, gates = _copies(on_mesh, routed, experts.num_experts)
+    num_tokens = len(x_TD) // (on_mesh.grid.tp if plain.routes_slices else 1)
+    # What the shared expert adds travels on its own anyway, and takes the residual along.
+    riding = residual if layer.shared is None and programs is not None else None
+    rides = rides_along(riding, plain.plan, on_mesh._weight_first)
+    if programs is not None:
+        on_mesh._check_digests(routed)
     if move.copies is None:
+        mine = move.tokens(len(x_TD)) if num_tokens == len(x_TD) else slice(0, num_tokens)
+        inside = (token >= mine.start) & (token < mine.stop)
+        of_samples = (token[inside] - mine.start, expert[inside])
+        kept = torch.bincount(of_samples[0], minlength=mine.stop - mine.start).view(-1, move.length)
         of_tokens = (None if each is None else each.reshape(-1) for each in (call.mask, call.token_ids))
-        move.decide(move.count(token, expert, experts.num_experts), move.predict(x_TD, *of_tokens))
-    if residual is None or not move.rides:
-        return _run(on_mesh, experts, experts, x_TD, gates, token, move, routed)
-    riding = WithResidual(experts, residual.norm)
-    return _run(on_mesh, experts, riding, residual.x.view(x_TD.shape), gates, token, move, routed)
+        move.decide(
+            move.count(*of_samples, experts.num_experts),
+            (kept == 0).sum(1),
+            move.predict(x_TD, *of_tokens),
+            rides=rides,
+            carried=1 if programs is not None or residual is not None else 2,
+            is_direct=programs is not None,
+        )
+    if programs is None:
+        return None
+    if riding is None or not rides:
+        return _run(on_mesh, experts, experts, x_TD, gates.unsqueeze(1), token, move, routed)
+    shared = with_shares(gates, token, num_tokens)
+    computing, x = WithResidual(experts, riding.norm), riding.x.view(x_TD.shape)
+    return _add_alone(_run(on_mesh, experts, computing, x, shared, token, move, routed), x, token, move)
+
+
+def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, slots and weights of the copies that this rank sends, slot after slot."""
+    routing = on_mesh.order.in_slots(routed.routing)
+    token, expert, gates = routing.token, routing.expert, routing.weight
+    if routing.has_unsent:
+        sent = (expert < num_experts).nonzero().squeeze(1)
+        token, expert, gates = token[sent], expert[sent], gates[sent]
+    order = (expert * max(routing.num_tokens, 1) + token).argsort(stable=True)
+    return token[order], expert[order], gates[order]
+
+
+def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
+    """Return results with the residuals of tokens that have no copy to ride on.
+
+    Args:
+        y: (tokens, dim) of the tensor group, after the move.
+        x: (tokens, dim) the residual before it.
+        token: (copies,) int64, tokens of this rank's copies.
+        move: decided.
+    """
+    assert move.alone is not None
+    if not move.alone.any():
+        return y
+    transport, group, mine = move.relocator.mesh.transport, move.relocator.group, move.tokens(len(x))
+    num_tokens = mine.stop - mine.start
+    alone = (torch.bincount(token, minlength=num_tokens) == 0).nonzero().squeeze(1)
+    own = x if len(group) == 1 else slice_rows(transport, group, x)
+    rows, places = move.carry_tokens(own[alone], alone)
+    if len(group) == 1:
+        return y.index_add(0, places, rows)
+    added = rows.new_zeros(num_tokens, x.shape[1]).index_add(0, places, rows)
+    return y + gather_rows(transport, group, added, len(x))
 
 
 def _run(
@@ -163,10 +224,12 @@ def _run(
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None
         if isinstance(computing, WithResidual):
-            common = computing.joined(common, held.num_experts // plain.grid.ep, plain.grid.etp)
+            local = held.num_experts // plain.grid.ep
+            common = computing.joined(common, local, plain.grid.etp, transport, relocator.group)
         if selector is not None:
             selector.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
+        assert compiled is not None
         of_call = PlacedIndex(shapes, move.targets, move.length)
         sizes = placed_sizes(plain.grid, copies, of_call, held.num_units(sharded))
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
@@ -176,5 +239,5 @@ def _run(
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return run_program(work, x.to(dtype), gate, *cast)
 
-    y: Tensor = held(x_TD, gates.unsqueeze(1), run=run)
+    y: Tensor = held(x_TD, gates, run=run)
     return y.to(x_TD.dtype)

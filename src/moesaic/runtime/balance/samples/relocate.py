@@ -14,6 +14,11 @@ or, where something stands between the layer and the sum,
     y = moving(norm(x), move=move)                               decides where samples go, so it comes first
     x = move.carry(x) + dropout(y)                               the residual follows on its own
 
+Where a plan's programs cannot deliver to new homes (any but S1 over one movement: other schedules, multicast, replication, a
+budget of rows), results come home as they do without placement, and go on from there with the residual, one row per token
+that moves. Tensor groups move samples whole, each rank those for which it answers; what a capacity drops depends on where
+samples are, as it does in any order of a batch, and a token that is dropped keeps its residual.
+
 A prediction of the next layer's routing decides what is cheap, and nothing else: a wrong one costs time.
 
 To decide takes an exchange of counts by sample, the next router on this layer's input and programs by sample: 3 to 7 % of a
@@ -33,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
-from moesaic.comm.collectives import all_gather
+from moesaic.comm.collectives import all_gather, all_gather_rows, gather_rows, share_of, slice_rows
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import is_dtensor
@@ -42,7 +47,7 @@ from moesaic.plan.compile import moving
 from moesaic.program.sizes import LayoutIndex
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
-from moesaic.runtime.balance.samples.rows import carry
+from moesaic.runtime.balance.samples.rows import carry, rows_after
 from moesaic.runtime.expert_order import ExpertOrder
 
 PATIENCE = 2
@@ -63,23 +68,18 @@ class Relocator:
     """Decides, for a model's forward passes, where samples live after each MoE layer. All ranks make it alike.
 
     Args:
-        mesh: of the MoE layers, with tp = 1.
+        mesh: of the MoE layers.
         placer: the policy; None for the two stages of NetMoE.
         ends_home: the last MoE layer takes the samples home. False: it goes by its own cost, and labels have to follow.
-
-    Raises:
-        InputError: for a mesh on which samples are not whole.
     """
 
     def __init__(self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
-        if mesh.grid.tp > 1:
-            raise InputError(
-                f"sample placement needs mesh.tp=1, got {mesh.grid.tp}: tensor parallelism splits a sample over ranks"
-            )
         self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
+        self.group = mesh.grid.group(mesh.rank, ("tp",))
+        """The tensor group of this rank, which works on its samples together."""
         self.trip: SampleTrip | None = None
         """The forward pass that was begun last; None before the first."""
-        self._compiled: dict[tuple[bytes, bool], Compiled] = {}
+        self._compiled: dict[tuple[bytes, bool], Compiled | None] = {}
         self._shapes: dict[tuple[bytes, int, int], LayoutIndex] = {}
         self._solver = ThreadPoolExecutor(1, "placement")
         self._rest = Rest()
@@ -89,12 +89,12 @@ class Relocator:
 
         Args:
             followings: the MoE layers in the order in which the pass reaches them.
-            num_samples: that this rank has.
+            num_samples: that this rank's tensor group has.
             length: tokens of each.
 
         Raises:
-            InputError: on every rank: if ranks have different numbers of samples or tokens, or a router looks across tokens
-                or draws random numbers by rank.
+            InputError: on every rank: if ranks have different numbers of samples or tokens, or a tensor group does not split
+                its samples evenly, or a router looks across tokens or draws random numbers by rank.
         """
         before = [] if self.trip is None else self.trip.moves
         rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
@@ -109,24 +109,30 @@ class Relocator:
                 f"sample placement needs samples that split evenly: rank 0 has {a} of {b} tokens, rank {different[0]} has {c} "
                 f"of {d}: give every rank equally many of one length"
             )
-        self.trip = SampleTrip(self, followings, num_samples, length, rests=rests)
+        tp = self.mesh.grid.tp
+        if num_samples % tp:
+            raise InputError(
+                f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor group, got {num_samples}: "
+                "each of its ranks answers for as many of them"
+            )
+        self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
         return self.trip
 
-    def compiled(self, plain: Compiled, *, bias: bool) -> Compiled:
-        """Return the programs that deliver to new homes, made once per plan.
+    def compiled(self, plain: Compiled, *, bias: bool) -> Compiled | None:
+        """Return the programs that deliver to new homes, made once per plan; None for a plan whose results go home first.
 
         Args:
             plain: those of the layer.
             bias: for experts whose shards hold parameters in common.
-
-        Raises:
-            InputError: for a plan under which samples cannot move.
         """
         key = (plain.digest, bias)
         if key not in self._compiled:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
-            self._compiled[key] = moving(base)
+            try:
+                self._compiled[key] = moving(base)
+            except InputError:  # which says what about the plan does not let results go straight to new homes
+                self._compiled[key] = None
         return self._compiled[key]
 
     def shapes(self, plain: Compiled, num_experts: int, slots: int) -> LayoutIndex:
@@ -139,6 +145,25 @@ class Relocator:
     def decide(self, load: SampleLoad) -> Future[Homes]:
         """Start to decide, beside the caller."""
         return self._solver.submit(self.placer.decide, load)
+
+    def carry(self, x: Tensor, before: Homes, after: Homes) -> Tensor:
+        """Return what belongs to the samples that a tensor group has after a move: (samples, ...), differentiable.
+
+        Args:
+            x: the same of those that it has before, of one shape on all ranks and alike in a tensor group.
+            before: where the samples are.
+            after: where they go.
+        """
+        if before.same_as(after):
+            return x
+        transport, tp = self.mesh.transport, len(self.group)
+        if tp == 1:
+            return carry(transport, x, before, after)
+        if x.is_floating_point():
+            mine = carry(transport, slice_rows(transport, self.group, x), before, after)
+            return gather_rows(transport, self.group, mine, len(x))
+        mine = carry(transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after)
+        return all_gather_rows(transport, self.group, mine, len(x))
 
 
 class Rest:
@@ -183,8 +208,8 @@ class SampleTrip:
 
     @property
     def samples(self) -> Tensor:
-        """(samples,) int64: this rank's samples now, by their number in the whole batch: what random masks may depend on."""
-        return torch.from_numpy(self.homes.samples[self.relocator.mesh.rank].copy())
+        """(samples,) int64: this group's samples now, by their number in the whole batch: what random masks may depend on."""
+        return samples_of(self.relocator, self.homes)
 
     def next(self) -> SampleMove:
         """Return the move of the next MoE layer."""
@@ -198,11 +223,16 @@ class SampleTrip:
 
     def bring(self, x: Tensor) -> Tensor:
         """Return what belongs to the samples that are here now, from where it is at home: (samples, ...), differentiable."""
-        return carry(self.relocator.mesh.transport, x, self.home, self.homes)
+        return self.relocator.carry(x, self.home, self.homes)
 
     def take_home(self, x: Tensor) -> Tensor:
         """Return what belongs to this rank's own samples, from where they are now: (samples, ...), differentiable."""
-        return carry(self.relocator.mesh.transport, x, self.homes, self.home)
+        return self.relocator.carry(x, self.homes, self.home)
+
+
+def samples_of(relocator: Relocator, homes: Homes) -> Tensor:
+    """Return which samples this rank's tensor group has, (samples,) int64, by their number in the whole batch."""
+    return torch.from_numpy(homes.samples[list(relocator.group)].reshape(-1).copy())
 
 
 class SampleMove:
@@ -232,6 +262,8 @@ class SampleMove:
         """What was decided from; None before the layer's call; empty where nobody is asked."""
         self.copies: np.ndarray | None = None
         """(ranks, slots, num_experts) int64: the layer's copies of each sample, by where the samples are; None before."""
+        self.alone: np.ndarray | None = None
+        """(ranks, slots) int64: tokens of each sample that have no copy, by where the samples are; None before."""
         self.rides = False
         """Whether the residual travelled with the results; known after the layer's call."""
         self.stays: bool | None = None
@@ -263,10 +295,29 @@ class SampleMove:
         return self.before.targets(self.after)
 
     def carry(self, x: Tensor) -> Tensor:
-        """Take what belongs to samples along: (samples, ...) or (samples * length, ...), of one shape on all ranks."""
-        slots = self.before.slots
-        split = x.unflatten(0, (slots, -1)) if len(x) != slots else x
-        return carry(self.relocator.mesh.transport, split, self.before, self.after).view(x.shape)
+        """Take what belongs to samples along: (samples, ...) or (samples * length, ...) of this rank's tensor group, of one
+        shape on all ranks."""
+        samples = self.before.slots * len(self.relocator.group)
+        split = x.unflatten(0, (samples, -1)) if len(x) != samples else x
+        return self.relocator.carry(split, self.before, self.after).view(x.shape)
+
+    def carry_tokens(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Take along rows of the tokens that have no copy; all ranks call it where any has one.
+
+        Args:
+            rows: (tokens without copy, dim), differentiable.
+            token: (tokens without copy,) int64, ascending: their places among the tokens for which this rank answers.
+
+        Returns:
+            the rows that come, and their places among the tokens for which this rank answers then.
+        """
+        transport = self.relocator.mesh.transport
+        assert self.alone is not None
+        way = (self.before, self.after, self.alone)
+        place = carry(transport, token % self.length, *way)
+        come = torch.from_numpy(rows_after(self.alone, self.before, self.after)[transport.rank]).to(token.device)
+        first = torch.arange(self.before.slots, device=token.device) * self.length
+        return carry(transport, rows, *way), place + first.repeat_interleave(come)
 
     def volumes(self) -> tuple[Volume, Volume]:
         """Return the rows that cross links from this layer's experts to the next layer's (as predicted) if nobody moved, and
@@ -274,18 +325,25 @@ class SampleMove:
         assert self.load is not None, "the MoE layer was not called with this move yet"
         return self.load.volume(self.before), self.load.volume(self.after)
 
-    def decide(self, copies: Tensor, predicted: Tensor | None) -> None:
+    def decide(
+        self, copies: Tensor, alone: Tensor, predicted: Tensor | None, *, rides: bool, carried: int, is_direct: bool
+    ) -> None:
         """Tell all ranks this rank's counts and start to decide from everyone's; all ranks call it.
 
         Args:
-            copies: (slots, num_experts) int64 of this layer.
-            predicted: the same of the next one; None where it is not asked for.
+            copies: (slots, num_experts) int64 of this layer, of the samples for which this rank answers.
+            alone: (slots,) int64: tokens of each that have no copy.
+            predicted: as `copies`, of the next layer; None where it is not asked for.
+            rides: the residual travels with the results, but that of tokens without copies.
+            carried: rows per token that travel on their own where it does not.
+            is_direct: see `SampleLoad`.
         """
-        mesh = self.relocator.mesh
-        mine = copies if predicted is None else torch.cat([copies, predicted], dim=1)
+        mesh, self.rides = self.relocator.mesh, rides
+        mine = torch.cat([alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1)
         told = all_gather(mesh.transport, tuple(range(mesh.grid.world)), mine.to(torch.int32))
         table = torch.stack(told).cpu().numpy().astype(np.int64)
-        self.copies, following = np.split(table, [copies.shape[1]], axis=2)
+        self.alone = table[:, :, 0]
+        self.copies, following = np.split(table[:, :, 1:], [copies.shape[1]], axis=2)
         place = self.before.place
         by_sample = [part.reshape(len(place), part.shape[2])[place] for part in (self.copies, following)]
         self.load = SampleLoad(
@@ -293,7 +351,8 @@ class SampleMove:
             self.before,
             by_sample[0],
             None if predicted is None else by_sample[1],
-            carried=0 if self.rides else self.length,
+            carried=self.alone.reshape(-1)[place] if rides else carried * self.length,
+            is_direct=is_direct,
         )
         if self.goal is None:
             self._future = self.relocator.decide(self.load)
@@ -302,15 +361,18 @@ class SampleMove:
         """Return the copies that each sample will have for each expert of the next layer, if it routed this layer's input.
 
         Args:
-            x_TD: (tokens, dim), this layer's input.
+            x_TD: (tokens, dim), this layer's input, all tokens of the tensor group.
             valid_T: (tokens,) bool, or None.
             token_ids: (tokens,) int64, or None.
 
         Returns:
-            (slots, num_experts) int64; None where nobody asks.
+            (slots, num_experts) int64, of the samples for which this rank answers; None where nobody asks.
         """
         if self._following is None or self.goal is not None:
             return None
+        mine = self.tokens(len(x_TD))
+        x_TD = x_TD[mine]
+        valid_T, token_ids = (None if each is None else each[mine] for each in (valid_T, token_ids))
         router, top_k = self._following.router, self._following.top_k
         with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), _whole_parameters(router):
             scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
@@ -319,6 +381,11 @@ class SampleMove:
         order = self._following.order
         expert = choice.expert if order is None else order.slots(choice.expert)
         return self.count(choice.token[alive], expert[alive], router.num_experts)
+
+    def tokens(self, num_tokens: int) -> slice:
+        """Return which of the tensor group's tokens this rank answers for."""
+        group = self.relocator.group
+        return share_of(num_tokens, group.index(self.relocator.mesh.rank), len(group))
 
     def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
         """Return how many of these copies each sample has for each expert, (slots, num_experts) int64."""

@@ -1,16 +1,18 @@
 """The residual of an MoE block when samples change home: with the experts' results, or on its own.
 
 NetMoE (Liu et al., ICLR 2025, appendix A.1) lets every copy bring its token's residual along, so that results and residual
-arrive as one: y_e = x + E(x). It says that this keeps the result and not when. The copies' weighted sum is
+arrive as one: y_e = x + E(x). It says that this keeps the result and not when: weighted by the router, x comes back times the
+sum of its copies' weights, which is 1 for some routers and no longer so once a copy is dropped. So each copy brings a share
+of the residual besides its weight, one over its token's copies,
 
-    sum_k g_k (E_k(norm(x)) + x) = sum_k g_k E_k(norm(x)) + x        if and only if the weights g of a token sum to one.
+    sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x        since the shares s of a token sum to one,
 
-So it needs a router whose weights do, a copy of every token (no padding, nothing dropped), weights that multiply results and
-not inputs, and rows of at least 32 bits that no codec
-or autocast rounds, since every layer would round the residual stream with them. With a norm in
-front, tokens travel as they are and the experts' rank applies the norm; that is linear in what comes back, so the norm's
-gradient adds up over copies. Where anything stands between the layer and the sum, dropout for one, the residual goes alone
-(`SampleMove.carry`): one more row per token that moves.
+whatever the router and the capacity. A token without copies (dropped by all its experts, or padding) has nobody to ride on:
+its row alone goes from the old home to the new one (`OwnWay`). What is left is asked of the plan: weights that multiply
+results and not inputs, and rows of at least 32 bits that no codec or autocast rounds, since every layer would round the
+residual stream with them. With a norm in front, tokens travel as they are and the experts' rank applies the norm; that is
+linear in what comes back, so the norm's gradient adds up over copies. Where anything stands between the layer and the sum,
+dropout for one, the residual goes alone (`SampleMove.carry`): one more row per token that moves.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from moesaic.comm.collectives import share
+from moesaic.comm.transport import AbstractTransport
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights, compute_dtype
 from moesaic.plan import Plan
-from moesaic.routing.router import AbstractRouter
 
 
 @dataclass(frozen=True)
@@ -36,32 +39,37 @@ class Residual:
     """What made the layer's input of x, token by token, such as RMSNorm; None where that is x itself."""
 
 
-def rides_along(
-    residual: Residual | None, router: AbstractRouter, plan: Plan, mask: Tensor | None, weight_first: bool
-) -> bool:
-    """Whether a residual may travel with the experts' results; see the module. Of a layer that drops nothing.
+def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bool:
+    """Whether a residual may travel with the experts' results; see the module.
 
     Args:
         residual: None for none.
-        router: of the layer.
         plan: of the layer.
-        mask: of the call, False for padding.
         weight_first: the layer multiplies by the routing weight before the expert.
     """
-    if residual is None or weight_first or mask is not None or not plan.is_lossless:
+    if residual is None or weight_first or not plan.is_lossless:
         return False
     dtype = residual.x.dtype
-    return (
-        router.weights_sum_to_one
-        and compute_dtype(residual.x.dtype, residual.x.device) is dtype
-        and dtype.itemsize >= 4
-    )
+    return compute_dtype(dtype, residual.x.device) is dtype and dtype.itemsize >= 4
+
+
+def with_shares(gates: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+    """Return each copy's routing weight and its share of its token's residual, (copies, 2).
+
+    Args:
+        gates: (copies,) routing weights.
+        token: (copies,) int64, each copy's token.
+        num_tokens: how many there are.
+    """
+    copies = torch.bincount(token, minlength=num_tokens)
+    return torch.stack([gates, copies[token].to(gates.dtype).reciprocal()], dim=1)
 
 
 class WithResidual(AbstractExperts):
-    """Experts that take tokens before the norm, and add each token to its result before the routing weight multiplies.
+    """Experts that take tokens before the norm, and add to each weighted result a share of its token.
 
-    The norm's parameters come as further columns of what the shards of an expert hold in common, the same for every expert.
+    Their gates are (rows, 2): the routing weight, and the share of the residual that the row brings. The norm's parameters
+    come as further columns of what the shards of an expert hold in common, the same for every expert.
 
     Args:
         inner: the experts.
@@ -82,7 +90,7 @@ class WithResidual(AbstractExperts):
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> Tensor:
         own, row = self._split(common)
-        out = self.inner.compute(sharded, own, self._normed(rows, row), gates, ends, shards)
+        out = self.inner.compute(sharded, own, self._normed(rows, row), _weights(gates), ends, shards)
         return out + self._share(rows, gates, shards)
 
     def run(
@@ -90,7 +98,7 @@ class WithResidual(AbstractExperts):
     ) -> tuple[Tensor, Weights]:
         own, row = self._split(common)
         with torch.no_grad():
-            out, kept = self.inner.run(sharded, own, self._normed(rows, row), gates, ends, shards)
+            out, kept = self.inner.run(sharded, own, self._normed(rows, row), _weights(gates), ends, shards)
         return out + self._share(rows, gates, shards), kept
 
     def gradients(
@@ -105,16 +113,16 @@ class WithResidual(AbstractExperts):
         shards: int = 1,
         deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        assert gates is not None, "a residual rides on copies that have weights"
         own, row = self._split(common)
         leaves = [rows.detach().requires_grad_(), row.detach().requires_grad_()]
         with torch.enable_grad():
             seen = self._normed(*leaves)
-        found = self.inner.gradients(sharded, own, seen.detach(), gates, ends, kept, dy, shards, deferred_wgrad)
+        weights = _weights(gates)
+        found = self.inner.gradients(sharded, own, seen.detach(), weights, ends, kept, dy, shards, deferred_wgrad)
         assert found[1] is not None
         d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
         d_rows = d_rows + self._share(dy, gates, shards)
-        d_gates = found[1] + (dy * rows).sum(1).to(gates.dtype) / shards
+        d_gates = torch.stack([found[1], torch.zeros_like(found[1])], dim=1)  # a share is a number, not a weight
         d_common: Weights = found[3]
         if self._columns:
             of_norm = torch.zeros_like(common[0][:, common[0].shape[1] - self._columns :])
@@ -137,20 +145,25 @@ class WithResidual(AbstractExperts):
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         return self.inner.first(sharded, num_experts)
 
-    def joined(self, common: Weights, num_experts: int, shards: int) -> Weights:
+    def joined(
+        self, common: Weights, num_experts: int, shards: int, transport: AbstractTransport, group: tuple[int, ...]
+    ) -> Weights:
         """Return what an expert's shards hold in common, with the norm's parameters beside it; differentiable.
 
         Every shard of an expert gets the whole gradient of those, and data-parallel ranks add up theirs, the shards' among
-        them: each counts for its share.
+        them: each counts for its share. The ranks of a tensor group each apply the norm to rows of their own.
 
         Args:
             common: of the inner experts.
             num_experts: on this rank.
             shards: of an expert.
+            transport: this rank's.
+            group: its tensor group.
         """
         if self.norm is None or not self._columns:
             return common
         row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
+        row = row if len(group) == 1 else share(transport, group, row)
         row = row if shards == 1 else row / shards + (row - row / shards).detach()
         return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
 
@@ -171,6 +184,12 @@ class WithResidual(AbstractExperts):
 
     @staticmethod
     def _share(rows: Tensor, gates: Tensor | None, shards: int) -> Tensor:
-        """Return a shard's share of each row times its weight; the shards' results are summed."""
+        """Return a shard's part of each row's share of its token; the shards' results are summed."""
         assert gates is not None, "a residual rides on copies that have weights"
-        return rows * (gates / shards).to(rows.dtype).unsqueeze(1)
+        return rows * (gates[:, 1:] / shards).to(rows.dtype)
+
+
+def _weights(gates: Tensor | None) -> Tensor:
+    """Return the routing weights, (rows,)."""
+    assert gates is not None, "a residual rides on copies that have weights"
+    return gates[:, 0].contiguous()

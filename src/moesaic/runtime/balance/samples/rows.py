@@ -16,26 +16,31 @@ from torch.autograd.function import once_differentiable
 
 from moesaic.balance.samples.placer import Homes
 from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.program.sizes import Runs
 
 
-def carry(transport: AbstractTransport, x: Tensor, before: Homes, after: Homes) -> Tensor:
+def carry(
+    transport: AbstractTransport, x: Tensor, before: Homes, after: Homes, rows: np.ndarray | None = None
+) -> Tensor:
     """Return this rank's samples after a move; differentiable. All ranks call it; samples that stay cross no link.
 
     Args:
         transport: between all ranks.
-        x: (slots, ...) what this rank has of the samples that are its own before, of one shape on all ranks.
+        x: (rows of this rank, ...) what it has of the samples that are its own before, slot after slot.
         before: where the samples are.
         after: where they go.
+        rows: (ranks, slots) int64 rows of each sample, by where it is before, the same on all ranks; None for one each.
 
     Returns:
-        (slots, ...), in the order of the slots after; a sample's values are the same bits.
+        (rows, ...), in the order of the slots after; a sample's values are the same bits.
     """
-    assert len(x) == before.slots, f"{len(x)} samples for {before.slots} slots"
+    rows = np.ones(before.samples.shape, dtype=np.int64) if rows is None else rows
+    assert len(x) == rows[transport.rank].sum(), f"{len(x)} rows for {before.slots} slots"
     if before.same_as(after):
         return x
     if not x.is_floating_point():
-        return _exchange(transport, transport.take_tags(1), x, before, after)
-    out: Tensor = _Carry.apply(transport, before, after, x)
+        return _exchange(transport, transport.take_tags(1), x, before, after, rows)
+    out: Tensor = _Carry.apply(transport, before, after, rows, x)
     return out
 
 
@@ -43,47 +48,64 @@ class _Carry(torch.autograd.Function):
     """The exchange, whose transpose goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, rows: np.ndarray, x: Tensor
+    ) -> Tensor:
         tag = transport.take_tags(
             2
         )  # the backward pass has its own from the start: ranks may differ in what comes before it
         ctx.transport, ctx.before, ctx.after, ctx.tag, ctx.was_run = transport, before, after, tag + 1, False
-        return _exchange(transport, tag, x, before, after)
+        ctx.rows = rows_after(rows, before, after)
+        return _exchange(transport, tag, x, before, after, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, Tensor]:
         tag = ctx.transport.take_tags(1) if ctx.was_run else ctx.tag
         ctx.was_run = True
-        return None, None, None, _exchange(ctx.transport, tag, gradient, ctx.after, ctx.before)
+        return None, None, None, None, _exchange(ctx.transport, tag, gradient, ctx.after, ctx.before, ctx.rows)
 
 
-def _exchange(transport: AbstractTransport, tag: int, x: Tensor, before: Homes, after: Homes) -> Tensor:
+def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
+    """Return rows per sample, (ranks, slots) int64, by where samples are after a move; `rows` has them by where they were."""
+    found: np.ndarray = rows[after.targets(before)]
+    return found
+
+
+def _exchange(
+    transport: AbstractTransport, tag: int, x: Tensor, before: Homes, after: Homes, rows: np.ndarray
+) -> Tensor:
     """Send each sample to where it goes; a message holds samples in the order of the slots that they leave."""
     rank = transport.rank
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
+    held, wanted = rows[rank], rows_after(rows, before, after)[rank]
     x = x.detach().contiguous()
-    out = torch.empty_like(x)
+    out = x.new_empty(int(wanted.sum()), *x.shape[1:])
     sends: dict[int, Tensor] = {}
-    arriving: dict[int, tuple[np.ndarray, Tensor]] = {}
+    arriving: dict[int, tuple[Tensor, Tensor]] = {}
     for peer in range(transport.world):
-        leaving = np.flatnonzero(targets[rank] == peer)
         coming = np.flatnonzero(sources[rank] == peer)
-        coming = coming[np.argsort(source_slots[rank][coming])]
+        leaving = _places(held, np.flatnonzero(targets[rank] == peer)).to(x.device)
+        places = _places(wanted, coming[np.argsort(source_slots[rank][coming])]).to(x.device)
         if peer == rank:
-            out[torch.from_numpy(coming)] = x[torch.from_numpy(leaving)]
+            out[places] = x[leaving]
             continue
         if len(leaving):
-            sends[peer] = x[torch.from_numpy(leaving)]
-        if len(coming):
-            arriving[peer] = coming, x.new_empty(len(coming), *x.shape[1:])
+            sends[peer] = x[leaving]
+        if len(places):
+            arriving[peer] = places, x.new_empty(len(places), *x.shape[1:])
     receives = {peer: buffer for peer, (_, buffer) in arriving.items()}
-    if x[:1].numel() and (sends or receives):
+    if x.shape[1:].numel() and (sends or receives):
         transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
-    for slots, buffer in arriving.values():
-        out[torch.from_numpy(slots)] = buffer
+    for places, buffer in arriving.values():
+        out[places] = buffer
     return out
+
+
+def _places(rows: np.ndarray, slots: np.ndarray) -> Tensor:
+    """Return where the rows of some slots are, (rows,) int64, in the order of the slots; `rows` says how many each has."""
+    return torch.from_numpy(Runs((rows.cumsum() - rows)[slots], rows[slots]).rows)
 
 
 def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:

@@ -1,0 +1,242 @@
+"""Whether samples that change home change nothing, in every case that has rules of its own, in float64.
+
+Two MoE layers after one another, each with a residual, four ranks on loopback, homes drawn at random before the second. What
+is compared with a dense loop over copies on one process: the output, the gradients of the input, of routers, norms and
+experts. The reference takes the samples of the second layer in the order in which they lie on the mesh, since that is what
+a capacity goes by. An error is relative to the largest expected value.
+
+    moesaic bench placement_cases --json benchmarks/results/placement_cases.json
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moesaic.balance.samples import Given
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.layer import MoE
+from moesaic.plan import Plan
+from moesaic.program.grid import Grid
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
+from moesaic.runtime.balance.moving import MovingMoE
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, samples_of
+from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.samples.rows import sample_dropout
+from moesaic.runtime.data_parallel import average_gradients
+from moesaic.testing.expected import shard_of
+from moesaic.testing.placed import random_homes
+from moesaic.testing.reference import reference
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.claims import Claim
+from moesaic_lab.tables import Column
+
+DIM, HIDDEN, EXPERTS, LENGTH, SAMPLES = 4, 6, 4, 3, 8
+EXACT = 1e-10
+"""Relative error up to which a case is exact."""
+FOUR = Grid(world=4, ep=4, ranks_per_node=2)
+TENSOR = Grid(world=4, tp=2, ep=4, ranks_per_node=2)
+MESHES: dict[str, tuple[Grid, Plan]] = {
+    "s1": (FOUR, Plan(chunks=2)),
+    "s1, tp": (TENSOR, Plan()),
+    "s1, etp": (Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan()),
+    "s2, tp": (TENSOR, Plan(schedule="s2", overlap_gather=True)),
+    "multicast": (FOUR, Plan(all_to_all="multicast")),
+    "replication": (FOUR, Plan(replication="shadow")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementCase:
+    """What may decide whether a residual can travel with results."""
+
+    about: str
+    """In words."""
+    weights: Literal["sum to one", "do not", "sigmoid"] = "sum to one"
+    """Of a token's copies, before any is dropped."""
+    top_k: int = 2
+    capacity: AbstractCapacity = field(default_factory=Dropless)
+    norm: Literal["before", "after", "none"] = "before"
+    padding: bool = False
+    dropout: float = 0.0
+    """Of the layer's result, before the residual is added: the residual goes on its own then."""
+    shared: int = 0
+    apply_weight: Literal["after", "before"] = "after"
+
+    @property
+    def router(self) -> Any:
+        """What makes a layer's router."""
+        if self.weights == "sigmoid":
+            return lambda dim, count: SigmoidTopK(dim, count, normalize=False)
+        how: Literal["after", "before"] = "after" if self.weights == "sum to one" else "before"
+        return lambda dim, count: SoftmaxTopK(dim, count, normalize=how)
+
+
+CASES = (
+    PlacementCase(about="weights that sum to one"),
+    PlacementCase(about="weights that do not", weights="do not"),
+    PlacementCase(about="weights of a sigmoid, one expert", weights="sigmoid", top_k=1),
+    PlacementCase(about="some copies dropped", capacity=Capacity.fixed(0.7)),
+    PlacementCase(about="some copies dropped, weights do not sum", weights="do not", capacity=Capacity.fixed(0.7)),
+    PlacementCase(about="tokens dropped everywhere", weights="do not", top_k=1, capacity=Capacity.fixed(0.4)),
+    PlacementCase(about="tokens dropped everywhere, norm behind", norm="after", capacity=Capacity.fixed(0.3)),
+    PlacementCase(
+        about="nearly all dropped, padding", weights="do not", padding=True, top_k=1, capacity=Capacity.fixed(0.1)
+    ),
+    PlacementCase(about="padding", padding=True),
+    PlacementCase(about="norm behind the residual", norm="after"),
+    PlacementCase(about="no norm", norm="none", weights="do not"),
+    PlacementCase(about="dropout in between", dropout=0.4, capacity=Capacity.fixed(0.7)),
+    PlacementCase(about="a shared expert", shared=4, capacity=Capacity.fixed(0.7)),
+    PlacementCase(about="weights before the experts", apply_weight="before", weights="do not"),
+)
+
+
+class Layers(nn.Module):
+    """Two MoE layers with norms and residuals.
+
+    Args:
+        case: what they are like.
+    """
+
+    def __init__(self, case: PlacementCase) -> None:
+        super().__init__()
+        self.case = case
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.moes = nn.ModuleList(
+            MoE(
+                DIM, HIDDEN, EXPERTS, case.top_k, router=case.router, losses=(), capacity=case.capacity,
+                shared_hidden=case.shared, apply_weight=case.apply_weight,
+            ) for _ in range(2)
+        )  # fmt: skip
+        for norm in self.norms:
+            nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+
+    def dense(self, x: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
+        """Return what they compute, by the reference: (samples, length, dim).
+
+        Args:
+            x: the same.
+            mask: (samples, length) bool, or None.
+            order: (samples,) int64: how samples lie on the mesh in the second layer.
+        """
+        for number, lie in enumerate((torch.arange(len(x)), order)):
+            norm, moe = self.norms[number], self.moes[number]
+            assert isinstance(moe, MoE)
+            seen = norm(x) if self.case.norm == "before" else x
+            found = reference(moe, seen[lie], mask=None if mask is None else mask[lie]).y[lie.argsort()]
+            x = x + sample_dropout(found, self.case.dropout, torch.arange(len(x)), number)
+            x = norm(x) if self.case.norm == "after" else x
+        return x
+
+    def placed(self, x: Tensor, mask: Tensor | None, relocator: Relocator) -> tuple[Tensor, list[bool]]:
+        """Return the same of this rank's samples, which move meanwhile, and whether residuals travelled with results."""
+        trip = relocator.start([Following(moe.router, self.case.top_k) for moe in self.moes], *x.shape[:2])  # type: ignore[arg-type]
+        rides = []
+        for number, (norm, moe) in enumerate(zip(self.norms, self.moes)):
+            assert isinstance(moe, MoE)
+            before = self.case.norm == "before"
+            move, seen = trip.next(), norm(x) if before else x
+            here = None if mask is None else mask[samples_of(relocator, move.before)]
+            if self.case.dropout:
+                y = MovingMoE(moe)(seen, move=move, mask=here)
+                x = move.carry(x) + sample_dropout(y, self.case.dropout, samples_of(relocator, move.after), number)
+            else:
+                given = Residual(x, {"before": norm, "none": None, "after": None}[self.case.norm])
+                x = MovingMoE(moe)(seen, move=move, residual=given, mask=here)
+            x = norm(x) if self.case.norm == "after" else x
+            rides.append(move.rides)
+        return trip.take_home(x), rides
+
+
+def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, Any]:
+    """Return the largest relative error of a case on a mesh, and whether residuals travelled with results."""
+    grid, plan = MESHES[mesh_name]
+    torch.manual_seed(seed)
+    layers = Layers(case).double()
+    x, upstream = (torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(SAMPLES, LENGTH) > 0.3 if case.padding else None
+    homes = random_homes(grid, SAMPLES // grid.world, np.random.default_rng(seed))
+    alone, leaf = copy.deepcopy(layers), x.clone().requires_grad_()
+    expected = alone.dense(leaf, mask, torch.from_numpy(homes.samples.reshape(-1).copy()))
+    (expected * upstream).sum().backward()
+
+    def rank(transport: AbstractTransport) -> dict[str, Any]:
+        mine, mesh = copy.deepcopy(layers), Mesh(grid, transport)
+        for moe in mine.moes:
+            moe.parallelize(mesh, plan)  # type: ignore[operator]
+        share = SAMPLES // grid.dp
+        first = grid.coordinate(transport.rank, "dp") * share
+        own = slice(first, first + share)
+        given = x[own].clone().requires_grad_()
+        y, rides = mine.placed(given, mask, Relocator(mesh, Given([homes, homes])))
+        (y * upstream[own]).sum().backward()
+        average_gradients(mine, mesh)
+        errors = {"y": _error(y, expected[own]), "x": _error(given.grad, leaf.grad[own])}  # type: ignore[index]
+        for name, parameter in alone.named_parameters():
+            wanted, found = parameter.grad, mine.get_parameter(name).grad
+            if wanted is None:
+                continue
+            if ".experts." in name and ".shared." not in name:
+                dim = alone.moes[0].experts.shard_dim(name.rpartition(".")[2])  # type: ignore[union-attr, operator]
+                wanted = shard_of(wanted, grid, transport.rank, dim)
+            errors[name] = _error(found, wanted / grid.dp)
+        return {"error": max(errors.values()), "rides": rides}
+
+    found = run_ranks(grid.world, rank, seed=seed)
+    return {
+        "case": case.about, "mesh": mesh_name, "rides": all(each for one in found for each in one["rides"]),
+        "error": max(each["error"] for each in found),
+    }  # fmt: skip
+
+
+def _error(found: Tensor | None, expected: Tensor) -> float:
+    got = torch.zeros_like(expected) if found is None else found
+    return float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30))
+
+
+def all_cases() -> Iterator[tuple[PlacementCase, str]]:
+    """Return every case on every mesh."""
+    return itertools.product(CASES, MESHES)
+
+
+def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Run every case on every mesh."""
+    rows = []
+    for case, mesh in all_cases():
+        told(f"{case.about}, {mesh}")
+        rows.append(run_case(case, mesh))
+    return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the share of cases that are exact, and in how many residuals travelled with results."""
+    exact = sum(row["error"] <= EXACT for row in rows) / len(rows)
+    rides = sum(row["rides"] for row in rows) / len(rows)
+    return [
+        Claim(name="placement.cases_exact", value=exact, unit="share", target=1.0, op=">="),
+        Claim(name="placement.cases_riding", value=rides, unit="share", target=None, op=">="),
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="placement_cases", description="Hold samples that change home against a dense loop.", options=BenchmarkOptions,
+    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, is_proof=True,
+    columns=(
+        Shown(title="largest error relative to the largest expected value", columns=(
+            Column(key="case", title="case", is_text=True), Column(key="mesh", title="mesh", is_text=True),
+            Column(key="rides", title="rides", is_text=True, show=str),
+            Column(key="error", title="error", show="{:.1e}".format),
+        )),
+    ),
+)  # fmt: skip
