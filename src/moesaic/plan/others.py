@@ -261,6 +261,26 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     )
 
 
+def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> tuple[float, float]:
+    """Return between how many times its time a step may take because nobody measured narrow products as training uses them;
+    1 and 1 where somebody did, or products are not narrow.
+
+    Args:
+        job, cluster, layout: as of `predict`.
+    """
+    device = cluster.device
+    if layout.precision == "bf16" or not device.narrow_between:
+        return 1.0, 1.0
+    usual = predict(job, cluster, layout).seconds
+
+    def seconds(times: float) -> float:
+        rates = replace(device.tflops, **{layout.precision: times * getattr(device.tflops, layout.precision)})
+        return predict(job, replace(cluster, device=replace(device, tflops=rates)), layout).seconds
+
+    slow, fast = map(seconds, device.narrow_between)
+    return fast / usual, slow / usual
+
+
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
     """Return the mean rank of a pipeline; the output and further predictions count for all of them alike."""
     blocks = step.num_layers + layout.mtp
