@@ -103,7 +103,7 @@ def test_contention_costs_nothing_where_nothing_overlaps() -> None:
 
 def test_presets_say_what_of_them_was_measured() -> None:
     assert {name for name in presets() if read_cluster(name).measured} == {
-        "dgx-h100", "dgx-h200", "8xl40s-pcie", "8x4090-pcie"
+        "dgx-b200", "dgx-h100", "dgx-h200", "8xl40s-pcie", "8x4090-pcie"
     }  # fmt: skip
 
 

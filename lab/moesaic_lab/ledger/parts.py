@@ -115,6 +115,18 @@ def products() -> Iterator[Entry]:
         )
 
 
+def narrow_products() -> Iterator[Entry]:
+    """Yield products of float8 numbers with a scale per tensor or per block; an end of the preset's interval rests on them."""
+    for row in read_figures("narrow_products"):
+        rates, (m, n, k) = rates_of(cluster_of(row["machine"]), "fp8"), (int(row[name]) for name in "mnk")
+        found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
+        yield Entry(
+            kind="products", what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}", machine=row["machine"],
+            measured=float(row["us"]), predicted=found * 1e6, unit="us", source="aiconfigurator",
+            fitted=row["scales"] == "tensor",
+        )  # fmt: skip
+
+
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     """Return the seconds of the experts of one device, forward, each with as many rows."""
     tokens, dim, hidden, top_k, experts = (int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts"))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moesaic.configfile import read_table
 
-Kind = Literal["collectives", "products", "expert stages", "layers", "steps", "memory", "papers", "beds"]
+Kind = Literal["collectives", "products", "expert stages", "layers", "steps", "memory", "papers", "beds", "trace"]
 DATA = "data"
 
 

@@ -32,9 +32,7 @@ def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Found, 
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
     found = predict(job, cluster, layout)
-    groups = row["gpus"] // (layout.tp * layout.cp * layout.pp)
-    sequences = layout.global_batch or groups * layout.micro_batch
-    return found, sequences * row["seq_len"] / found.seconds / row["gpus"]
+    return found, layout.sequences(row["gpus"]) * row["seq_len"] / found.seconds / row["gpus"]
 
 
 def steps() -> Iterator[Entry]:
@@ -54,6 +52,18 @@ def steps() -> Iterator[Entry]:
                 kind="memory", what=row["what"], machine=row["machine"], measured=row["memory_gib"],
                 predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
             )  # fmt: skip
+
+
+def memory() -> Iterator[Entry]:
+    """Yield published memory of runs whose times are not counted."""
+    published = read_published()
+    for row in published["memory"]:
+        found, _ = predicted_step(row, published["model"])
+        assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
+        yield Entry(
+            kind="memory", what=f"{row['what']}{assumed}", machine=row["machine"], measured=row["memory_gib"],
+            predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
+        )  # fmt: skip
 
 
 def papers() -> Iterator[Entry]:

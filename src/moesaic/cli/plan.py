@@ -33,7 +33,7 @@ from moesaic.plan.hub import HubShape
 from moesaic.plan.layouts import Pins, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
-from moesaic.plan.others import EMITTERS, from_flags, layout_of, predict
+from moesaic.plan.others import EMITTERS, from_flags, layout_of, longer_by_narrow_rate, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.presets import PRESETS, read_job
 from moesaic.plan.search import search
@@ -388,7 +388,8 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[
     layout = from_flags(flags)
     found = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
-    speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences)
+    longer = longer_by_narrow_rate(job, cluster, layout)
+    speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences, longer=longer)
     gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total / GIB <= cluster.device.memory_gib
     words = (
         f"the layout above reaches {gain:.2f} times as much"
@@ -399,6 +400,8 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[
         f"yours: {_in_words(speed, found.seconds, sequences * job.model.seq_len)}; limited by {_limit(found)}; "
         f"{found.memory.total / GIB:.1f} GiB"
         + (f", which a device of {cluster.device.memory_gib:g} does not have" if not fits else ""),
+        f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in found.estimate.parts.items())}; "
+        f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
         words,
     ]
 

@@ -150,6 +150,9 @@ class Device:
     0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
     contention: float = 0.0
     """Part of the time in which messages and computing run at once that is lost, since they share processors and memory."""
+    narrow_between: tuple[float, ...] = ()
+    """Between how many times their rate products in fp8 and mxfp8 may run in training, where that was not measured; () where
+    they were measured as training uses them."""
     peak_tflops: float = 0.0
     """The data sheet's rate of dense bfloat16 products, which utilization is a share of; 0: that of `tflops`."""
     codec_gigabytes_per_second: float | None = None
@@ -162,6 +165,10 @@ class Device:
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
             check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
+        if len(self.narrow_between) not in (0, 2) or any(each <= 0 for each in self.narrow_between):
+            raise InputError(
+                f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
+            )
         if not self.gemm_rows:
             raise InputError("cluster.device.gemm_rows is empty: give the rows at which gemm_share is known")
         check_curve("cluster.device.", "gemm_rows", "gemm_share", self)

@@ -25,7 +25,8 @@ from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.order.beside import BEFORE, BEHIND, soonest_first, together
+from moesaic.program.order.beside import BEFORE, BEHIND, together
+from moesaic.program.order.exact import search
 from moesaic.program.task import Program
 
 
@@ -178,8 +179,8 @@ class StepCostModel:
     def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
         """Return an MoE layer's programs of two micro-batches at once, attention before the one and behind the other.
 
-        Their tasks are one program, each in turn that can start first, so that what one of them sends travels while the other
-        computes, as DualPipe (DeepSeek-V3, section 3.2.1) and Megatron order them.
+        Their tasks are one program in the best order that the search for exact orders finds, so that what one of them sends
+        travels while the other computes, as DualPipe (DeepSeek-V3, section 3.2.1) and Megatron order them.
 
         Args:
             forward: the lowered program of an MoE layer.
@@ -189,7 +190,7 @@ class StepCostModel:
         both, layer = together(forward, backward), self.model.layer
         known = {BEFORE: self.once.attention, BEHIND: 2 * self.once.attention}
         durations = self.simulator.durations(both, layer, grid) | known
-        return self.simulator.run(soonest_first(both, durations), layer, grid, known=known)
+        return self.simulator.run(search(both, durations).program, layer, grid, known=known)
 
     def _passes_of(self, there: Simulated, apart: float, together: float) -> PassSeconds:
         """Return the seconds of the passes of one run of layers.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from moesaic.configfile import suggestion
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
@@ -69,6 +69,11 @@ class OthersLayout:
     """All-to-alls run beside another micro-batch's computing."""
     float32_states: bool = True
     """Gradients and moments have four bytes."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether products read numbers of less than two bytes."""
+        return ELEMENT_BYTES[self.precision] < 2
 
     def sequences(self, world: int) -> int:
         """Return the sequences of an optimizer step on so many ranks."""
@@ -261,6 +266,26 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     )
 
 
+def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> tuple[float, float]:
+    """Return between how many times its time a step may take because nobody measured narrow products as training uses them;
+    1 and 1 where somebody did, or products are not narrow.
+
+    Args:
+        job, cluster, layout: as of `predict`.
+    """
+    device = cluster.device
+    if not layout.is_narrow or not device.narrow_between:
+        return 1.0, 1.0
+    usual = predict(job, cluster, layout).seconds
+
+    def seconds(times: float) -> float:
+        rates = replace(device.tflops, **{layout.precision: times * getattr(device.tflops, layout.precision)})
+        return predict(job, replace(cluster, device=replace(device, tflops=rates)), layout).seconds
+
+    slow, fast = map(seconds, device.narrow_between)
+    return fast / usual, slow / usual
+
+
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
     """Return the mean rank of a pipeline; the output and further predictions count for all of them alike."""
     blocks = step.num_layers + layout.mtp
@@ -273,7 +298,7 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
             )
     pipeline = Pipeline(schedule=layout.schedule, ranks=layout.pp, runs=runs)
     attention = (blocks * step.attention + layout.mtp * 2 * step.layer.dim**2) / blocks
-    tokens, precise = step.layer.tokens // layout.cp, layout.precision == "bf16"
+    tokens = step.layer.tokens // layout.cp
     return replace(
         step,
         num_layers=layers,
@@ -281,7 +306,7 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         attention_parameters=attention,
         outputs=1 + layout.mtp,
         vocab=step.vocab // layout.pp,
-        layer=replace(step.layer, tokens=tokens, products=None if precise else layout.precision),
+        layer=replace(step.layer, tokens=tokens, products=layout.precision if layout.is_narrow else None),
         seq_len=step.seq_len // layout.cp,
         score_operations=step.scores,
         recomputed=layout.recompute,
@@ -378,7 +403,7 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
         f"--expert-tensor-parallel-size {layout.etp}", f"--micro-batch-size {layout.micro_batch}",
         f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
         f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
-        + ("flex --moe-enable-deepep" if layout.all_to_all == "multicast" else "alltoall"),
+        + ("alltoall" if Plan(all_to_all=layout.all_to_all).crossing is Crossing.LINK else "flex --moe-enable-deepep"),
         "--bf16", "--overlap-grad-reduce", "--overlap-param-gather",
     ]  # fmt: skip
     numbers = {

@@ -28,6 +28,7 @@ from moesaic.runtime.balance.samples.residual import Residual
 from moesaic.runtime.balance.samples.rows import sample_dropout
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic.testing.equivalence import budget_by_rows
 
 DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
@@ -45,7 +46,7 @@ HOME_FIRST = [
     (FOUR, Plan(all_to_all="multicast", chunks=2)),
     (TENSOR, Plan(all_to_all="multicast")),
     (FOUR, Plan(replication="shadow")),
-    (FOUR, Plan(token_budget=5)),
+    (FOUR, Plan(memory_budget=5)),
     (SHARDS, Plan(gather_weights=1)),
 ]
 """Plans under which results come home before they go on, and S1 with tensor groups, under which they need not."""
@@ -172,6 +173,7 @@ def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
         model, mesh = copy.deepcopy(whole), Mesh(case.grid, transport)
         for block in model.blocks:
             block.moe.parallelize(mesh, compiled)
+            budget_by_rows(block.moe)
         relocator = Relocator(mesh, SAMPLE_PLACERS[case.placer](), ends_home=case.ends_home)
         share = SLOTS * case.grid.tp
         first = transport.rank // case.grid.tp * share

@@ -6,12 +6,9 @@ MoE layer stands in for itself as one task before the forward program and one be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from moesaic.program.order.graph import predecessors, successors
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
-from moesaic.program.timeline import IDLE, durations, place
 
 BEFORE, BEHIND = "before", "behind"
 """Names of the tasks that stand for the rest of a block; whoever runs them knows how long they take."""
@@ -38,35 +35,6 @@ def together(forward: Program, backward: Program) -> Program:
         inputs=tuple(name for name in (*first.inputs, *second.inputs) if name not in before.writes),
         outputs=(*first.outputs, *second.outputs, behind.name),
     )
-
-
-def soonest_first(program: Program, seconds: Mapping[str, float]) -> Program:
-    """Return a program in which of the tasks that may come next that one does which can start first; of several, the one with
-    the longest way to the end (a schedule without delay: Giffler and Thompson, Operations Research 1960).
-
-    Args:
-        program: in any legal order, on streams that wait for each other.
-        seconds: of every task, by name.
-    """
-    before, lengths = predecessors(program), durations(program, seconds)
-    after = successors(before)
-    ways, ends = [0.0] * len(lengths), [0.0] * len(lengths)
-    for number in reversed(range(len(ways))):
-        ways[number] = lengths[number] + max((ways[other] for other in after[number]), default=0.0)
-    free, left, ordered = IDLE, set(range(len(lengths))), []
-    while left:
-        found = []
-        for number in left:
-            if left.isdisjoint(before[number]):
-                ready = max((ends[other] for other in before[number]), default=0.0)
-                start = place(free, program.tasks[number].lane, lengths[number], ready, False)[1]
-                found.append((start, -ways[number], number, ready))
-        start, _, number, ready = min(found)
-        free = place(free, program.tasks[number].lane, lengths[number], ready, False)[0]
-        ends[number] = start + lengths[number]
-        ordered.append(program.tasks[number])
-        left.discard(number)
-    return replace(program, tasks=tuple(ordered))
 
 
 def _named(program: Program, prefix: str) -> Program:

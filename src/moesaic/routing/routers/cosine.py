@@ -87,10 +87,6 @@ class CosineTopK(AbstractRouter):
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.normalize == "after" and self.scale == 1
-
     def check(self, top_k: int) -> None:
         super().check(top_k)
         check_learns(self.normalize, top_k, self.num_experts)

@@ -51,7 +51,6 @@ class SoftmaxTopK(LinearRouter):
         check_normalize(normalize)
         self.normalize = normalize
 
-
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)

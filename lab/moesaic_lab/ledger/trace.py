@@ -1,0 +1,119 @@
+"""A published trace of one step, kernel by kernel, laid out again: measured durations in their order, and predicted ones.
+
+DeepSeek's trace (profile-data, `train.json`) has no licence, so it is not here; a cut of it is read from a file with a line
+per kernel: stream, kind, start and duration in whole microseconds. Its streams are lanes. A kernel waits for the one before it
+on its stream, and for the last one of each other stream that had ended when it began. Between two kernels of a stream lies what
+usually does in the trace: the median gap of the stream with the most kernels, which is a launch.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
+from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.hub import read_shape
+from moesaic.plan.model import DataShape, Job
+from moesaic.program.grid import Grid
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
+from moesaic.program.timeline import lay_out
+from moesaic_lab.ledger.parts import cluster_of
+from moesaic_lab.ledger.records import Entry, read_published
+
+COLUMNS = ("stream", "kind", "start_us", "duration_us")
+LANES = (Lane.COMPUTE, Lane.INTER, Lane.INTRA)
+"""Of streams, in the order of their names; more than these no trace has here."""
+LAYERS = 4
+"""MoE layers of the trace, of a forward and of a backward pass."""
+
+
+class Kernel(NamedTuple):
+    """One line of a trace; times in microseconds."""
+
+    stream: str
+    start: float
+    end: float
+
+
+def read_kernels(path: Path) -> list[Kernel]:
+    """Return the kernels of a file by their starts.
+
+    Raises:
+        InputError: if the file cannot be read, lacks a column, or holds a time that is none.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        found = [
+            Kernel(row["stream"], float(row["start_us"]), float(row["start_us"]) + float(row["duration_us"]))
+            for row in rows
+        ]
+    except OSError as error:
+        raise InputError(f"--trace {path}: cannot be read ({error.strerror or error})") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})") from error
+    streams = {kernel.stream for kernel in found}
+    if not found or len(streams) > len(LANES) or any(kernel.end < kernel.start for kernel in found):
+        raise InputError(
+            f"--trace {path}: {len(found)} kernels on {len(streams)} streams: give at least one kernel, at most {len(LANES)} "
+            "streams, and no duration below 0"
+        )
+    return sorted(found, key=lambda kernel: (kernel.start, kernel.end))
+
+
+def laid_out(kernels: list[Kernel]) -> float:
+    """Return the seconds that kernels take in their order."""
+    streams = sorted({kernel.stream for kernel in kernels})
+    of = {stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream] for stream in streams}
+    most = max(of.values(), key=len)
+    launch = statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(most)) if len(most) > 1 else 0.0
+    tasks, seconds = [], {}
+    for number, kernel in enumerate(kernels):
+        reads = []
+        for other in streams:
+            ended = [kernels[each].end for each in of[other]]
+            behind = bisect_right(ended, kernel.start) - 1
+            if other != kernel.stream and behind >= 0:
+                reads.append(str(of[other][behind]))
+        name, lane = str(number), LANES[streams.index(kernel.stream)]
+        tasks.append(Task(name=name, op=Op.ADD, reads=tuple(reads), writes=(name,), stage=Stage.EXPERT, lane=lane))
+        seconds[name] = (kernel.end - kernel.start + launch) * 1e-6
+    slots = tuple(Slot(name=task.name, kind=Kind.TOKENS, layout=Layout(flow="tokens")) for task in tasks)
+    program = Program(name="trace", slots=slots, tasks=tuple(tasks), inputs=(), outputs=())
+    return lay_out(program, seconds).makespan
+
+
+def predicted() -> float:
+    """Return the seconds of the trace's layers as predicted: DeepSeek-V3 in float8 on 64 H800, 4,096 tokens a rank, each layer
+    forward beside another one backward."""
+    table = read_published()["model"]["deepseek-v3"]
+    shape = read_shape(table, "deepseek-v3", seq_len=4096)
+    cluster = cluster_of("dgx-h100", nodes=8).with_links("inside", 0.444)
+    job = Job(batch_size=64, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
+    grid = Grid(world=64, ep=64, ranks_per_node=8)
+    model = job.step_model(cluster, 64)
+    model = replace(model, layer=replace(model.layer, products="fp8"))
+    around = StepCostModel(model, grid, Simulator(cluster))
+    compiled = compile_plan(Plan(all_to_all="multicast", order="fifo", codec="fp8"), grid)
+    both = around.beside(compiled.forward, compiled.backward, compiled.grid)
+    return LAYERS * (both.seconds + 3 * around.once.shared)
+
+
+def trace(path: Path) -> list[Entry]:
+    """Return the trace's makespan beside that of its durations in their order, and beside the prediction."""
+    kernels = read_kernels(path)
+    measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
+    return [
+        Entry(
+            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=found * 1e3, unit="ms", source="deepseek"
+        )
+        for what, found in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))
+    ]  # fmt: skip

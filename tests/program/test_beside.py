@@ -1,0 +1,59 @@
+"""Two programs as one: nothing of either is lost, neither waits for the other, and both together take no longer than apart."""
+
+from __future__ import annotations
+
+import pytest
+from moesaic.program.beside import BEFORE, BEHIND, together
+
+from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.order.exact import search
+from moesaic.program.order.graph import predecessors
+from moesaic.program.timeline import lay_out
+
+LAYER = Workload(tokens=4096, num_experts=64, top_k=4, dim=2048, hidden=1024)
+GRID = Grid(world=16, ep=16, ranks_per_node=8)
+
+
+@pytest.mark.parametrize("all_to_all", ["linear", "multicast", "hier2d"])
+def test_both_programs_run_in_one_and_wait_only_for_their_own(all_to_all: str) -> None:
+    compiled = compile_plan(Plan(all_to_all=all_to_all), GRID)  # type: ignore[arg-type]
+    both = together(compiled.forward, compiled.backward)
+    names = [task.name for task in both.tasks]
+    assert len(set(names)) == len(names) == len(compiled.forward.tasks) + len(compiled.backward.tasks) + 2
+    for task, before in zip(both.tasks, predecessors(both)):
+        sides = {both.tasks[number].name.split()[0] for number in before} - {BEFORE}
+        assert sides <= {task.name.split()[0]} if task.name != BEHIND else sides == {"backward"}
+    first = [task for task in both.tasks if task.name.startswith("forward") and "forward x" in task.reads]
+    assert first
+    assert all(both.tasks[0].name == BEFORE and set(task.reads) & set(both.tasks[0].writes) for task in first)
+
+
+@pytest.mark.parametrize("all_to_all", ["linear", "multicast"])
+@pytest.mark.parametrize("around", [1e-4, 2e-3])
+def test_two_micro_batches_at_once_take_less_than_apart_and_no_less_than_a_lane_has_to_do(
+    all_to_all: str, around: float
+) -> None:
+    simulator = Simulator(read_cluster("dgx-h100", nodes=2))
+    compiled = compile_plan(Plan(all_to_all=all_to_all, order="fifo"), GRID)  # type: ignore[arg-type]
+    both = together(compiled.forward, compiled.backward)
+    known = {BEFORE: around, BEHIND: 2 * around}
+    seconds = simulator.durations(both, LAYER, compiled.grid) | known
+    ordered = search(both, seconds).program
+    found = lay_out(ordered, seconds)
+    apart = [
+        lay_out(each, simulator.durations(each, LAYER, compiled.grid)) for each in (compiled.forward, compiled.backward)
+    ]
+    assert found.makespan < sum(each.makespan for each in apart) + 3 * around
+    for lane, share in found.busy.items():
+        busy = share * found.makespan
+        assert share <= 1
+        assert busy == pytest.approx(
+            sum(each.busy.get(lane, 0.0) * each.makespan for each in apart) + 3 * around * (lane.value == "compute")
+        )
+    run = simulator.run(ordered, LAYER, compiled.grid, known=known)
+    assert run.compute_seconds > 3 * around
+    assert run.seconds >= run.compute_seconds
