@@ -93,9 +93,19 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
     source = cache / "kernel.ptx"
     source.write_text(ptx)
-    options = ["--regAllocOptLevel=2"] if "--regAllocOptLevel" in inspect.getsource(compiler) else []  # as Triton itself does
+    options = (
+        ["--regAllocOptLevel=2"] if "--regAllocOptLevel" in inspect.getsource(compiler) else []
+    )  # as Triton itself does
     target = compiler.sm_arch_from_capability(capability)
-    command = [compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null"]
+    command = [
+        compiler.get_ptxas(capability).path,
+        "-v",
+        *options,
+        f"--gpu-name={target}",
+        str(source),
+        "-o",
+        "/dev/null",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None, said
