@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 # A worker per core, a file on one worker; ranks and workers have one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help setup demo test test-random test-all lint bench bench-all chaos fuzz soak docs site clean
+.PHONY: help setup demo test test-random test-all test-triton lint bench bench-all chaos fuzz soak docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -35,6 +35,14 @@ test-random: $(STAMP)  ## the tests that draw thousands of random cases
 
 test-all: $(STAMP)  ## the tests, the random and the slow ones too
 	$(PYTEST)
+
+TRITONS := 3.6.0 3.7.1 3.9.0
+test-triton: $(STAMP)  ## the kernels compiled for every GPU by each Triton that a supported torch brings, 5 minutes each
+	for version in $(TRITONS); do \
+		$(BIN)/pip install --quiet --no-deps --target build/triton/$$version "triton==$$version" && \
+		PYTHONPATH=build/triton/$$version TRITON_CACHE_DIR=build/triton/cache-$$version \
+			$(BIN)/python -m pytest -q tests/kernels/triton/test_triton_compiled.py || exit 1; \
+	done
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

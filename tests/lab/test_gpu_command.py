@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic_lab.gpu import command
+from moesaic.cost.cluster_file import read_cluster
+from moesaic_lab.gpu import command, profile
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
 
@@ -76,3 +77,22 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= set(FILES)
     assert json.loads((tmp_path / "compiled.json").read_text())["failures"] == []
     assert {claim.name for claim in found.claims if claim.value is not None} >= {"gpu.host_waits.linear.padded"}
+
+
+def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
+    assert profile.main(["--out", str(tmp_path / "cluster.toml"), "--dry"]) == 0
+    found = read_cluster(str(tmp_path / "cluster.toml"))
+    device = found.device
+    assert (found.world, found.links, device.memory_gib) == (1, (), 1.0)
+    assert device.gemm_rows == tuple(map(float, profile.DRY.rows))
+    assert all(0 < share <= 1 for share in device.gemm_share)
+    assert min(getattr(device.tflops, name) for name in ("bf16", "fp16", "fp32", "tf32")) > 0
+    assert device.tflops.fp8 == 0, "nobody measured it"
+    assert device.memory_gigabytes_per_second > 0
+
+
+def test_two_steps_may_write_to_one_file(tmp_path: Path, monkeypatch) -> None:
+    lines = [step(name, f"print({name!r})", output="tests.txt") for name in ("tests", "sanitizer")]
+    monkeypatch.setattr(command, "steps", lambda *_, **__: lines)
+    run(tmp_path, dry=True)
+    assert (tmp_path / "tests.txt").read_text() == "tests\nsanitizer\n"

@@ -30,7 +30,7 @@ from moesaic_lab.gpu.shapes import LAYERS
 
 SECONDS = 540.0
 """Of the whole command: a borrowed GPU gives ten minutes to one."""
-FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "tests.txt", "sanitizer.txt", "ncu.csv")
+FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "cluster.toml", "tests.txt", "ncu.csv")
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers that span the shapes, whose tiles are searched; the others have default tiles unless their products are alike."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
@@ -47,7 +47,7 @@ class GpuStep:
     seconds: float
     """At most; less where the command's own deadline comes first."""
     output: str = ""
-    """The file of the results that takes what it prints; "" for none."""
+    """The file of the results that takes what it prints, behind what stands there; "" for none."""
     beside: bool = False
     """Whether the next step starts without waiting for this one, which needs no GPU."""
     needs: str = ""
@@ -90,10 +90,12 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
         GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=110, output="tests.txt"),
         GpuStep(name="checks", command=checks, seconds=60),
         GpuStep(
-            name="sanitizer", seconds=40, output="sanitizer.txt", needs="compute-sanitizer",
+            name="sanitizer", seconds=40, output="tests.txt", needs="compute-sanitizer",
             command=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *part("--stages", "check")),
         ),
     ]  # fmt: skip
+    profile = (python, "-m", "moesaic_lab.gpu.profile", "--out", str(folder / "cluster.toml"), *extra)
+    found.append(GpuStep(name="profile", command=profile, seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
     for layer, product in ((layer, product) for layer in tuned for product in (PRODUCTS[:1] if dry else PRODUCTS)):
         command = part("--stages", "tune", "--layers", layer, "--products", product, "--seconds", str(per_product - 5))
@@ -101,7 +103,7 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     for layer in layers:
         command = part("--stages", "measure", "--layers", layer, "--repeats", "2" if dry else "20")
         found.append(GpuStep(name=f"layer.{layer}", command=command, seconds=60))
-    profile = (
+    ncu = (
         "ncu",
         "--clock-control",
         "none",
@@ -112,7 +114,7 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
         "MemoryWorkloadAnalysis",
     )
     counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
-    command = (*profile, *counted, *part("--stages", "check"))
+    command = (*ncu, *counted, *part("--stages", "check"))
     found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
     return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # the interpreter is slow
 
@@ -133,7 +135,10 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
             "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
         } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
         beside: list[_Running] = []
-        for step in steps(folder, Path(scratch), dry=dry):
+        planned = steps(folder, Path(scratch), dry=dry)
+        for output in {step.output for step in planned if step.output}:
+            (folder / output).unlink(missing_ok=True)
+        for step in planned:
             running = _start(step, folder, Path(scratch), environment, deadline)
             if isinstance(running, StepOutcome):
                 outcomes.append(running)
@@ -184,7 +189,7 @@ def _start(
     own = environment
     if step.name == "compile":  # which needs a compiler, not the interpreter
         own = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
-    file = log.open("wb")
+    file = log.open("ab")
     process = subprocess.Popen(
         step.command, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -6,6 +6,7 @@ its assembler need no GPU to compile for one.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -28,6 +30,7 @@ DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
     89: TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
     90: TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
+    100: TileDevice(name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448),
 }
 
 
@@ -90,9 +93,19 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
     source = cache / "kernel.ptx"
     source.write_text(ptx)
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    target = "sm_90a" if capability == 90 else f"sm_{capability}"
-    command = [str(assembler), "-v", f"--gpu-name={target}", str(source), "-o", "/dev/null"]
+    options = (
+        ["--regAllocOptLevel=2"] if "--regAllocOptLevel" in inspect.getsource(compiler) else []
+    )  # as Triton itself does
+    target = compiler.sm_arch_from_capability(capability)
+    command = [
+        compiler.get_ptxas(capability).path,
+        "-v",
+        *options,
+        f"--gpu-name={target}",
+        str(source),
+        "-o",
+        "/dev/null",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None, said

@@ -73,16 +73,31 @@ def median_seconds(function: Callable[[], object], repeats: int, barrier: Callab
 
 
 def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
-    experts = EXPERTS["swiglu"](DIM, HIDDEN, EXPERTS_HELD)
+    once, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
+    return operations / median_seconds(once, repeats, barrier)
+
+
+def expert_step(
+    rows: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: str = "cpu"
+) -> tuple[Callable[[], None], int]:
+    """Return what runs SwiGLU experts forward and backward, and the operations of its products.
+
+    Args:
+        rows: of each expert.
+        dtype: of rows and weights.
+        sizes: dim, hidden, experts.
+        device: that runs them.
+    """
+    dim, hidden, held = sizes
+    experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
-    sharded = tuple(getattr(experts, name).detach().to(dtype) for name in sharded_names)
-    tokens = torch.ones(rows * EXPERTS_HELD, DIM, dtype=dtype)
-    gates = torch.ones(rows * EXPERTS_HELD)
-    ends = torch.arange(1, EXPERTS_HELD + 1, dtype=torch.int32) * rows
+    sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
+    tokens = torch.randn(rows * held, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
+    gates = torch.ones(rows * held, device=device)
+    ends = torch.arange(1, held + 1, dtype=torch.int32, device=device) * rows
 
     def once() -> None:
         out, kept = experts.run(sharded, (), tokens, gates, ends)
         experts.gradients(sharded, (), tokens, gates, ends, kept, out)
 
-    operations = 3 * 2 * rows * EXPERTS_HELD * DIM * HIDDEN * len(sharded_names)
-    return operations / median_seconds(once, repeats, barrier)
+    return once, 3 * 2 * rows * held * dim * hidden * len(sharded_names)

@@ -52,7 +52,7 @@ def check(found: list[CompiledKernel], capability: int) -> set[str]:
     assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
     assert [kernel.name for kernel in found if kernel.is_serialized] == []
     assert [kernel.name for kernel in found if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
-    wanted = "wgmma.mma_async" if capability >= 90 else "mma.sync"
+    wanted = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
     return {kernel.name for kernel in found if wanted in kernel.ptx}
 
 

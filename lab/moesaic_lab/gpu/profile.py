@@ -1,0 +1,98 @@
+"""What the planner wants to know of a GPU, measured: rates of products, of experts by rows, of copies, and its memory.
+
+Written as a cluster of one device, which `moesaic plan --cluster cluster.toml` reads. One GPU says nothing of links: its
+`[device]` table goes into a file that has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moesaic.cost.cluster import ClusterSpec, Device, Tflops
+from moesaic.cost.cluster_file import to_toml
+from moesaic.profiling.compute import expert_step
+from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSizes:
+    """How large the measured things are."""
+
+    dense: int = 8192
+    """Rows and columns of the matrices whose product is the rate of a dtype."""
+    experts: tuple[int, int, int] = (4096, 1024, 16)
+    """Dim, hidden and number of the experts that are timed."""
+    rows: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    """Of each expert."""
+    copied: int = 65536
+    """Rows of dim elements that are put in another order."""
+
+
+DRY = ProfileSizes(dense=64, experts=(32, 16, 2), rows=(4, 16), copied=64)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
+    """Measure one device.
+
+    Args:
+        sizes: of what is timed.
+        device: cuda, or cpu in a dry run.
+        name: of the device.
+        memory_gib: of the device.
+    """
+    rates = {each: dense_tflops(sizes.dense, dtype, device) for each, dtype in DTYPES.items()}
+    rates["tf32"] = _tf32(sizes.dense, device)
+    experts = {}
+    for rows in sizes.rows:
+        once, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
+        experts[rows] = operations / seconds_of(once) / 1e12
+    copied = torch.zeros(sizes.copied, sizes.experts[0], dtype=torch.bfloat16, device=device)
+    order = torch.randperm(sizes.copied, device=device)
+    moved = 2 * copied.nbytes / seconds_of(lambda: copied.index_select(0, order))
+    dim, hidden, held = sizes.experts
+    return ClusterSpec(
+        nodes=1, devices_per_node=1, name="gpu", description=f"one {name}, no links",
+        source=f"moesaic bench gpu, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}",
+        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {held} at once, both passes",),
+        device=Device(
+            tflops=Tflops(**rates), memory_gib=memory_gib, memory_gigabytes_per_second=moved / 1e9,
+            gemm_rows=tuple(map(float, experts)),
+            gemm_share=tuple(min(rate / rates["bf16"], 1.0) for rate in experts.values()),
+        ),
+    )  # fmt: skip
+
+
+def _tf32(size: int, device: str) -> float:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return dense_tflops(size, torch.float32, device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the file; returns 0."""
+    parser = argparse.ArgumentParser(description="A GPU as the planner knows one.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.dry:
+        found = cluster_of(DRY, "cpu", "dry run", 1.0)
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        found = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
+    given.out.write_text(to_toml(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
