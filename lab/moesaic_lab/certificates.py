@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.spawn import spawn
 
@@ -39,7 +40,7 @@ from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
 from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, Asked, certify_layer
 from moesaic.testing.processes import leave
-from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, SwiGLUWeights, certify
+from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, Certified, SwiGLUWeights, certify
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column, table
@@ -280,7 +281,7 @@ class TorchtitanLayer(AbstractMoELayer):
     """torchtitan's router around its dispatcher; its layer balances by a bias and has no auxiliary loss."""
 
     def __init__(self, asked: Asked) -> None:
-        self.experts = TorchtitanExperts(asked.experts, asked.group)
+        self.experts, self.group = TorchtitanExperts(asked.experts, asked.group), asked.group
         moe: Any = import_module("torchtitan.models.common.moe")
         linear: Any = import_module("torchtitan.models.common.linear").Linear
         num_experts, dim = asked.router.shape
@@ -298,6 +299,20 @@ class TorchtitanLayer(AbstractMoELayer):
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
         """Return this rank's."""
         return _gradient(self.router.gate.weight), self.experts.gradients()
+
+    def norm(self) -> float | None:
+        """Measure as torchtitan does, with DTensors as it holds them: experts over ep, the router whole."""
+        _sum_gradient(self.router.gate.weight, self.group)
+        own = self.experts
+        each = [(self.router.gate.weight, own.mesh["copies"], Replicate())]
+        each += [(weight, own.mesh["ep"], Shard(0)) for weight in (own.w1, own.w3, own.w2)]
+        held = []
+        for weight, mesh, place in each:
+            parameter = nn.Parameter(DTensor.from_local(weight.detach(), mesh, [place]))
+            parameter.grad = DTensor.from_local(_gradient(weight), mesh, [place])
+            held.append(parameter)
+        clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
+        return float(clip(held, math.inf, ep_enabled=True))
 
 
 class DeepSpeedMoELayer(AbstractMoELayer):
@@ -428,13 +443,26 @@ def _deepspeed() -> Iterator[None]:
     """Start DeepSpeed on the processes that are there; what it prints while something is made stays unseen."""
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed: Any = import_module("deepspeed")
+        # A sum over shared memory, for inference, which it would compile first: minutes, and nothing here calls it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         yield
 
 
 def _autoep(asked: Asked) -> Any:
-    """Let AutoEP replace the layer of a Mixtral of one block."""
+    """Make the layer that AutoEP makes of the one in a Mixtral of one block."""
+    model, made = _autoep_of(asked)
+    with _deepspeed():
+        layer: Any = import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer(
+            made.ep_parser()[0], model.model.layers[0].mlp, asked.group.size(), asked.group.rank(), made.config
+        )
+        layer.set_deepspeed_parallelism()
+    return layer
+
+
+def _autoep_of(asked: Asked) -> tuple[Any, Any]:
+    """Return a Mixtral of one block, and AutoEP over it."""
     transformers: Any = import_module("transformers")
     num_experts, hidden, dim = asked.experts.w1.shape
     model = transformers.MixtralForCausalLM(
@@ -448,16 +476,21 @@ def _autoep(asked: Asked) -> Any:
     block.experts.gate_up_proj.data.copy_(torch.cat([asked.experts.w1, asked.experts.w3], 1))
     block.experts.down_proj.data.copy_(asked.experts.w2)
     with _deepspeed():
-        auto_ep: Any = import_module("deepspeed.module_inject.auto_ep")
         config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
-            {"enabled": True, "autoep_size": asked.group.size(), "preset_model": "mixtral"}
+            {
+                "enabled": True,
+                "autoep_size": asked.group.size(),
+                "preset_model": "mixtral",
+                "route_norm": asked.top_k > 1,
+            }
         )
-        made = auto_ep.AutoEP(model, config)
-        for spec in made.ep_parser():
-            made.replace_moe_layer(spec, ep_size=asked.group.size(), ep_rank=asked.group.rank())
-        layer = model.model.layers[0].mlp
-        layer.set_deepspeed_parallelism()
-    return layer
+        return model, import_module("deepspeed.module_inject.auto_ep").AutoEP(model, config)
+
+
+def _autoep_in_model(asked: Asked) -> None:
+    """Let AutoEP replace the layer in the model."""
+    _, made = _autoep_of(asked)
+    made.replace_moe_layer(made.ep_parser()[0], ep_size=asked.group.size(), ep_rank=asked.group.rank())
 
 
 def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup) -> float:
@@ -494,6 +527,8 @@ class CertifiedSystem:
     layer: Callable[[Asked], AbstractMoELayer]
     """Makes one rank's end of the whole layer."""
     has_capacity: bool = False
+    put: Callable[[Asked], None] | None = None
+    """Puts the layer into a model by the system's own means; None where it has none, or they are a trainer's."""
 
     def make_layer(self, asked: Asked) -> AbstractMoELayer | None:
         """Return one rank's end of the whole layer; None where it cannot drop what is asked."""
@@ -518,7 +553,7 @@ SYSTEMS = {
         DeepSpeedExperts, DeepSpeedMoELayer, True,
     ),
     "deepspeed-autoep": CertifiedSystem(
-        "deepspeed", "AutoEPMoELayer in the place of Mixtral's", AutoEPExperts, AutoEPLayer
+        "deepspeed", "AutoEPMoELayer, of Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
     ),
 }  # fmt: skip
 """By name. A system is added by two classes that make one rank's end, and a line here."""
@@ -576,11 +611,29 @@ def _rank(rank: int, world: int, name: str, folder: str) -> None:
     )
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
     found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
+    found += _put(SYSTEMS[name])
     whole = certify_layer(SYSTEMS[name].make_layer)
     found += [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     leave()
+
+
+def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
+    """Return the row of a system whose layer cannot be put into a model by its own means."""
+    group = dist.group.WORLD
+    assert group is not None
+    asked = Asked(torch.zeros(8, 16), SwiGLUWeights(*(torch.zeros(8, *each) for each in _SHAPES)), group, 2, None)
+    try:
+        if system.put is not None:
+            system.put(asked)
+    except Exception as error:  # whatever somebody's code raises is the finding
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return [asdict(Certified("in a model", "all", math.inf, None, failed)) | {"holds": False}]
+    return []
+
+
+_SHAPES = ((24, 16), (24, 16), (16, 24))
 
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:
@@ -634,9 +687,20 @@ CASES = {
         "The smallest case of transformers': a mean over no tokens. Neither the loss nor its gradient is a number.",
         "load_balancing_loss_func((torch.empty(0, 8),), num_experts=8, top_k=2)    # tensor(nan)",
     ),
+    ("deepspeed-autoep", "in a model"): (
+        "The smallest case of AutoEP's own way into a model, with transformers 5.23: it asks the registry of recorded\n"
+        "outputs with a default, which `get` of transformers' registry does not take.",
+        'auto_ep = AutoEP(MixtralForCausalLM(config), parse_autoep_config({"enabled": True}))\n'
+        "    auto_ep.replace_moe_layer(auto_ep.ep_parser()[0], 1, 0)    # TypeError",
+    ),
     ("deepspeed", "empty rank"): (
         "The smallest case of deepspeed's is the same mean.",
         "TopKGate(16, 8, k=2, min_capacity=0, drop_tokens=False)(torch.empty(0, 16))[0]    # tensor(nan), the loss",
+    ),
+    ("deepspeed", "even"): (
+        "The smallest case of DeepSpeed's norm (without ZeRO, in float32): it is the mean of what the ranks find over\n"
+        "their own experts, so gradients are clipped too little. Two ranks with an expert each, whose gradients are 3 and 4:",
+        "deepspeed.runtime.utils.clip_grad_norm_(model.parameters(), math.inf)    # 3.5 on both ranks, where the norm is 5",
     ),
 }
 """System and situation to its smallest case, in words and in code."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ from torch import nn
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.distributed.expert_parallel import MoEParamShard
 
 import moesaic.transformers
+from moesaic.errors import InputError
 from moesaic.transformers import experts as experts_module
 from moesaic.transformers.experts import Gate, gate_of, refusal
 from moesaic_lab.families import MOST_USED, Family, build, families, text
@@ -182,3 +187,21 @@ def test_a_model_that_was_called_once_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=text(model), use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("seam", ["transformers.distributed.expert_parallel", "transformers.integrations.moe"])
+def test_a_transformers_without_a_seam_is_refused_in_one_line(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, seam, None)
+    with pytest.raises(
+        InputError, match=r"needs transformers 5\.23 or later .*: pip install 'moesaic\[transformers\]'"
+    ) as said:
+        importlib.reload(moesaic.transformers)
+    assert "\n" not in str(said.value)
+
+
+def test_an_ep_size_that_does_not_divide_the_experts_is_refused_in_one_line() -> None:
+    style = MoEParamShard(None, shards_expert_dim=True)
+    with pytest.raises(
+        InputError, match=r"^ep_size=3 does not divide the 4 experts of MixtralExperts: choose a divisor of 4$"
+    ):
+        style.shard_param(experts_of(tiny()), "down_proj", SimpleNamespace(size=lambda: 3))

@@ -17,10 +17,17 @@ except ImportError as error:
     ) from None
 
 from moesaic.transformers.backend import experts_forward
-from moesaic.transformers.expert_parallel import MoesaicEP, complete_sizes, register_plan, use_plan
+from moesaic.transformers.expert_parallel import (
+    MoesaicEP,
+    complete_sizes,
+    refuse_uneven_experts,
+    register_plan,
+    use_plan,
+)
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
 complete_sizes()
+refuse_uneven_experts()
 
 __all__ = ["MoesaicEP", "experts_forward", "register_plan", "use_plan"]

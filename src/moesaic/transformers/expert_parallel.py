@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed import DistributedConfig
-from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation, EPImplementationInterface
+from transformers.distributed.expert_parallel import (
+    AllToAllEP,
+    EPImplementation,
+    EPImplementationInterface,
+    MoEParamShard,
+)
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
@@ -149,3 +154,20 @@ def complete_sizes() -> None:
             )
 
     DistributedConfig._resolve_parallelism = resolved
+
+
+def refuse_uneven_experts() -> None:
+    """Let loading say what to write where ep_size does not divide a model's experts, which transformers leaves out."""
+    shard = MoEParamShard.shard_param
+
+    @wraps(shard)
+    def sharded(style: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+        stacked = module._parameters.get(name)
+        if style.shards_expert_dim and stacked is not None and len(stacked) % mesh.size():
+            raise InputError(
+                f"ep_size={mesh.size()} does not divide the {len(stacked)} experts of {type(module).__name__}: "
+                f"choose a divisor of {len(stacked)}"
+            )
+        shard(style, module, name, mesh)
+
+    MoEParamShard.shard_param = sharded
