@@ -94,6 +94,7 @@ def test_recorded_counts(tmp_path: Path) -> None:
     ("fields", "line"),
     [
         ({"tokens": 0}, "workload.tokens=0: must be at least 1"),
+        ({"tokens": 2**63}, "workload.tokens=9223372036854775808: must be at least 1, and below"),
         ({"top_k": 17}, "workload.top_k=17: choose at most num_experts=16"),
         ({"dtype": "int3"}, "workload.dtype='int3': choose one of"),
         ({"capacity_factor": -1.0}, "workload.capacity_factor=-1.0"),

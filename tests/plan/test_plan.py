@@ -30,6 +30,7 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
     ("fields", "line"),
     [
         ({"chunks": 0}, "plan.chunks=0: must be at least 1"),
+        ({"chunks": 1_000_000}, "plan.chunks=1000000: must be at most 256"),
         ({"codec": "int3"}, "plan.codec='int3' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
         ({"backward_codec": ""}, "plan.backward_codec='' is unknown: choose one of none, bf16, fp16, int8, fp8, zfp"),
         (

@@ -144,6 +144,7 @@ def test_a_seed_is_a_trace_and_layers_differ(tmp_path):
         ({"max_vio": 8.0}, "max_vio=8.0: so many experts and experts per token allow 0 to 7"),
         ({"skew": -1.0}, "skew=-1.0: choose an exponent from 0"),
         ({"drift": 1.5}, "drift=1.5: choose 0 to 1"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
         ({"locality": 1.0}, "locality=1.0: choose 0 to 0.99"),
         ({"groups": 3}, "groups=3: give at least one step, and groups that divide the 16 sequences"),
         ({"top_k": 17}, "top_k=17: choose at most num_experts=16"),

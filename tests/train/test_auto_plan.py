@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,10 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.plan import StaticPlan
+from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
-from moesaic.train import auto_plan
+from moesaic.program.grid import Grid
+from moesaic.train import auto_plan, link_rates
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
 from moesaic.train.config import TrainConfig
@@ -52,6 +54,14 @@ def other_table() -> None:
     auto_plan.PLANS, auto_plan.TABLE = 4, replace(TABLE, rows_per_bucket=7.0, explore=0.9)
 
 
+def slower_links() -> None:
+    """Links between nodes that take a third longer at the third look, and four times as long from the fifth on."""
+    few_plans()
+    auto_plan.PROBE_STEPS = 2
+    looks = iter([1.0, 1.1, 1.4, 1.0])
+    link_rates.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
+
+
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
     """Return what is trained: one plan, many plans in one go, many plans in two parts."""
     plain = tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, out=str(folder / "plain"))
@@ -83,7 +93,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     runs = runs_of(folder)
     others = {name: runs.pop(name) for name in ("lossy", "other")}
     found = dict(zip(runs, train_on(2, list(runs.values()), few_plans)))
-    return folder, found | dict(zip(others, train_on(2, list(others.values()), other_table)))
+    found |= dict(zip(others, train_on(2, list(others.values()), other_table)))
+    drifted = replace(runs["switched"], out=str(folder / "drifted"))
+    return folder, found | {"drifted": train_on(2, [drifted], slower_links)[0]}
 
 
 def kept_table(run: Path, number: int) -> dict:
@@ -116,6 +128,32 @@ def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(world
     assert made[0][3] == "s2, linear", "the configured plan is the first"
     assert_same_run(folder / "plain", folder / "timed")
     assert "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
+
+
+def test_links_that_became_slower_have_plans_searched_again(world) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes["drifted"]] == ["", ""]
+    said = outcomes["drifted"][0].said
+    assert said.count("plans are searched again") == 1, "one slow look is no drift, and a new rate is usual afterwards"
+    assert "planner: links between nodes are 0.25 times as fast as they were: plans are searched again" in said
+    starts = [step for step, why, _, _ in decisions(folder / "drifted") if why == "start"]
+    assert starts == [0, 0], "each table begins with what is predicted"
+    before, after = (
+        each["plan"]["estimated_seconds"] for each in lines(folder / "drifted", "train") if each["step"] in (10, 12)
+    )
+    assert after > before, "the slower links are in the predictions"
+    assert_same_run(folder / "plain", folder / "drifted")
+
+
+def test_slower_links_are_searched_as_a_slower_cluster_is(tmp_path) -> None:
+    config = asdict(runs_of(tmp_path)["switched"])
+    grid = Grid(world=2, **MESH, etp=1)
+    path = cluster(tmp_path)
+    times = Predictor.of(config, grid, Plan(), cluster=path, profile="", plans=4, times={"outside": 0.25})
+    Path(path).write_text(Path(path).read_text().replace("gbps = 0.2", "gbps = 0.05"))
+    slower = Predictor.of(config, grid, Plan(), cluster=path, profile="", plans=4)
+    assert times.plans == slower.plans
+    assert times(64.0) == slower(64.0)
 
 
 def test_metrics_tell_what_runs_and_how_much_was_tried(world) -> None:

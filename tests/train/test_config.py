@@ -25,6 +25,8 @@ BAD = [
     (lambda: TrainConfig(keep_last=0), "keep_last=0: must be at least 1"),
     (lambda: TrainConfig(threads=0), "threads=0: must be at least 1"),
     (lambda: TrainConfig(seed=-1), "seed=-1: choose 0 or more"),
+    (lambda: ModelConfig(num_layers=10**18), "model.num_layers=1000000000000000000: must be at most 10000"),
+    (lambda: ModelConfig(dim=2**31), "model.dim=2147483648: must be at most 2147483647"),
     (lambda: TrainConfig(seed=2**63), "choose 0 or more, below 2\\*\\*63"),
     (lambda: DataConfig(val_share=0.0), "data.val_share=0.0: choose a share between 0 and 1"),
     (lambda: DataConfig(val_share=1.0), "data.val_share=1.0"),

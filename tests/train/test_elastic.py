@@ -153,9 +153,9 @@ def node(folder: Path, port: int, script: Path) -> Forked:
     """Start a node of two ranks among one to two."""
     words = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
-    words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2", "--rdzv-id", "any"]
+    words += ["--rdzv-conf", "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=30", "--rdzv-id", "any"]
     words += [str(script), "train", "--config", str(folder / "given.json")]
-    return Forked(words, {})
+    return Forked(words, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 @pytest.mark.slow

@@ -107,6 +107,27 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no more"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 2199023255552 bytes."),
+    ],
+)
+def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path, monkeypatch, error):
+    def make(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("moesaic.train.state.make_model", make)
+    with pytest.raises(
+        InputError, match=r"the model does not fit the memory of cpu \(.*\): make model.dim, "
+    ) as caught:
+        open_run(tiny(tmp_path), pytest.fail)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
     config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
     run_quietly(config)

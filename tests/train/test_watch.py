@@ -88,7 +88,8 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
     assert any("in disturbed" in call for call in positions[1].stack)
     for rank in (0, 1):  # PyTorch's flight recorder
         assert "gloo:all_reduce" in {
-            each["profiling_name"] for each in json.loads((run / FLIGHT.format(rank=rank)).read_text())["entries"]
+            each["profiling_name"]
+            for each in json.loads((run / FLIGHT.format(library="gloo", rank=rank)).read_text())["entries"]
         }
 
 

@@ -47,8 +47,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):
-            if getattr(self, name) < 1:
-                raise InputError(f"workload.{name}={getattr(self, name)}: must be at least 1")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise InputError(f"workload.{name}={getattr(self, name)}: must be at least 1, and below 2^31")
         if self.top_k > self.num_experts:
             raise InputError(f"workload.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
         if self.num_experts % self.groups or self.top_groups > self.groups or self.top_k > self.reachable:

@@ -177,9 +177,18 @@ class ModelShape:
         return self.ffn == "moe" and (self.num_layers - 1 - layer) % self.moe.every == 0
 
 
+LARGEST = 2**31 - 1
+"""Of any size."""
+MOST = {"num_layers": 10_000}
+"""Of sizes over which Python loops."""
+
+
 def check_at_least(section: str, config: object, name: str, least: int) -> None:
-    """Raise InputError unless a field is finite and no less than a number."""
+    """Raise InputError unless a field is finite, no less than a number, and a size that can be."""
     value = getattr(config, name)
     if not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""
         raise InputError(f"{section}.{name}={value}: must be at least {least}{finite}")
+    most = MOST.get(name, LARGEST)
+    if value > most:
+        raise InputError(f"{section}.{name}={value}: must be at most {most}")

@@ -28,6 +28,9 @@ class Crossing(Enum):
 
 _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 
+MOST_CHUNKS = 256
+"""Of a layer; no fewer rows are worth a message, and the order of tasks is found in time that grows with its square."""
+
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
     Codec: TypeAlias = str
@@ -86,6 +89,8 @@ class StaticPlan:
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
+        if self.chunks > MOST_CHUNKS:
+            raise InputError(f"plan.chunks={self.chunks}: must be at most {MOST_CHUNKS}")
         if self.gather_weights is not None and self.gather_weights < 0:
             raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
 

@@ -6,11 +6,11 @@ are those that would be best on slow links, on usual ones and on fast ones, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -76,7 +76,15 @@ class Predictor:
 
     @classmethod
     def of(
-        cls, config: dict[str, Any], grid: Grid, first: Plan, *, cluster: str, profile: str, plans: int
+        cls,
+        config: dict[str, Any],
+        grid: Grid,
+        first: Plan,
+        *,
+        cluster: str,
+        profile: str,
+        plans: int,
+        times: Mapping[Literal["inside", "outside"], float] | None = None,
     ) -> Predictor:
         """Search the candidates for a run.
 
@@ -87,11 +95,14 @@ class Predictor:
             cluster: a preset or a file; "" for the profile.
             profile: a file that `moesaic profile` wrote.
             plans: how many others.
+            times: links of the cluster inside or between nodes that are so many times as fast as it says.
 
         Raises:
             InputError: if the cluster is not one of such nodes, or the search finds nothing.
         """
         simulator = _known_simulator(cluster, profile, grid.world, grid.ranks_per_node or grid.world)
+        for carries, faster in (times or {}).items():
+            simulator = Simulator(simulator.cluster.with_links(carries, faster))
         spec = simulator.cluster
         job = job_of(config, "planner")
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))

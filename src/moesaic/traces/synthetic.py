@@ -66,6 +66,8 @@ class SyntheticRouting:
                 f"synthetic: steps={self.steps}, groups={self.groups}: give at least one step, and groups that divide the "
                 f"{self.sequences} sequences"
             )
+        if self.seed < 0:
+            raise InputError(f"synthetic: seed={self.seed}: must be at least 0")
         for name, most in (("drift", 1.0), ("locality", 0.99)):
             if not 0 <= getattr(self, name) <= most:
                 raise InputError(f"synthetic: {name}={getattr(self, name)}: choose 0 to {most:g}")

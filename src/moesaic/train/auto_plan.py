@@ -9,11 +9,10 @@ chosen.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,14 @@ from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.train.balance import DecisionMeter
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.link_rates import KINDS, LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
 PLANS = 8
 """So many of the plans that are predicted best are candidates, the configured one besides."""
+PROBE_STEPS = 50
+"""Steps between two looks at what the links carry, where a cluster is described."""
 TABLE = TableSettings()
 """How a run's table learns."""
 
@@ -137,20 +139,26 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     if not settings.is_auto:
         return None
     ranks = Ranks.of(config, "cpu")
+    with ranks.together():
+        _check(config, ranks)
+    return _searched(config, ranks, config.layer_plan, {}) if settings.predicts else None
+
+
+def _searched(
+    config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[Literal["inside", "outside"], float]
+) -> Candidates:
+    """Return what the first rank finds for a described or measured cluster; see `Predictor.of`."""
     predictor: Predictor | None = None
     tables: list[dict[str, Any]] = []
     with ranks.together():
-        _check(config, ranks)
-        if ranks.is_first and settings.predicts:
+        if ranks.is_first:
             assert ranks.mesh is not None
             predictor = Predictor.of(
-                asdict(config), ranks.mesh.grid, config.layer_plan,
-                cluster=settings.cluster, profile=settings.profile, plans=PLANS,
+                asdict(config), ranks.mesh.grid, first,
+                cluster=config.planner.cluster, profile=config.planner.profile, plans=PLANS, times=times,
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
-    if not settings.predicts:
-        return None
     return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
 
 
@@ -160,11 +168,18 @@ class AutoPlanner:
     Args:
         run: a run.
         candidates: its plans; None to leave the plan as it is, or to the layers.
+        say: is given a line where plans are searched again.
     """
 
-    def __init__(self, run: RunState, candidates: Candidates | None) -> None:
-        self._run, self._ranks = run, run.ranks
+    def __init__(
+        self, run: RunState, candidates: Candidates | None, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._run, self._ranks, self._say = run, run.ranks, say
         self._lost = ""
+        watches = candidates is not None and bool(run.config.planner.cluster)
+        self._rates = LinkRates(run.ranks) if watches else None
+        self._times: dict[Literal["inside", "outside"], float] = {}
+        self._steps = 0
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
@@ -207,6 +222,26 @@ class AutoPlanner:
             told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
             self._load = float(told[1])
             self.table.record(float(told[0]), self._load)
+        if self._rates is not None:
+            if self._steps % PROBE_STEPS == 0:
+                self._look_at_links(self._rates)
+            self._steps += 1
+
+    def _look_at_links(self, rates: LinkRates) -> None:
+        """Search the plans again where links carry more or less than they did; what was timed before says nothing then."""
+        drift = rates.drift()
+        if not drift or self.table is None or self.table.running is None:
+            return
+        for kind, times in drift.items():
+            self._times[kind] = self._times.get(kind, 1.0) * times
+        running = self.table.plans[self.table.running]
+        found = _searched(self._run.config, self._ranks, running, self._times)
+        self.table, self._told = self._made_table(found), 0
+        self._compiled.clear()
+        changes = " and ".join(
+            f"links {KINDS[kind]} are {times:.2f} times as fast as they were" for kind, times in drift.items()
+        )
+        self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
 
     def values(self) -> dict[str, Any]:
         """Return for the metrics what runs and what was decided since the last call, of plans and balance; nothing if off."""
@@ -253,29 +288,32 @@ class AutoPlanner:
 
     def _make_table(self, candidates: Candidates) -> PlanTable:
         """Return a table that knows what the one of the checkpoint knew, where it was of this mesh."""
-        config, ranks, predictor = self._run.config, self._ranks, candidates.predictor
+        ranks = self._ranks
+        table, saved, reason = self._made_table(candidates), None, ""
+        if ranks.is_first and self._run.saved is not None:
+            try:
+                saved = read_plan_table(self._run.saved.folder / PLAN_TABLE)
+            except InputError as error:
+                reason = str(error)
+        saved, reason = ranks.first_says((saved, reason))
+        try:
+            if saved is not None and saved.pop("mesh", None) == self._mesh():  # of another one nothing can be used
+                table.restore(saved)
+        except InputError as error:
+            table, reason = self._made_table(candidates), str(error)
+        if reason:
+            self._lost = f"planner: what the checkpoint knew of plans is of no use ({reason}), they are timed anew"
+        return table
+
+    def _made_table(self, candidates: Candidates) -> PlanTable:
+        """Return a table that knows predictions alone."""
+        plan, predictor = self._run.config.plan, candidates.predictor
 
         def predict(load: float) -> list[float]:
-            found: list[float] = ranks.first_says(None if predictor is None else predictor(load))
+            found: list[float] = self._ranks.first_says(None if predictor is None else predictor(load))
             return found
 
-        def made() -> PlanTable:
-            return PlanTable(candidates.plans, predict, TABLE, tested={(config.plan.codec, config.plan.backward_codec)})
-
-        table, text = made(), ""
-        with ranks.together():
-            if ranks.is_first and self._run.saved is not None:
-                with suppress(FileNotFoundError):
-                    text = (self._run.saved.folder / PLAN_TABLE).read_text(encoding="utf-8")
-        text = ranks.first_says(text)
-        try:
-            saved = json.loads(text or "{}")
-            if saved.pop("mesh", None) == self._mesh():  # of another one nothing can be used
-                table.restore(saved)
-        except (InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            self._lost = f"planner: what the checkpoint knew of plans is of no use ({error}), they are timed anew"
-            table = made()
-        return table
+        return PlanTable(candidates.plans, predict, TABLE, tested={(plan.codec, plan.backward_codec)})
 
     def _mesh(self) -> dict[str, Any]:
         assert self._ranks.mesh is not None
@@ -320,3 +358,16 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError(
             "planner.plan=auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
         )
+
+
+def read_plan_table(path: Path) -> dict[str, Any] | None:
+    """Return the saved table of a run that is taken up again; None if it has none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError("it holds no table")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+    return found

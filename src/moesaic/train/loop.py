@@ -138,7 +138,7 @@ class Trainer:
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
-        self.planner = AutoPlanner(run, candidates)
+        self.planner = AutoPlanner(run, candidates, lambda line: self._say(line))
         self.spikes = Spikes()
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
         self.goes_back = False

@@ -29,8 +29,8 @@ except ImportError:  # Windows, where runs are not kept apart
 
 CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
 """What a run folder holds besides its configuration, tokenizer, metrics, events and traces."""
-FLIGHT = "flight-recorder-rank{rank}.json"
-"""What PyTorch recorded of the collectives of a rank that was given up."""
+FLIGHT = "flight-recorder-{library}-rank{rank}.json"
+"""What PyTorch recorded of the last collectives of a rank that was given up, over Gloo and over NCCL."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has them."""
 
@@ -115,7 +115,11 @@ class RunFolder:
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
-        own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self.path.glob(FLIGHT.format(rank="*"))]
+        own = [
+            *events.glob("events.out.tfevents.*"),
+            *traces.glob(PATTERN),
+            *self.path.glob(FLIGHT.format(library="*", rank="*")),
+        ]
         for name in (TOKENIZER, HANG, METRICS):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:

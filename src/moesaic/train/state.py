@@ -189,9 +189,17 @@ def _build(
 ) -> tuple[GPT | PipelinedGPT, torch.optim.AdamW]:
     """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
     seed_everything(config.seed)
-    model: GPT | PipelinedGPT = make_model(config, vocab_size).to(device)
-    if dtype == torch.float64:
-        model.double()
+    try:
+        model: GPT | PipelinedGPT = make_model(config, vocab_size).to(device)
+        if dtype == torch.float64:
+            model.double()
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise InputError(
+            f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
+            "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
+        ) from error
     if ranks.stages is not None:
         assert isinstance(model, GPT)
         model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype)

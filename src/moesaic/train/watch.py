@@ -166,10 +166,13 @@ class Watch:
     def _give_up(self) -> None:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
-        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-        if dump is not None:  # PyTorch's flight recorder: the last collectives that this rank called
-            with suppress(OSError):
-                (self._folder.path / FLIGHT.format(rank=self._rank)).write_bytes(dump())
+        for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+            dump = getattr(
+                torch._C._distributed_c10d, name, None
+            )  # PyTorch's flight recorders; NCCL has one of its own
+            if dump is not None:
+                with suppress(OSError):
+                    (self._folder.path / FLIGHT.format(library=library, rank=self._rank)).write_bytes(dump())
         time.sleep(self._reading)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
         found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
