@@ -271,7 +271,7 @@ class AutoPlanner:
         table = PlanTable(candidates.plans, predict, TABLE, tested={(config.plan.codec, config.plan.backward_codec)})
         saved = None
         with ranks.together():
-            saved = _read(self._path) if self._run.step and ranks.is_first else None
+            saved = read_plan_table(self._path) if self._run.step and ranks.is_first else None
         saved = ranks.first_says(saved)
         if saved is not None and saved.pop("mesh", self._mesh()) == self._mesh():  # of another one nothing can be used
             try:
@@ -325,7 +325,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_plan_table(path: Path) -> dict[str, Any] | None:
     """Return the saved table of a run that is taken up again; None if it has none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
