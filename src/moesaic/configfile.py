@@ -35,7 +35,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise InputError(f"config {path}: cannot be read ({error})") from error
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"config {path}: does not parse ({error})") from error
     if not isinstance(table, dict):
         raise InputError(f"config {path}: must hold a table of fields, holds a {type(table).__name__}")
@@ -124,6 +124,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return None
         return _convert(value, next(a for a in arguments if a is not type(None)), where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            side = "above " if value > 0 else "below -"
+            raise InputError(f"{where} is a number {side}{sys.float_info.max}: no float is so large")
         return float(value)
     kinds = arguments or (hint,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

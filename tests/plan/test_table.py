@@ -259,6 +259,21 @@ def test_a_table_of_another_kind_is_refused(change: dict) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"plans": "s1"}, {"plans": None}, {"entries": {"0": 0.5}}, {"entries": {"0": [{}]}}, {"entries": {"-1": []}},
+        {"entries": {"0": [{"measured": ["x"], "count": 1}]}}, {"entries": {"0": [{"measured": [-1.0], "count": 1}]}},
+        {"entries": {"0": [{"measured": [1.0], "count": -4}]}}, {"held": {"0": 7}}, {"last_run": {"0": None}},
+        {"ratios": [float("nan")]}, {"counts": [1]}, {"counts": [1, 2, -3]},
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_refused(change: dict) -> None:
+    made = table([1.0])
+    with pytest.raises(InputError, match=r"is damaged .*: delete the file to start anew"):
+        table([1.0]).restore({**made.state(), **change})
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"explore": 1.0}, "explore=1.0: choose a share"),

@@ -66,6 +66,15 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert run.headline()["last_train_loss"] is None
 
 
+def test_whole_numbers_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
+    folder = sparse_run(tmp_path / "moe")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    loss = [line.replace('"loss": 3.0', f'"loss": {10**400}') for line in lines]
+    assert loss != lines
+    (folder / "metrics.jsonl").write_text("\n".join(loss))
+    assert summarise(folder, "moe").loss == Series((20, 30), (2.0, 1.5))
+
+
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     folder = sparse_run(tmp_path / "moe")
     with (folder / "metrics.jsonl").open("a") as file:

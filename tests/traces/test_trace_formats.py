@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import io
 import json
 from pathlib import Path
@@ -134,11 +135,30 @@ def test_check_names_each_kind_of_fault():
     ]
 
 
+RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_indices": [[0]]}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("laer", "rank,layer\n1,2\n", "is no LAER file"),
         ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is no row of numbers"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not of LAER-MoE"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not of"),
+        ("megatron", "", "has no records"),
+        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is no record of Megatron's router trace"),
+        ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not of"),
+        ("megatron", "[" * 100_000, "is no record of Megatron's router trace"),
+        ("vllm", '""', "holds no routed experts"),
+        ("vllm", '{"routed_experts": 3}', "holds no routed experts"),
+        ("sglang", '{"routed_experts": "AAAA", "shape": [[2]]}', "holds no routed experts"),
+        ("vllm", "[" * 100_000, "holds no routed experts"),
+        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not of"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer cannot be"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer cannot be"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1\n1,A,m,1,0,1", "some ranks of a layer"),
+        ("smartmoe", "0:" + "[" * 100_000, "line 1: is no gate table"),
+        ("smartmoe", '0:{"a": 1}', "line 1: is no gate table"),
         ("megatron", "{}\n", "is no record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
         ("llama.cpp", "layer,expert\n0\n", "line 2: is no row of layer,expert"),
@@ -152,3 +172,20 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):
     with pytest.raises(InputError, match=says) as refused:
         FORMATS[name].read(path, ReadOptions(top_k=1))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x1f\x8b", gzip.compress(b"layer,expert\n" + b"0,1\n" * 99, mtime=0)[:-4], b"\x1f\x8b\x08" + b"\0" * 30]
+)
+def test_a_damaged_archive_is_refused(tmp_path, data):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="cannot be read"):
+        FORMATS["llama.cpp"].read(path, ReadOptions(top_k=1))
+
+
+def test_an_empty_array_is_refused(tmp_path):
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="holds no routed experts"):
+        FORMATS["vllm"].read(path, ReadOptions())

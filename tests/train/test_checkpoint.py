@@ -30,6 +30,7 @@ from moesaic.train.checkpoint import (
     load_checkpoint,
     load_into,
     load_optimizer,
+    load_sharded,
     optimizer_tensors,
     save_checkpoint,
 )
@@ -258,6 +259,10 @@ DAMAGES = {
     ),
     "flipped state": (lambda folder: flip(folder / "state.json"), "state.json does not match its checksum"),
     "empty state": (lambda folder: rewrite(folder, lambda state: state.clear()), "KeyError: 'format'"),
+    "state that is too deep": (
+        lambda folder: ((folder / "state.json").write_text("[" * 100_000), seal(folder)),
+        "RecursionError",
+    ),
     "state of another step": (lambda folder: rewrite(folder, lambda state: state.update(step=9)), "is of step 9"),
     "missing checksums": (lambda folder: (folder / SUMS).unlink(), "SHA256SUMS is missing"),
     "empty checksums": (lambda folder: (folder / SUMS).write_text(""), "state.json has no checksum"),
@@ -394,6 +399,27 @@ def test_parameters_of_another_version_are_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"step 3 does not fit the model .*norm\.weight.*use the version") as caught:
         load_into(GPT(SHAPE, VOCABULARY), loaded, SHAPE, VOCABULARY)
     assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    model, optimizer = make()
+    tensors = optimizer_tensors(model, optimizer)
+    for other in ({"gone.exp_avg": torch.zeros(2)}, {"norm.weight.exp_avg": torch.zeros(2)}):
+        with pytest.raises(
+            InputError, match=r"the optimizer of the checkpoint has (gone|norm\.weight)\.exp_avg of \[2\]"
+        ):
+            load_optimizer(model, optimizer, tensors | other)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_damaged_tensors_with_checksums_are_refused_by_a_rank_of_several(tmp_path, part):
+    save(tmp_path, 3)
+    path = tmp_path / "step-00000003" / f"{part}.safetensors"
+    path.write_bytes(b"\2\0\0\0\0\0\0\0[]" + path.read_bytes()[10:])
+    seal(path.parent)
+    loaded = load_checkpoint(tmp_path, pytest.fail, with_tensors=False)
+    with pytest.raises(InputError, match="step 3 does not fit the model"):
+        load_sharded(*make(), loaded)
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -88,7 +88,9 @@ def test_pairs_of_a_catalogue_are_those_that_gettext_reads() -> None:
     assert all(catalogue.gettext(source) == target for source, target in plain)
 
 
-@pytest.mark.parametrize("text", ["hello\n", '{"text": "a"}\n', "[1]\n", '{"source": 1, "target": "b"}\n'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "hello\n", '{"text": "a"}\n', "[1]\n", '{"source": 1, "target": "b"}\n']
+)
 def test_what_holds_no_pairs_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(InputError, match=r"a\.jsonl holds no pairs"):

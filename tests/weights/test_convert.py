@@ -284,6 +284,22 @@ def test_files_of_a_sharded_checkpoint_that_are_missing_or_cut_off(hub: Path, tm
     assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
 
 
+def test_damaged_tensors_of_a_sharded_checkpoint_are_refused(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
+    (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
+    path.write_bytes(path.read_bytes().replace(b"PK", b"KP").replace(b"_rebuild", b"_rabuild"))
+    assert f"{path}: byte 0: is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+
+
+@pytest.mark.parametrize("mark", [b"1", b"7" * 300, b"\xff\xfe", "\u00b2".encode()])
+def test_an_iteration_of_megatron_that_is_not_there_is_refused(hub: Path, tmp_path: Path, mark: bytes) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="megatron", logits=False)
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_bytes(mark)
+    (tmp_path / "a" / "release").rename(tmp_path / "a" / "elsewhere")
+    with pytest.raises(InputError, match=r"\.metadata: cannot be read"):
+        verify(tmp_path / "a")
+
+
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     model = build("Qwen3Moe", tie_word_embeddings=True)
     model.tie_weights()

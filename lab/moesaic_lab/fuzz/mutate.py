@@ -6,20 +6,44 @@ An edit knows the kind of file, so that what comes of it passes the checks of he
 from __future__ import annotations
 
 import copy
+import gzip
 import io
 import json
+import re
 import struct
 import zipfile
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
+import numpy as np
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays, scalar_dtypes
+
+T = TypeVar("T")
 
 ODD_WORDS = (
     "", " ", "nan", "inf", "-inf", "1e308", "-0", "0", "-1", "1", "2", "2147483648", "9223372036854775808", "1_0", "٣", "1e400",
     "true", "None", "null", "[]", "{}", "a\nb", "\x00", "../x", "'", '"', "é" * 300,
 )  # fmt: skip
 """What people, shells and other programs put where a word is wanted."""
-ODD_NUMBERS = (0, -1, 1, 2, 3, 2**31, 2**63, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf"), -0.0, 1e-320)
+ODD_NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    -(2**63),
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    -0.0,
+    1e-320,
+)
 ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(ODD_WORDS),
     st.sampled_from(ODD_NUMBERS),
@@ -29,16 +53,39 @@ ODD: st.SearchStrategy[Any] = st.one_of(
 """Values that fit anywhere in JSON."""
 
 
-def mutated(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
-    """Return edited copies of a valid file.
+def drawn_from(name: str, data: bytes) -> st.SearchStrategy[tuple[bool, bytes]]:
+    """Return inputs for what reads a file, and whether each passes the checks of headers, lengths and checksums.
+
+    Two of three do.
 
     Args:
-        kind: json, lines, toml, safetensors, npz, words, or bytes.
-        data: the file.
+        name: of the file; its ending says how it is edited.
+        data: a valid one.
     """
+    return either(_edited(_kind(name, data), data), _damaged(data))
+
+
+def either(edited: st.SearchStrategy[T], other: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[bool, T]]:
+    """Return inputs of both sorts, two of the first for one of the second, and whether each is of the first."""
+    marked = {True: edited.map(lambda value: (True, value)), False: other.map(lambda value: (False, value))}
+    return st.sampled_from((True, True, False)).flatmap(marked.__getitem__)
+
+
+def _kind(name: str, data: bytes) -> str:
+    ending = PurePath(name).suffix.removeprefix(".")
+    if ending in ("json", "jsonl", "safetensors", "npz", "npy", "gz"):
+        return ending
+    try:
+        return "bytes" if "\0" in data.decode() else "words"
+    except UnicodeDecodeError:
+        return "bytes"
+
+
+def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
+    """Return copies of a valid file with some edits behind intact headers, lengths and checksums."""
     if kind == "json":
         return _tables(json.loads(data)).map(_dumped)
-    if kind == "lines":
+    if kind == "jsonl":
         lines = [json.loads(line) for line in data.splitlines()]
         return _tables(lines).map(lambda found: b"\n".join(map(_dumped, found)) if isinstance(found, list) else b"")
     if kind == "safetensors":
@@ -47,18 +94,18 @@ def mutated(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
         return _tables(header).map(_dumped).map(lambda text: struct.pack("<Q", len(text)) + text + body)
     if kind == "npz":
         return _archives(data)
-    if kind in ("toml", "words"):
-        return _words(data.decode())
-    return _bytes(data)
+    if kind == "npy":
+        return _arrays(data)
+    if kind == "gz":
+        return _words(gzip.decompress(data).decode()).map(lambda text: gzip.compress(text, mtime=0))
+    return _words(data.decode()) if kind == "words" else _bytes(data)
 
 
-def anything(kind: str) -> st.SearchStrategy[bytes]:
-    """Return inputs that owe nothing to a valid file."""
-    if kind in ("bytes", "npz", "safetensors"):
-        return st.binary(max_size=200)
-    return st.one_of(
-        st.binary(max_size=60), ODD.map(_dumped), st.text(max_size=60).map(lambda t: t.encode("utf-8", "replace"))
-    )
+def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
+    """Return inputs that owe nothing to a valid file, and copies of it whose bytes were damaged."""
+    text = st.text(max_size=60).map(lambda found: found.encode("utf-8", "replace"))
+    deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(lambda drawn: drawn[0] * drawn[1])
+    return st.one_of(st.binary(max_size=200), ODD.map(_dumped), text, deep, _bytes(data))
 
 
 def _dumped(value: Any) -> bytes:
@@ -76,11 +123,13 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _tables(tree: Any) -> st.SearchStrategy[Any]:
-    edit = st.tuples(st.sampled_from(_places(tree)), st.sampled_from(["set", "drop", "add", "wrap"]), ODD)
-    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: _edited(json.loads(json.dumps(tree)), edits))
+    edit = st.tuples(
+        st.sampled_from(_places(tree)), st.sampled_from(["set", "drop", "add", "wrap", "bend", "name"]), ODD
+    )
+    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: _with(json.loads(json.dumps(tree)), edits))
 
 
-def _edited(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
+def _with(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
     for place, act, drawn in edits:
         value = copy.deepcopy(drawn)  # later edits go into it
         holder = {"": tree}
@@ -99,10 +148,23 @@ def _edited(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
                 inner[key][str(value)[:9]] = value
             elif act == "wrap":
                 inner[key] = [inner[key]]
+            elif act == "name" and place and isinstance(inner, dict):
+                inner[str(value)[:9]] = inner.pop(key)
+            elif act == "bend":
+                inner[key] = _bent(inner[key])
             else:
                 inner[key] = value
         tree = holder[""]
     return tree
+
+
+def _bent(value: Any) -> Any:
+    """Return a value that is nearly the same."""
+    if isinstance(value, bool | None):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return value[1:] if isinstance(value, str | list) else {}
 
 
 def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
@@ -131,19 +193,42 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _words(text: str) -> st.SearchStrategy[bytes]:
-    words = text.split(" ")
+    pieces = re.split(r"([\s,:=\[\]]+)", text)  # every second one stands between words
     edit = st.tuples(
-        st.integers(0, len(words) - 1), st.sampled_from(["set", "drop", "twice"]), st.sampled_from(ODD_WORDS)
+        st.integers(0, len(pieces) // 2), st.sampled_from(["set", "drop", "twice", "on"]), st.sampled_from(ODD_WORDS)
     )
 
     def apply(edits: list[tuple[int, str, str]]) -> bytes:
-        found = list(words)
+        found = list(pieces)
         for at, act, value in edits:
-            if at < len(found):
-                found[at : at + 1] = {"set": [value], "drop": [], "twice": [found[at], found[at]]}[act]
-        return " ".join(found).encode()
+            word = found[2 * at]
+            found[2 * at] = {"set": value, "drop": "", "twice": f"{word} {word}", "on": word + value}[act]
+        return "".join(found).encode()
 
     return st.one_of(st.lists(edit, min_size=1, max_size=3).map(apply), _bytes(text.encode()))
+
+
+def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
+    """Return arrays of other shapes, kinds and values, and valid ones in which a few numbers are odd."""
+    valid = np.load(io.BytesIO(data), allow_pickle=False)
+    drawn = arrays(scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)).map(_saved)
+    if not valid.size or valid.dtype.kind not in "iu":
+        return drawn
+    edit = st.tuples(st.integers(0, valid.size - 1), st.sampled_from((-1, 0, 1, 2**15, 2**31, 2**62)))
+
+    def apply(edits: list[tuple[int, int]]) -> bytes:
+        found = valid.copy()
+        for at, value in edits:
+            found.flat[at] = np.array(value).astype(found.dtype)
+        return _saved(found)
+
+    return st.one_of(drawn, st.lists(edit, min_size=1, max_size=3).map(apply))
+
+
+def _saved(array: np.ndarray) -> bytes:
+    held = io.BytesIO()
+    np.save(held, array, allow_pickle=False)
+    return held.getvalue()
 
 
 def _archives(data: bytes) -> st.SearchStrategy[bytes]:
@@ -152,23 +237,16 @@ def _archives(data: bytes) -> st.SearchStrategy[bytes]:
         members = {name: archive.read(name) for name in archive.namelist()}
 
     def with_member(name: str) -> st.SearchStrategy[bytes]:
-        return _bytes(members[name]).map(lambda changed: _packed(members | {name: changed}))
+        changed = st.one_of(_arrays(members[name]), _bytes(members[name]))
+        return changed.map(lambda member: _packed(members | {name: member}))
 
-    return st.one_of(st.sampled_from(sorted(members)).flatmap(with_member), _headers(members), _bytes(data))
+    return st.one_of(st.sampled_from(sorted(members)).flatmap(with_member), _headers(members))
 
 
 def _headers(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
     """Edit the JSON that an array of text holds, where there is one."""
-    import numpy as np
-
     header = json.loads(str(np.load(io.BytesIO(members["header.npy"]), allow_pickle=False)))
-
-    def packed(table: Any) -> bytes:
-        held = io.BytesIO()
-        np.save(held, np.array(json.dumps(table)))
-        return _packed(members | {"header.npy": held.getvalue()})
-
-    return _tables(header).map(packed)
+    return _tables(header).map(lambda table: _packed(members | {"header.npy": _saved(np.array(json.dumps(table)))}))
 
 
 def _packed(members: dict[str, bytes]) -> bytes:

@@ -5,16 +5,22 @@ A test finds every function of the library that takes in a file, and holds that 
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import struct
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
+import transformers
+from pyarrow import parquet
 from rich.console import Console
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver
@@ -37,44 +43,55 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.files import read_planned, write_plan
 from moesaic.plan.others import from_flags
 from moesaic.plan.presets import read_job
+from moesaic.plan.table import PlanTable
 from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
-from moesaic.traces.synthetic import SyntheticRouting, make_segment
+from moesaic.traces.check import faults
+from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.synthetic import SyntheticRouting, make_segment, make_trace
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
-from moesaic.train.checkpoint import SUMS, load_checkpoint
+from moesaic.train.auto_plan import read_plan_table
+from moesaic.train.balance import make_model
+from moesaic.train.checkpoint import SUMS, load_checkpoint, load_sharded, require_architecture
 from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
-from moesaic.train.documents import read_documents
+from moesaic.train.documents import holds_table, is_left_out, read_documents
 from moesaic.train.durable import checksum
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
-from moesaic.train.objectives import read_pairs
+from moesaic.train.objectives import CATALOGUE, read_pairs
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.shard_metadata import read_list
-from moesaic.train.state import open_run
+from moesaic.train.state import make_optimizer, open_run
 from moesaic.train.tokenizer import BPETokenizer
 from moesaic.train.watch import read_hang
+from moesaic.weights.checkpoint import open_checkpoint
+from moesaic.weights.convert import convert, verify
 from moesaic.weights.files import read_dcp, read_safetensors
-from moesaic.weights.model import read_config
+from moesaic.weights.hub import Hub
+from moesaic.weights.layout import Readable, every
+from moesaic.weights.model import Architecture, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
     """Something that reads a file."""
 
-    kind: str
-    """Of the file, see `mutate.mutated`."""
-    file: str
-    """The file that is changed, inside the folder."""
-    read: Callable[[Path], object]
-    """Reads from the folder."""
     base: str
     """The folder of `make_bases` that holds a valid one."""
+    file: str
+    """The file that is changed, inside the folder; a pattern stands for the first that fits."""
+    read: Callable[[Path], object]
+    """Reads from the folder."""
     seal: Callable[[Path], None] | None = None
     """Makes checksums anew after the change."""
+
+    def path(self, folder: Path) -> Path:
+        """Return the file that is changed, of the bases in a folder."""
+        return min(path for path in (folder / self.base).rglob(self.file) if path.is_file())
 
 
 def make_bases(folder: Path) -> None:
@@ -108,7 +125,22 @@ def make_bases(folder: Path) -> None:
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
     write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
+    tokens = make_trace(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True))
+    for name, format in FORMATS.items():
+        (folder / name).mkdir()
+        format.write(tokens, folder / name / "trace")
+    experts = [[[0, 3], [1, 2]], [[2, 0], [3, 1]]]
+    (one / "routed.json").write_text(
+        json.dumps({"prompt_routed_experts": experts, "choices": [{"routed_experts": experts}]})
+    )
+    answer = json.loads(next((folder / "sglang").rglob("*.json")).read_text())
+    asked = {"routed_experts": answer["meta_info"]["routed_experts"], "prompt_tokens": 6, "completion_tokens": 3}
+    (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
+    (one / "trace.csv.gz").write_bytes(gzip.compress((folder / "llama.cpp" / "trace").read_bytes()))
+    (one / "text.gz").write_bytes(gzip.compress(text.read_bytes()))
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
+    (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
     (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
@@ -122,6 +154,16 @@ def make_bases(folder: Path) -> None:
         json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
     )
     BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
+    (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
+    whole = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20}))
+    whole.save_pretrained(folder / "whole")
+    convert(folder / "whole", folder / "converted", to="megatron", logits=False)
+    fp8 = folder / "fp8"
+    fp8.mkdir()
+    (fp8 / "config.json").write_text(json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}}))
+    save_file(
+        {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}, fp8 / "model.safetensors"
+    )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,6 +190,26 @@ def _profile() -> ClusterProfile:
         host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, transport_byte=1e-9, sharing=2.0),
         products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
     )  # fmt: skip
+
+
+def _catalogue(texts: Mapping[str, str]) -> bytes:
+    """Return a compiled catalogue of gettext."""
+    flat = [text.encode() for text in (*texts, *texts.values())]
+    begin = 20 + 8 * len(flat)
+    places = [(len(text), begin + sum(len(each) + 1 for each in flat[:number])) for number, text in enumerate(flat)]
+    numbers = [number for place in places for number in place]
+    head = struct.pack(f"<4x4I{len(numbers)}I", 0, len(texts), 20, 20 + 8 * len(texts), *numbers)
+    return CATALOGUE + head[4:] + b"".join(text + b"\0" for text in flat)
+
+
+def _used_table() -> PlanTable:
+    """Return a plan table that has measured some steps."""
+    plans = [Plan(), Plan(chunks=2), Plan(schedule="s1")]
+    table = PlanTable(plans, lambda load: [0.3, 0.2, 0.25])
+    for seconds in (0.3, 0.2, 0.25, 0.2, 0.3, 0.2):
+        table.choose(100.0)
+        table.record(seconds)
+    return table
 
 
 def _silent(line: str) -> None:
@@ -183,16 +245,41 @@ def _trace(folder: Path) -> object:
     return Trace.open(folder / "trace.npz").loads
 
 
-def _tensors(folder: Path) -> object:
-    return [stored.read(tuple(range(size) for size in stored.shape)) for stored in read_safetensors(folder).values()]
+def _foreign(name: str, path: Path) -> object:
+    return faults(Trace.of(FORMATS[name].read(path, ReadOptions(top_k=2)), name))
+
+
+def _documents(path: Path) -> object:
+    return is_left_out(path), holds_table(path), read_documents(path, "text")
+
+
+def _elements(tensors: Mapping[str, Readable]) -> object:
+    return [tensor.read(every(tensor.shape)) for tensor in tensors.values()]
+
+
+def _restored(folder: Path) -> None:
+    """Read a checkpoint as a rank of several does."""
+    checkpoint = load_checkpoint(folder / "checkpoints", _silent, with_tensors=False)
+    config = replace(_train_config(folder / "config.json"), model=checkpoint.model_config)
+    require_architecture(checkpoint, config.model, checkpoint.vocab_size)
+    model = make_model(config, checkpoint.vocab_size)
+    load_sharded(model, make_optimizer(model, config.optimizer, torch.device("cpu")), checkpoint)
+
+
+def _plan_table(path: Path) -> object:
+    table = _used_table()
+    table.restore(read_plan_table(path) or {})
+    table.choose(100.0)
+    table.record(0.2)
+    return table.choose(1e4)
 
 
 _LAST = "checkpoints/step-00000002"
 
 
-def _table(name: str, read: Callable[[Path], object], *, base: str = "one", kind: str = "json") -> Reader:
+def _table(name: str, read: Callable[[Path], object], *, base: str = "one") -> Reader:
     """Return a reader of a file that takes its path."""
-    return Reader(base=base, kind=kind, file=name, read=lambda folder: read(folder / name))
+    return Reader(base=base, file=name, read=lambda folder: read(folder / name))
 
 
 def _text_of(path: Path) -> str:
@@ -201,48 +288,73 @@ def _text_of(path: Path) -> str:
 
 READERS = {
     "training configuration": _table("config.json", _train_config),
-    "configuration in TOML": _table("table.toml", _train_config, kind="toml"),
+    "configuration in TOML": _table("table.toml", _train_config),
     "plan": _table("planned.json", read_planned),
     "job": _table("config.json", lambda path: read_job(str(path))),
     "model of the hub": _table("config.json", lambda path: read_job(str(path)), base="hub"),
-    "cluster": _table("cluster.toml", lambda path: read_cluster(str(path)), kind="toml"),
+    "cluster": _table("cluster.toml", lambda path: read_cluster(str(path))),
     "profile": _table("profile.json", lambda path: read_profile(path, any_machine=True)),
-    "counts": _table("counts.npy", read_counts, kind="bytes"),
-    "counts in text": _table("counts.csv", read_counts, kind="words"),
-    "trace": Reader(base="one", kind="npz", file="trace.npz", read=_trace),
-    "documents": _table("documents.jsonl", lambda path: read_documents(path, "text"), kind="lines"),
-    "documents in an array": _table("documents.json", lambda path: read_documents(path, "text")),
-    "pairs": _table("pairs.jsonl", read_pairs, kind="lines"),
-    "tokens": _table(
-        "tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000)), kind="bytes"
-    ),
+    "counts": _table("counts.npy", read_counts),
+    "counts in text": _table("counts.csv", read_counts),
+    "trace": Reader(base="one", file="trace.npz", read=_trace),
+    **{
+        f"trace of {name}": Reader(base=name, file="*", read=lambda folder, name=name: _foreign(name, folder / "trace"))  # type: ignore[misc]
+        for name in FORMATS
+    },
+    "trace in gzip": _table("trace.csv.gz", partial(_foreign, "llama.cpp")),
+    "response of vLLM": _table("routed.json", partial(_foreign, "vllm")),
+    "response of SGLang": _table("answer.json", partial(_foreign, "sglang")),
+    "documents": _table("documents.jsonl", _documents),
+    "documents in an array": _table("documents.json", _documents),
+    "documents in Parquet": _table("table.parquet", _documents),
+    "documents in gzip": _table("text.gz", _documents),
+    "pairs": _table("pairs.jsonl", read_pairs),
+    "catalogue": _table("messages.mo", read_pairs),
+    "tokens": _table("tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000))),
     "tokenizer": _table("tokenizer.json", BPETokenizer.load),
-    "program": _table("program.txt", lambda path: from_text(_text_of(path)), kind="words"),
-    "flags of Megatron": _table("flags.txt", lambda path: from_flags(_text_of(path)), kind="words"),
-    "metrics": Reader(base="run", kind="lines", file=METRICS, read=read_metrics),
-    "report": Reader(base="run", kind="lines", file=METRICS, read=_reported),
-    "record of a hang": Reader(base="run", kind="json", file="hang.json", read=read_hang),
-    "mark of a run": Reader(
-        base="run", kind="json", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()
+    "program": _table("program.txt", lambda path: from_text(_text_of(path))),
+    "flags of Megatron": _table("flags.txt", lambda path: from_flags(_text_of(path))),
+    "plan table": _table("plan-table.json", _plan_table),
+    "metrics": Reader(base="run", file=METRICS, read=read_metrics),
+    "report": Reader(base="run", file=METRICS, read=_reported),
+    "configuration in a report": Reader(base="run", file="config.json", read=_reported),
+    "record of a hang": Reader(base="run", file="hang.json", read=read_hang),
+    "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
+    "state of a checkpoint": Reader(base="run", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed),
+    "tensors of a checkpoint": Reader(base="run", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed),
+    "optimizer of a checkpoint": Reader(
+        base="run", file=f"{_LAST}/optimizer.safetensors", seal=_seal_last, read=_resumed
     ),
-    "state of a checkpoint": Reader(
-        base="run", kind="json", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed
+    "state of a checkpoint, on several ranks": Reader(
+        base="run", file=f"{_LAST}/state.json", seal=_seal_last, read=_restored
     ),
-    "tensors of a checkpoint": Reader(
-        base="run", kind="safetensors", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed
+    "tensors of a checkpoint, on several ranks": Reader(
+        base="run", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_restored
+    ),
+    "optimizer of a checkpoint, on several ranks": Reader(
+        base="run", file=f"{_LAST}/optimizer.safetensors", seal=_seal_last, read=_restored
     ),
     "checksums of a checkpoint": Reader(
         base="run",
-        kind="words",
         file=f"{_LAST}/{SUMS}",
         read=lambda folder: load_checkpoint(folder / "checkpoints", _silent),
     ),
-    "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards", kind="bytes"),
-    "shards": Reader(base="shards", kind="bytes", file=".metadata", read=read_dcp),
-    "safetensors": Reader(base="hub", kind="safetensors", file="model.safetensors", read=_tensors),
-    "index of safetensors": Reader(base="hub", kind="json", file="model.safetensors.index.json", read=read_safetensors),
-    "configuration of transformers": Reader(
-        base="hub", kind="json", file="config.json", read=lambda at: read_config(at, None)
+    "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards"),
+    "shards": Reader(base="shards", file=".metadata", read=read_dcp),
+    "tensors of shards": Reader(base="shards", file="*.distcp", read=lambda folder: _elements(read_dcp(folder)[0])),
+    "safetensors": Reader(
+        base="hub", file="model.safetensors", read=lambda folder: _elements(read_safetensors(folder))
     ),
+    "fp8": Reader(base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])),
+    "blocks of fp8": Reader(base="fp8", file="config.json", read=lambda folder: _elements(Hub().read(folder)[0])),
+    "weights": Reader(
+        base="whole",
+        file="model.safetensors",
+        read=lambda folder: open_checkpoint(folder, "hf", Architecture(read_config(folder, None))).digests(),
+    ),
+    "receipt": Reader(base="converted", file="receipt.json", read=verify),
+    "iteration of Megatron": Reader(base="converted", file="latest_checkpointed_iteration.txt", read=verify),
+    "index of safetensors": Reader(base="hub", file="model.safetensors.index.json", read=read_safetensors),
+    "configuration of transformers": Reader(base="hub", file="config.json", read=lambda at: read_config(at, None)),
 }
 """By what is read."""

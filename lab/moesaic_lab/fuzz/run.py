@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
+import random
 import re
 import resource
 import shlex
 import shutil
 import signal
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from moesaic.cli import arguments, main
 from moesaic.errors import InputError, TrainingError
-from moesaic_lab.fuzz.mutate import ODD_WORDS, anything, mutated
-from moesaic_lab.fuzz.readers import READERS, Reader
+from moesaic_lab.fuzz.mutate import ODD_WORDS, drawn_from, either
+from moesaic_lab.fuzz.readers import READERS, Reader, make_bases
 
 MOST_SECONDS = 10
 """Of processor time for one input."""
 MOST_BYTES = 2 << 30
 """Of memory on top of what the worker holds before."""
-AT_ONCE = 100
-"""Inputs of one target that follow each other."""
+FIRST = 3
+"""Inputs of a target of which nothing is known; later there are as many as take a second."""
 MOST_OF_A_COMMAND = 1 / 200
 """Share of all inputs that a command gets at most; its words take longer to read than most files."""
 STOPS_AFTER_PARSING = ("train", "check", "demo", "profile")
-"""Commands whose work takes long: their words are read, checked, and no more. So are all of other packages."""
+"""Commands whose work takes long: their words are read, checked, and no more. So are all of other packages; `plan` reads its
+files too, and stops where the search begins."""
 
 
 class _SlowError(BaseException):
@@ -54,11 +57,16 @@ class Target:
     """Something that takes inputs."""
 
     name: str
-    draws: st.SearchStrategy[Any]
-    """Half of them are valid ones, changed."""
-    takes: Callable[[Any], None]
+    draws: st.SearchStrategy[tuple[bool, Any]]
+    """Whether an input is a valid one with some edits, and the input."""
+    takes: Callable[[Any], object]
+    valid: bytes = b""
+    """A valid input, where it is a file."""
     inputs: int = 0
     seconds: float = 0.0
+    """Of processor time."""
+    edited: int = 0
+    """Inputs that pass the checks of headers, lengths and checksums: valid ones with some edits."""
     refused: int = 0
     """By a documented error."""
     crashes: dict[str, str] = field(default_factory=dict)
@@ -66,13 +74,69 @@ class Target:
 
     def row(self) -> dict[str, Any]:
         """Return what was found, as plain data."""
-        names = ("name", "inputs", "refused", "seconds", "crashes")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("name", *ADDED, "crashes")}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add what another process found."""
+        for name in ADDED:
+            setattr(self, name, getattr(self, name) + row[name])
+        self.crashes = row["crashes"] | self.crashes
+
+    def take(self, value: Any, edited: bool) -> None:
+        """Take an input, and write down what escapes."""
+        self.inputs += 1
+        self.edited += edited
+        try:
+            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+            self.takes(value)
+        except (InputError, TrainingError):
+            self.refused += 1
+        except _ParsedError:
+            pass
+        except BaseException as error:  # whatever else escapes is what is looked for
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename]
+            at = frames[-1] if frames else None
+            place = f"{type(error).__name__} at {at.filename.rpartition('src/')[2]}:{at.lineno}" if at else repr(error)
+            self.crashes.setdefault(place, f"{error!r:.200} on {value!r:.300}")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def drawn(self, count: int, number: int) -> Callable[[], None]:
+        """Return a test of hypothesis that takes so many inputs, drawn from a seed."""
+
+        @seed(number)
+        @settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.draws)
+        def each(drawn: tuple[bool, Any]) -> None:
+            self.take(drawn[1], drawn[0])
+
+        return each
 
 
-def work(line: Connection, folder: Path, inputs: int, number: int, only: Sequence[str]) -> None:
-    """Take inputs until there were enough, and tell of it; the life of a worker process."""
+ADDED = ("inputs", "edited", "refused", "seconds")
+"""Fields of a target that add up."""
+Round = Callable[[Target, int, int], None]
+"""Hands a target so many inputs that follow from a seed."""
+
+
+def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> None:
+    """Take inputs as often as is asked for; the life of a worker process.
+
+    Args:
+        line: gives how many inputs over all targets, and the number from which all that is drawn follows; takes a target's name
+            and how many inputs it had, again and again, and in the end the rows of all.
+        folder: to work in.
+        engine: that chooses the inputs, a key of `ENGINES`.
+        only: beginnings of the names of targets; () for all.
+    """
     warnings.simplefilter("ignore")
+    make_bases(folder)
     os.chdir(folder)
     sys.stdout = sys.stderr = io.StringIO()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -84,6 +148,18 @@ def work(line: Connection, folder: Path, inputs: int, number: int, only: Sequenc
     targets = [
         target for target in (*_readers(folder), *_commands()) if not only or target.name.startswith(tuple(only))
     ]
+    Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(1, 0)()  # takes many seconds
+    with contextlib.suppress(EOFError):
+        while True:
+            inputs, number = line.recv()
+            fresh = [replace(each, crashes={}) for each in targets]
+            _batch(line, fresh, engine, inputs, number)
+            line.send([target.row() for target in fresh])
+
+
+def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, number: int) -> None:
+    """Hand so many inputs to targets."""
+    take, at_once = ENGINES[engine]
     rounds = 0
     while sum(target.inputs for target in targets) < inputs:
         for target in targets:
@@ -92,65 +168,97 @@ def work(line: Connection, folder: Path, inputs: int, number: int, only: Sequenc
             enough = target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
             if rounds == 0 or (target.seconds <= share and not enough):
                 line.send((target.name, target.inputs))
-                _round(target, AT_ONCE if rounds else AT_ONCE // 5, number * 1_000_003 + rounds)
+                fit = int(target.inputs / max(target.seconds, 0.01)) + 1
+                started = sum(os.times()[:4])
+                take(target, min(at_once, fit) if rounds else FIRST, number * 1_000_003 + rounds)
+                target.seconds += sum(os.times()[:4]) - started
         rounds += 1
-    line.send([target.row() for target in targets])
 
 
 def _stop(number: int, frame: Any) -> None:
     raise _SlowError
 
 
-def _round(target: Target, count: int, number: int) -> None:
-    started = time.monotonic()
+def _by_hypothesis(target: Target, count: int, number: int) -> None:
+    target.drawn(count, number)()
 
-    @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(target.draws)
-    def each(value: Any) -> None:
+
+def _by_atheris(target: Target, count: int, number: int) -> None:
+    """Let Atheris choose the inputs that reach new code, in a process of its own, which ends with libFuzzer.
+
+    What it makes up is a file, from the valid one on, or the choices that hypothesis makes when it draws an input.
+    """
+    found = Path("atheris", target.name.replace("/", " "))
+    if not found.exists():
+        found.mkdir(parents=True)
+        begins = random.Random(number)
+        texts = [CHOICES + begins.randbytes(length) for length in (32, 128, 512, 2048)]
+        for place, text in enumerate([*texts, *([FILE + target.valid] if target.valid else [])]):
+            (found / f"{place}").write_bytes(text)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_guided, args=(theirs, target, found, count, number))
+    process.start()
+    theirs.close()
+    try:
+        target.add(ours.recv())
+    except EOFError:
+        process.join()
+        said = (found.parent / "said").read_text("utf-8", "replace")
+        target.crashes.setdefault(f"the process ended with {process.exitcode}", said[-1000:])
         target.inputs += 1
-        try:
-            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-            target.takes(value)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        except (InputError, TrainingError):
-            target.refused += 1
-        except _ParsedError:
-            pass
-        except BaseException as error:  # whatever else escapes is what is looked for
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename]
-            at = frames[-1] if frames else None
-            place = f"{type(error).__name__} at {at.filename.rpartition('src/')[2]}:{at.lineno}" if at else repr(error)
-            target.crashes.setdefault(place, f"{error!r:.200} on {value!r:.300}")
+    process.join()
 
-    each()
-    target.seconds += time.monotonic() - started
+
+FILE, CHOICES = b"\0", b"\1"
+"""First bytes of what Atheris hands over: a file follows, or the choices that hypothesis makes."""
+
+
+def _guided(line: Connection, target: Target, found: Path, count: int, number: int) -> None:
+    import atheris
+
+    said = os.open(found.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    mine = replace(target, inputs=0, edited=0, refused=0, seconds=0.0, crashes={})
+    by_choices = mine.drawn(count, number).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
+
+    def take(data: bytes) -> None:
+        if data[:1] == FILE and target.valid:
+            mine.take(data[1:], False)
+        else:
+            by_choices(data[1:])
+        if mine.inputs >= count:
+            line.send(mine.row())
+            os._exit(0)
+
+    longest = max(4096, 2 * len(target.valid))
+    words = [f"-seed={number % 2**31 + 1}", f"-max_len={longest}", "-len_control=0", "-rss_limit_mb=0", "-timeout=600"]
+    atheris.Setup(["fuzz", *words, str(found)], take)
+    atheris.Fuzz()
+
+
+ENGINES: dict[str, tuple[Round, int]] = {"hypothesis": (_by_hypothesis, 100), "atheris": (_by_atheris, 1000)}
+"""By name: what hands over inputs, and how many of one target follow each other."""
 
 
 def _readers(folder: Path) -> Iterator[Target]:
     for name, reader in READERS.items():
-        data = (folder / reader.base / reader.file).read_bytes()
-        draws = st.one_of(mutated(reader.kind, data), anything(reader.kind))
-        yield Target(f"read {name}", draws, _reading(folder, reader, data))
+        path = reader.path(folder)
+        data = path.read_bytes()
+        yield Target(f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data), data)
 
 
-def _reading(folder: Path, reader: Reader, data: bytes) -> Callable[[Any], None]:
+def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[[Any], None]:
     place = folder / reader.base
 
     def read(changed: bytes) -> None:
-        (place / reader.file).write_bytes(changed)
+        path.write_bytes(changed)
         try:
             if reader.seal is not None:
                 reader.seal(place)
             reader.read(place)
         finally:
-            (place / reader.file).write_bytes(data)
+            path.write_bytes(data)
 
     return read
 
@@ -162,12 +270,10 @@ def _commands() -> Iterator[Target]:
         yield Target(f"command {name}", _command_lines(name), _running(name, name in main.COMMANDS))
 
 
-def _command_lines(name: str) -> st.SearchStrategy[list[str]]:
-    """Return command lines made of the words and flags that the command's own help tells."""
-    first = _told([name])
-    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
-        (word,): _told([name, word]) for word in first[0] if not word.startswith("-")
-    }
+def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
+    """Return command lines of the documentation with some edits, and others of the words and flags that the help tells."""
+    first, listed = _told([name])
+    known = {(): first} | {(word,): _told([name, word])[0] for word in listed}
     known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
     value = st.one_of(
         st.sampled_from(ODD_WORDS), st.sampled_from(_FILES), st.integers(-3, 70).map(str), st.text(max_size=5)
@@ -183,14 +289,13 @@ def _command_lines(name: str) -> st.SearchStrategy[list[str]]:
         )  # fmt: skip
         return st.lists(piece, max_size=4).map(lambda pieces: [*prefix, *(word for each in pieces for word in each)])
 
-    drawn = st.sampled_from(list(known)).flatmap(lines)
+    drawn = st.sampled_from(list(known)).flatmap(lines).map(_harmless)
     documented = _documented(name)
-    if documented:
-        edit = st.tuples(st.integers(0, 20), st.sampled_from(["set", "drop", "none"]), value)
-        extra = st.lists(st.sampled_from(known[()][1] or ["--x"]), max_size=1)
-        changed = st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed)
-        drawn = st.one_of(drawn, changed)
-    return drawn.map(lambda words: [_inside(word.replace("\0", "")) for word in words])
+    if not documented:
+        return drawn.map(lambda words: (False, words))
+    edit = st.tuples(st.integers(0, 20), st.sampled_from(["set", "drop", "none"]), value)
+    extra = st.lists(st.sampled_from(known[()][1] or ["--x"]), max_size=1)
+    return either(st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed).map(_harmless), drawn)
 
 
 def _documented(name: str) -> list[list[str]]:
@@ -221,14 +326,14 @@ _FILES = (
 )  # fmt: skip
 
 
-def _inside(word: str) -> str:
-    """Return a word that names nothing outside of the worker's folder."""
-    flag, equals, value = word.rpartition("=")
-    return flag + equals + value.replace("..", "__").lstrip("/~")
+def _harmless(words: list[str]) -> list[str]:
+    """Return words that name nothing outside of the worker's folder."""
+    parts = [word.replace("\0", "").rpartition("=") for word in words]
+    return [flag + equals + value.replace("..", "__").lstrip("/~") for flag, equals, value in parts]
 
 
-def _told(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return words and flags that a command's help tells."""
+def _told(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
+    """Return words and flags that a command's help tells, and those of the words that are commands."""
     said = io.StringIO()
     with (
         contextlib.redirect_stdout(said),
@@ -240,7 +345,7 @@ def _told(words: list[str]) -> tuple[list[str], list[str]]:
     flags = sorted(set(re.findall(r"--[a-z][\w.-]*", text)))
     listed = re.findall(r"^ {2,}([a-z][\w-]+) {2,}\S", text, re.MULTILINE)
     choices = [word for found in re.findall(r"\{([\w,.-]+)\}", text) for word in found.split(",")]
-    return sorted({*listed, *choices}), flags
+    return (sorted({*listed, *choices}), flags), listed
 
 
 def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
@@ -261,7 +366,11 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
         try:
             for module, _ in before:
                 module.parse = parse  # type: ignore[attr-defined]
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(said),
+                mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
+            ):
                 code = main.main([name, *words])
         finally:
             for module, own in before:

@@ -359,26 +359,37 @@ class PlanTable:
         """Take up what `state` returned: of the plans that this table has too, what was measured; predictions are anew.
 
         Raises:
-            InputError: if it is of another version, or has other buckets.
+            InputError: if it is of another version, has other buckets, or is not as it was written.
         """
         if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
             raise InputError(
                 f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, this table version "
                 f"{VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
             )
+        try:
+            self._take_up(state)
+        except InputError:
+            raise
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+            raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
+
+    def _take_up(self, state: dict[str, Any]) -> None:
         now = {plan: number for number, plan in enumerate(self.plans)}
         before = [now.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
         for bucket, saved in state["entries"].items():
-            entries = self._filled(int(bucket))
+            entries = self._filled(_whole(bucket))
             for number, entry in zip(before, saved):
                 if number is not None:
-                    entries[number].measured, entries[number].count = list(entry["measured"]), entry["count"]
-        places = {int(bucket): before[plan] for bucket, plan in state["held"].items()}
+                    entries[number].measured, entries[number].count = (
+                        _numbers(entry["measured"]),
+                        _whole(entry["count"]),
+                    )
+        places = {_whole(bucket): before[plan] for bucket, plan in state["held"].items()}
         self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
         last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
-        self._last_run = {plan: step for plan, step in last.items() if plan is not None}
-        self._ratios = list(state.get("ratios", []))
-        self.steps, self.explored, self.switches = state["counts"]
+        self._ratios = _numbers(state.get("ratios", []))
+        self.steps, self.explored, self.switches = map(_whole, state["counts"])
+        self._last_run = {plan: min(_whole(step), self.steps) for plan, step in last.items() if plan is not None}
 
     def _filled(self, bucket: int) -> list[Entry]:
         """Return the entries of a load; a load that is new is given its predictions, taken at the middle of its bucket."""
@@ -465,6 +476,21 @@ class PlanTable:
         self._unsettled = 1
         self.running = plan
         self.decisions.append(Decision(step=self.steps, bucket=self._bucket, plan=plan, why=why))
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number of at least 0; raises ValueError or TypeError for others."""
+    if (found := int(value)) < 0:
+        raise ValueError(f"{found} is below 0")
+    return found
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Return finite numbers above 0; raises ValueError or TypeError for others."""
+    found = [float(value) for value in values]
+    if not all(0 < value < math.inf for value in found):
+        raise ValueError("seconds are not above 0")
+    return found
 
 
 def _quantiles(ratios: Sequence[float]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:

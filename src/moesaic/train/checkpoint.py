@@ -345,7 +345,7 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
         restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists(), names=names)
     except InputError:
         raise
-    except (ValueError, RuntimeError, CheckpointException) as error:
+    except (ValueError, RuntimeError, CheckpointException, SafetensorError) as error:
         raise _does_not_fit(checkpoint, error) from error
 
 
@@ -411,11 +411,20 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned."""
+    """Put back what `optimizer_tensors` returned.
+
+    Raises:
+        InputError: if the model has no parameter of such a name and shape.
+    """
     parameters = dict(model.named_parameters())
     for place, value in tensors.items():
         name, _, key = place.rpartition(".")
-        parameter = parameters[name]
+        parameter = parameters.get(name)
+        if parameter is None or value.shape not in ((), parameter.shape):
+            raise InputError(
+                f"the optimizer of the checkpoint has {place} of {list(value.shape)}, for which this model has no parameter: "
+                "use the version that wrote it, or choose another run folder"
+            )
         optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
 
 
@@ -450,7 +459,7 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
         )
     except FileNotFoundError as error:
         raise _DamagedError(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
         raise _DamagedError(f"{type(error).__name__}: {error}") from error

@@ -98,7 +98,7 @@ def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
         else:
             rows = [json.loads(line) for line in content.splitlines() if line.strip()]
             pairs = [(row["source"].encode(), row["target"].encode()) for row in rows]
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
         raise InputError(
             f"data: {path} holds no pairs ({type(error).__name__}: {error}): give gettext catalogues (.mo), or JSON lines with "
             "the texts source and target"

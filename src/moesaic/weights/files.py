@@ -66,8 +66,13 @@ class Part:
             InputError: if no tensor of these sizes is there.
         """
         assert self.archive is not None
-        with self.path.open("rb") as file, FakeTensorMode():
-            found: Any = torch.load(_create_file_view(file, self.start, self.archive), weights_only=True)  # type: ignore[arg-type]
+        try:
+            with self.path.open("rb") as file, FakeTensorMode():
+                view: Any = _create_file_view(file, self.start, self.archive)
+                found: Any = torch.load(view, weights_only=True)
+        except Exception as error:  # a damaged archive raises whatever it likes
+            reason = " ".join(str(error).split())
+            raise InputError(f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again") from error
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
             raise InputError(
                 f"{self.path}: byte {self.start} begins no tensor of {list(self.sizes)}: two checkpoints are mixed"
@@ -236,7 +241,11 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         InputError: if a file is missing or cut off, or no file has a part of a tensor; says which.
     """
     others: list[str] = []
-    metadata = read_list((folder / ".metadata").read_bytes(), str(folder / ".metadata"), others=others)
+    try:
+        data = (folder / ".metadata").read_bytes()
+    except OSError as error:
+        raise InputError(f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder of it") from error
+    metadata = read_list(data, str(folder / ".metadata"), others=others)
     parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
     sizes: dict[str, int] = {}
     for index, place in metadata.storage_data.items():

@@ -145,8 +145,8 @@ class Megatron(AbstractFormat):
         mark = folder / "latest_checkpointed_iteration.txt"
         if not mark.exists():
             return folder
-        which = mark.read_text(encoding="utf-8").strip()
-        return folder / (f"iter_{int(which):07}" if which.isdigit() else self.folder)
+        which = mark.read_text(encoding="utf-8", errors="replace").strip()
+        return folder / (f"iter_{int(which):07}" if which.isdecimal() and len(which) < 10 else self.folder)
 
     def finds(self, folder: Path) -> bool:
         inside = self._inside(folder)

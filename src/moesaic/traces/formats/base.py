@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
+
+DAMAGED = (
+    OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError,
+    TokenError, csv.Error, zlib.error,
+)  # fmt: skip
+"""What json, csv, numpy and gzip raise for files that are damaged, or that hold something else than was thought."""
+
+
+MOST_EXPERTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +47,26 @@ class TraceFormat:
 
     about: str
     """One line for people: whose, and what a file or folder holds."""
-    read: Callable[[Path, ReadOptions], TraceSegment]
-    """Reads a file or folder; refuses in one line what it does not understand."""
+    reader: Callable[[Path, ReadOptions], TraceSegment]
+    """Reads a file or folder; it may raise what is `DAMAGED` where it has no better words."""
     write: Callable[[Trace, Path], None]
     """Writes a trace; refuses one that lacks what the format holds."""
+
+    def read(self, path: Path, options: ReadOptions) -> TraceSegment:
+        """Read a file or folder.
+
+        Raises:
+            InputError: for one that is damaged or of another format; says what and where.
+        """
+        try:
+            return self.reader(path, options)
+        except InputError:
+            raise
+        except DAMAGED as error:
+            whose = self.about.partition(":")[0]
+            raise InputError(
+                f"trace {path}: is damaged, or not of {whose} ({error!r:.200}): name what it wrote"
+            ) from error
 
 
 def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, source: Mapping[str, Any]) -> TraceSegment:
@@ -65,7 +93,7 @@ def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, sourc
         raise InputError(
             f"trace: an expert has more copies than there are tokens with top_k={top_k}: give a smaller --top-k"
         )
-    return TraceSegment(shape, "counts", np.array(steps), table, sequences, source)
+    return TraceSegment(shape, "counts", np.array(steps, dtype=np.int64), table, sequences, source)
 
 
 def tokens_segment(
@@ -86,6 +114,7 @@ def tokens_segment(
     _, accumulation, layers, tokens, top_k = table.shape
     least = int(table.max(initial=0)) + 1
     experts = max(least, top_k) if num_experts is None else num_experts
+    check_experts(experts)
     if experts < least or table.min(initial=0) < 0:
         raise InputError(
             f"trace: its experts are numbered {table.min()} to {least - 1}: give --num-experts {least} or more"
@@ -94,7 +123,15 @@ def tokens_segment(
         num_layers=layers, num_experts=experts, top_k=top_k, sequences=sequences, seq_len=tokens // sequences,
         accumulation=accumulation,
     )  # fmt: skip
-    return TraceSegment(shape, "tokens", np.array(steps), table, sequences, source)
+    return TraceSegment(shape, "tokens", np.array(steps, dtype=np.int64), table, sequences, source)
+
+
+def check_experts(number: int) -> None:
+    """Raise InputError for more experts than any layer has, of which tables would be made."""
+    if number > MOST_EXPERTS:
+        raise InputError(
+            f"trace: {number:,} experts in a layer cannot be, {MOST_EXPERTS:,} are the most: correct the file"
+        )
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -106,7 +143,7 @@ def lines_of(path: Path) -> Iterator[str]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from (line.rstrip("\n") for line in file)
-    except (OSError, UnicodeDecodeError) as error:
+    except DAMAGED as error:
         raise InputError(f"trace {path}: cannot be read ({error}): name the file that was recorded") from error
 
 

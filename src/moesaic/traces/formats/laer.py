@@ -35,6 +35,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         for row in rows:
             key = (int(row["iter"]), int(row["layer"]), int(row["rank"]))
             found[row["method"], row["model_name"]][key] = int(row["token_num"])
+    except InputError:
+        raise
     except (TypeError, ValueError) as error:
         raise InputError(f"trace {path}: line {rows.line_num}: is no row of numbers ({error})") from error
     wanted = [
@@ -45,6 +47,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         raise InputError(f"trace {path}: {len(wanted)} of its recordings fit: choose one of {listed}")
     cells = found[wanted[0]]
     steps, layers, ranks = (sorted({key[axis] for key in cells}) for axis in range(3))
+    if len(cells) < len(steps) * len(layers) * len(ranks):
+        raise InputError(f"trace {path}: has rows for some ranks of a layer or iteration only: leave the iteration out")
     table = np.zeros((len(steps), 1, len(layers), 1, len(ranks)), dtype=np.int64)
     for (step, layer, rank), tokens in cells.items():
         table[steps.index(step), 0, layers.index(layer), 0, ranks.index(rank)] = tokens
@@ -62,5 +66,5 @@ def write(trace: Trace, path: Path) -> None:
 
 
 FORMAT = TraceFormat(
-    about="LAER-MoE: a CSV of the tokens that each rank computed, by layer and iteration", read=read, write=write
+    about="LAER-MoE: a CSV of the tokens that each rank computed, by layer and iteration", reader=read, write=write
 )

@@ -20,6 +20,7 @@ from moesaic.errors import InputError
 from moesaic.traces.formats.base import (
     ReadOptions,
     TraceFormat,
+    check_experts,
     counts_segment,
     lines_of,
     require_tokens,
@@ -52,7 +53,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     if not layers:
         raise InputError(f"trace {path}: has no rows: name what moe-trace wrote")
     source = {"format": "llama.cpp", "layers": layers}
-    by_layer = [np.array(found[layer]) for layer in layers]
+    by_layer = [np.array(found[layer], dtype=np.int64) for layer in layers]
     if any(len(each) % options.top_k for each in by_layer):
         raise InputError(
             f"trace {path}: a layer's rows are no multiple of top_k={options.top_k}: give the right --top-k"
@@ -61,6 +62,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         table = np.stack(by_layer).reshape(1, 1, len(layers), -1, options.top_k)
         return tokens_segment(table, steps=[0], sequences=1, num_experts=options.num_experts, source=source)
     experts = options.num_experts or 1 + max(int(each.max(initial=0)) for each in by_layer)
+    check_experts(experts)
     counts = np.stack([np.bincount(each, minlength=experts) for each in by_layer])
     return counts_segment(counts[None, None, :, None], steps=[0], top_k=options.top_k, source=source)
 
@@ -77,4 +79,6 @@ def write(trace: Trace, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-FORMAT = TraceFormat(about="llama.cpp's moe-trace: a CSV with a row layer,expert for each copy", read=read, write=write)
+FORMAT = TraceFormat(
+    about="llama.cpp's moe-trace: a CSV with a row layer,expert for each copy", reader=read, write=write
+)

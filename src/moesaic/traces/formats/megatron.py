@@ -20,6 +20,7 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.traces.formats.base import (
+    DAMAGED,
     ReadOptions,
     TraceFormat,
     files_by_number,
@@ -47,6 +48,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
             if line.strip():
                 step, layer, rank, experts = _record(line, f"trace {file}: line {number}")
                 found[step, layer][rank].append(experts)
+    if not found:
+        raise InputError(f"trace {path}: has no records: name the folder that Megatron's router trace wrote")
     steps, layers = sorted({step for step, _ in found}), sorted({layer for _, layer in found})
     per_step = []
     for step in steps:
@@ -100,10 +103,10 @@ def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
         )
         layer = (str(record.get("block", "decoder")), int(record.get("mtp_idx", -1)), int(record["layer"]))
         return int(record["step"]), layer, int(record["rank"]), experts
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGED as error:
         raise InputError(f"{where}: is no record of Megatron's router trace ({error!r}): name what it wrote") from error
 
 
 FORMAT = TraceFormat(
-    about="Megatron-Core: a folder of router_trace_rank*.jsonl, every token's experts", read=read, write=write
+    about="Megatron-Core: a folder of router_trace_rank*.jsonl, every token's experts", reader=read, write=write
 )

@@ -11,7 +11,6 @@ A folder holds a request per file, in the order of their names; equally long one
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.formats.base import ReadOptions, TraceFormat, require_tokens, sent, tokens_segment
+from moesaic.traces.formats.base import DAMAGED, ReadOptions, TraceFormat, require_tokens, sent, tokens_segment
 from moesaic.traces.trace import Trace, TraceSegment
 
 FIELD, PROMPT, MAGIC = "routed_experts", "prompt_routed_experts", b"\x93NUMPY"
@@ -84,7 +83,7 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
                 _array(value, answer, options) for value in (_field(answer, PROMPT), _field(answer, FIELD)) if value
             ]
             found = np.concatenate(parts)
-    except (OSError, ValueError, KeyError, binascii.Error, UnicodeDecodeError) as error:
+    except DAMAGED as error:
         raise InputError(
             f"trace {file}: holds no routed experts ({error}): name what vLLM or SGLang returned"
         ) from error
@@ -120,6 +119,6 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
 
 
 VLLM = TraceFormat(
-    about="vLLM: .npy or JSON of the routed experts of requests, (tokens, layers, top_k)", read=read, write=write_vllm
+    about="vLLM: .npy or JSON of the routed experts of requests, (tokens, layers, top_k)", reader=read, write=write_vllm
 )
-SGLANG = TraceFormat(about="SGLang: JSON responses with base64 int32 routed experts", read=read, write=write_sglang)
+SGLANG = TraceFormat(about="SGLang: JSON responses with base64 int32 routed experts", reader=read, write=write_sglang)

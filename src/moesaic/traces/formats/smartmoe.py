@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.formats.base import ReadOptions, TraceFormat, counts_segment, files_by_number, lines_of
+from moesaic.traces.formats.base import DAMAGED, ReadOptions, TraceFormat, counts_segment, files_by_number, lines_of
 from moesaic.traces.trace import Trace, TraceSegment
 
 NAME = r".*_iter(\d+)_rank(\d+)\.log"
@@ -70,7 +70,7 @@ def _table(file: Path) -> np.ndarray:
         try:
             _, text = line.split(":", 1)
             layers.append(np.array(json.loads(text), dtype=np.int64))
-        except ValueError as error:
+        except DAMAGED as error:
             raise InputError(
                 f"trace {file}: line {number}: is no gate table ({error}): name what SmartMoE wrote"
             ) from error
@@ -86,5 +86,5 @@ def _table(file: Path) -> np.ndarray:
 
 
 FORMAT = TraceFormat(
-    about="SmartMoE: a folder of *_iter*_rank*.log, copies per expert, rank and micro-batch", read=read, write=write
+    about="SmartMoE: a folder of *_iter*_rank*.log, copies per expert, rank and micro-batch", reader=read, write=write
 )
