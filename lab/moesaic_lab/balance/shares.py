@@ -19,6 +19,9 @@ from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
 """Kinds of loads; under the last all experts get alike, and the last rank is slower."""
+MOST_APART = 128
+"""Ranks up to which methods that replicate are simulated: their programs tell copies apart by origin, expert and helper, and
+that is half a gigabyte a call at 256 ranks. Beyond, no such table is built, and the others are simulated alone."""
 UNASKED = (NETMOE, "smart + shadow")
 """Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
 
@@ -95,12 +98,18 @@ def shares_of_forced(
     return found
 
 
+def names_of(larger: Larger) -> list[str]:
+    """Return the methods that are simulated on a cluster."""
+    every = [name for name in larger.methods if name not in UNASKED]
+    return [name for name in every if larger.grid.world <= MOST_APART or not larger.methods[name].plan.replicates]
+
+
 def _of(config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, seed: int) -> Iterator[Share]:
     """Yield the shares of all methods and loads on one cluster, with one weight of experts."""
     ranks, each = larger.grid.world, config.experts_per_rank
     tokens = config.tokens(ratio)
     copies = tokens * config.top_k
-    names = [name for name in larger.methods if name not in UNASKED]
+    names = names_of(larger)
     even = [alike(np.full(ranks * each, 1 / (ranks * each)), ranks, copies)] * 2
     forced = {name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in names}
     for load, layer, steps, calls in _loads(config, trace, ranks, copies, ratio, seed):
@@ -122,7 +131,7 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str) -> Iterator[Shar
     experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
     even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
-    for name in (name for name in larger.methods if name not in UNASKED):
+    for name in names_of(larger):
         forced = [one.seconds(name, even, even[0].sum(0), tokens) for one in (larger, unlike)]
         (own, _, _), (seconds, deciding, replicated) = forced[0][-1], forced[1][-1]
         yield Share(
