@@ -295,12 +295,12 @@ class Weigher:
             self._limits[base] = LIMITS.index(best.limit)
             kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
         kept = [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
-        found: list[tuple[Recipe, tuple[Replications, ...], Cost]] = []
+        apart: list[tuple[Recipe, tuple[Replications, ...], Cost]] = []
         for each in sorted(kept, key=lambda each: each[2].weight_bytes):
             mine = each[2].seconds(self.plan.chunks)
-            if all(abs(mine - other[2].seconds(self.plan.chunks)) > APART * mine for other in found):
-                found.append(each)
-        return found
+            if all(abs(mine - other[2].seconds(self.plan.chunks)) > APART * mine for other in apart):
+                apart.append(each)
+        return apart
 
     def _shadowed(self, found: Sequence[ReplicaLoad], alone: Option) -> list[tuple[Recipe, tuple[Replications, ...]]]:
         """Return the shadows of every threshold that replicate anything; for some places first, then whole ones."""
