@@ -55,9 +55,8 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     """Measure on one bed after the other, then simulate."""
     there = Path(options.json) if options.keep and options.json else None
     rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
-    forecasts, shares, decided, held = (
-        kept(rows, part, kind) for part, kind in zip(PARTS, (Forecast, Share, TimedDecision, BudgetHeld))
-    )
+    forecasts, shares = kept(rows, PARTS[0], Forecast), kept(rows, PARTS[1], Share)
+    decided, held = kept(rows, PARTS[2], TimedDecision), kept(rows, PARTS[3], BudgetHeld)
     cells = run(config, told)
     if config.simulates:
         assert config.simulated is not None

@@ -82,7 +82,8 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
     best, first = cell.best_single(), len(cell.timings[OURS].seconds)
     times = [cell.near[name][first:] for name in (OURS, best) if name in cell.near]
     if len(times) == 2 and all(len(each) >= MANY for each in times):
-        return paired(*times, level)
+        ours, others = times
+        return paired(ours, others, level)
     return enough(cell.ratio(OURS, best), cell.job.case.label)
 
 

@@ -194,7 +194,7 @@ class SharesOfForced:
 
     clusters: tuple[str, ...] = ("dgx-h100", "100gbe")
     """Presets of `moesaic.cost`, or files."""
-    ranks: tuple[int, ...] = (32, 64)
+    ranks: tuple[int, ...] = (32, 64, 256)
     trace: str = "laer_e16k4.npz"
     """Counts per rank, from the configuration file's folder."""
     layers: tuple[int, ...] = (5, 11, 17)

@@ -10,15 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced, SimulatedLoads
 from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
-from moesaic_lab.balance.methods import NETMOE, PLAIN
+from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import Larger
 from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
 """Kinds of loads; under the last all experts get alike, and the last rank is slower."""
+MOST_APART = 128
+"""Ranks up to which methods that replicate are simulated: their programs tell copies apart by origin, expert and helper, and
+that is half a gigabyte a call at 256 ranks. Beyond, no such table is built, and the others are simulated alone."""
 UNASKED = (NETMOE, "smart + shadow")
 """Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
 
@@ -70,14 +74,15 @@ def shares_of_forced(
         made: shares that were simulated before.
     """
     trace, found = Trace.open(folder / config.trace), list(made)
-    known = {(each.cluster, each.ranks, each.ratio) for each in made}
+    known = {(each.cluster, each.ranks, each.ratio, each.method) for each in made}
     for ranks in config.ranks:
         larger = None
         for cluster in config.clusters:
             first = cluster == config.clusters[0] and ranks == config.ranks[0]
             ratios = dict.fromkeys((config.ratio, *(config.ratios if first else ())))
-            left = [ratio for ratio in ratios if (cluster, ranks, ratio) not in known]
-            if not left:
+            names = names_of(ranks)
+            left = {ratio: [name for name in names if (cluster, ranks, ratio, name) not in known] for ratio in ratios}
+            if not any(left.values()):
                 continue
             spec = read_cluster(cluster)
             larger = Larger(
@@ -87,22 +92,33 @@ def shares_of_forced(
                 ),
                 read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
             )  # fmt: skip
-            for ratio in left:
+            for ratio, names in left.items():
+                if not names:
+                    continue
                 if ratio == config.ratio:
-                    found += list(_slow(config, larger, cluster))
+                    found += list(_slow(config, larger, cluster, names))
                 told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows")
-                found += list(_of(config, larger, trace, cluster, ratio, seed))
+                found += list(_of(config, larger, trace, cluster, ratio, seed, names))
     return found
 
 
-def _of(config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, seed: int) -> Iterator[Share]:
-    """Yield the shares of all methods and loads on one cluster, with one weight of experts."""
+def names_of(ranks: int) -> list[str]:
+    """Return the methods that are simulated on so many ranks."""
+    every = {name: method for name, method in methods(Grid(world=ranks, ep=ranks)).items() if name not in UNASKED}
+    return [name for name, method in every.items() if ranks <= MOST_APART or not method.plan.replicates]
+
+
+def _of(
+    config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, seed: int, names: Sequence[str]
+) -> Iterator[Share]:  # fmt: skip
+    """Yield the shares of methods under all loads on one cluster, with one weight of experts."""
     ranks, each = larger.grid.world, config.experts_per_rank
     tokens = config.tokens(ratio)
     copies = tokens * config.top_k
-    names = [name for name in larger.methods if name not in UNASKED]
     even = [alike(np.full(ranks * each, 1 / (ranks * each)), ranks, copies)] * 2
-    forced = {name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in names}
+    forced = {
+        name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in dict.fromkeys((PLAIN, *names))
+    }
     for load, layer, steps, calls in _loads(config, trace, ranks, copies, ratio, seed):
         for name in names:
             found = larger.seconds(name, calls, calls[0].sum(0), tokens)
@@ -114,7 +130,7 @@ def _of(config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, rati
                 )  # fmt: skip
 
 
-def _slow(config: SharesOfForced, larger: Larger, cluster: str) -> Iterator[Share]:
+def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]) -> Iterator[Share]:
     """Yield the shares where loads are even and the last rank is slower; the policies that know rates know that."""
     ranks, tokens = larger.grid.world, config.tokens(config.ratio)
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
@@ -122,7 +138,7 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str) -> Iterator[Shar
     experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
     even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
-    for name in (name for name in larger.methods if name not in UNASKED):
+    for name in names:
         forced = [one.seconds(name, even, even[0].sum(0), tokens) for one in (larger, unlike)]
         (own, _, _), (seconds, deciding, replicated) = forced[0][-1], forced[1][-1]
         yield Share(

@@ -251,7 +251,7 @@ class LayoutIndex(AbstractLayoutIndex):
         return None
 
     def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`: what they hold is sorted by number and looked up at once."""
+        """Match the pieces of all ranks that exchange with `rank`: all that they hold is sorted, and looked up at once."""
         members = self.grid.group(rank, move.group)
         held = [self.pieces(move.source, member) for member in members]
         number = np.concatenate([each.number for each in held])

@@ -65,9 +65,11 @@ def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int 
     moved = rows.home + rows.replicated
     starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
+    # Replicated copies travel behind those that stay, and their results behind theirs: the two do not share a link's time.
+    travelling = replica.fullest(rows.home, 0) + replica.fullest(rows.replicated, 0)
     return Cost(
         compute=replica.compute_seconds(replica.busiest(moved.sum(0))),
-        travel=replica.travel_seconds(replica.fullest(moved, 0)) + passes * _fullest(starts),
+        travel=replica.travel_seconds(travelling) + passes * _fullest(starts),
         fetch=replica.fetch_seconds(replica.fullest(rows.fetched, 1))
         + passes / 2 * _fullest(messages * (rows.fetched > 0))
         + rows.held * replica.costs.expert_us * 1e-6,
