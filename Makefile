@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
-# A worker per core, a file on one worker; ranks and workers have one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# A worker more than there are cores, since tests that wait for links or patience leave theirs idle; a file on one worker, in the
+# order of the names, lest the longest files, which have few tests, come last; ranks and workers have one thread each.
+WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-random test-all test-triton lint bench bench-all chaos fuzz soak docs site clean
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,11 @@ from moesaic.routing.router import AbstractRouter, token_choice, top_k_indices
 from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Choice, Routing, Scores
 from moesaic.testing.reference import Reference, in_float64, reference
+
+
+def seeds(drawn: range, every: int) -> list[Any]:
+    """Return seeds for `parametrize` of which `make test` runs one in so many, `make test-random` the others."""
+    return [pytest.param(seed, marks=pytest.mark.random if number % every else ()) for number, seed in enumerate(drawn)]
 
 
 def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:

@@ -16,14 +16,14 @@ from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
 from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
 
-NUM_CASES, FIRST = 2000, 60
+NUM_CASES, FIRST = 2000, 40
 LEAST = 15
 """How many cases must have each feature."""
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
-    return [draw_case(seed) for seed in range(600)]
+    return [draw_case(seed) for seed in range(300)]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_policies_replicate_where_they_decide(replication, drawn, monkeypatch):
         return compiled, table
 
     monkeypatch.setattr(ProgramSelector, "choose", choose)
-    cases = [case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1][:20]
+    cases = [case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1][:12]
     for case in cases:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")

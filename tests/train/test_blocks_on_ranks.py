@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import asdict
@@ -31,6 +32,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "positions": {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True},
 }
 
+QUICK = [("gpt2", "positions"), ("modern", "tp"), ("bert", "tp"), ("pairs", "positions")]
+OTHERS = [cell for cell in itertools.product(BLOCKS, MESHES) if cell not in QUICK]
+"""Each block on one mesh, each mesh under two blocks; and what `make test-all` trains besides."""
+
 
 def write_pairs(path: Path) -> Path:
     draw = random.Random(0)
@@ -50,25 +55,42 @@ def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
-    folder = tmp_path_factory.mktemp("blocks")
-    cells = [(block, mesh) for block in BLOCKS for mesh in MESHES]
+def trained(folder: Path, cells: list[tuple[str, str]]) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+    """Train on one process and on four; return the folder and the outcomes by block and mesh."""
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        for block in BLOCKS:
+        for block in {block for block, _ in cells}:
             run_quietly(config_of(folder, block))
     return folder, dict(zip(cells, train_on(4, [config_of(folder, *cell) for cell in cells])))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_every_block_trains_on_four_ranks_as_alone(world, block, mesh):
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+    return trained(tmp_path_factory.mktemp("blocks"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def other_world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+    return trained(tmp_path_factory.mktemp("others"), OTHERS)
+
+
+def assert_trained_as_alone(world: tuple[Path, dict[tuple[str, str], list[Outcome]]], block: str, mesh: str) -> None:
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[block, mesh]] == [""] * 4
     assert_same_run(Path(config_of(folder, block).out), Path(config_of(folder, block, mesh).out))
     losses = [line["loss"] for line in lines(Path(config_of(folder, block, mesh).out), "train")]
     assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(("block", "mesh"), QUICK)
+def test_every_block_trains_on_four_ranks_as_alone(world, block, mesh):
+    assert_trained_as_alone(world, block, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "mesh"), OTHERS)
+def test_every_block_trains_on_the_other_mesh_as_alone(other_world, block, mesh):
+    assert_trained_as_alone(other_world, block, mesh)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from runs import lines, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
 SEQUENCES = 4
-WORLDS = (2, 4)
 
 
 def even_noise(put: Callable[[type, str, object], None] = setattr) -> None:
@@ -59,7 +58,7 @@ def alone(folder: Path, router: str, world: int) -> TrainConfig:
     return replace(config, batch_size=SEQUENCES // world, accumulation=world, out=f"{config.out}-alone")
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def world(request, tmp_path_factory) -> tuple[Path, int, dict[str, list[Outcome]]]:
     folder, world = tmp_path_factory.mktemp("routers"), request.param
     with pytest.MonkeyPatch.context() as patch:

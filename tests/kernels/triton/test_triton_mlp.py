@@ -99,10 +99,25 @@ def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None
         torch.testing.assert_close(found.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)], ids=["swiglu", "gelu"])
-def test_layer_and_its_gradients(sizes, dtype, activation, gated, device):
+FORMS = {"swiglu": ("silu", True), "gelu": ("gelu", False)}
+LAYERS = [(sizes, dtype, form) for sizes in SIZES for dtype in TOLERANCES for form in FORMS]
+QUICK = {
+    (sizes, dtype, form)
+    for sizes, dtype, form in LAYERS
+    if (dtype, form) == (torch.float32, "swiglu") or sizes == SIZES[4]
+}
+"""Every size in one form, and every form of one size."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "form"),
+    [
+        pytest.param(*layer, id="-".join(map(str, layer)), marks=() if layer in QUICK else pytest.mark.slow)
+        for layer in LAYERS
+    ],
+)
+def test_layer_and_its_gradients(sizes, dtype, form, device):
+    activation, gated = FORMS[form]
     check(layer(sizes, dtype, device, gated=gated), activation)
 
 

@@ -18,6 +18,8 @@ CASES = {
     "biases": {"experts": lambda dim, hidden, n: GatedExperts(dim, hidden, n, bias=True)},
     "weight before": {"apply_weight": "before", "capacity": Capacity.fixed(0.75)},
 }
+MORE = [("capacity", torch.float16), ("biases", torch.float16), ("dropless", torch.bfloat16)]
+"""What `make test-all` runs besides."""
 
 
 def step(layer, x, mask):
@@ -30,7 +32,11 @@ def step(layer, x, mask):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of nobody hold anything
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, torch.float16) for case in CASES), ("dropless", torch.bfloat16), ("biases", torch.float32)],
+    [
+        *((case, torch.float16) for case in ("dropless", "by score", "weight before")),
+        ("biases", torch.float32),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE),
+    ],
     ids=str,
 )
 def test_one_gpu_waits_for_nothing(case, dtype, interpreted):

@@ -22,18 +22,23 @@ def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize("rate", [4, 7, 8])
-@pytest.mark.parametrize(
-    ("num_rows", "dim", "dtype"),
-    [
-        (4, 8, torch.float32),
-        (9, 30, torch.float32),
-        (33, 18, torch.bfloat16),
-        (6, 5, torch.float16),
-        (1, 1, torch.float32),
-    ],
-    ids=str,
-)
+RATES = (4, 7, 8)
+SIZES = [
+    (4, 8, torch.float32),
+    (9, 30, torch.float32),
+    (33, 18, torch.bfloat16),
+    (6, 5, torch.float16),
+    (1, 1, torch.float32),
+]
+CASES = [
+    pytest.param(rate, *size, id=f"{rate}-{size}", marks=() if RATES[number % 3] == rate else pytest.mark.slow)
+    for number, size in enumerate(SIZES)
+    for rate in RATES
+]
+"""Every size at every rate, of which `make test` runs each size at one."""
+
+
+@pytest.mark.parametrize(("rate", "num_rows", "dim", "dtype"), CASES)
 def test_bytes_and_rows_are_zfpys(rate, num_rows, dim, dtype, device):
     codec = Zfp(rate=rate)
     rows = bad_rows(num_rows, dim, dtype) if num_rows > 4 else torch.randn(num_rows, dim).to(dtype)
