@@ -15,7 +15,7 @@ BENCHMARKS = {
     "balance": ("balance.benchmark", "answers to skewed routing on an emulated cluster, and simulated on larger ones"),
     "chaos": ("chaos.benchmark", "runs under a schedule of faults"),
     "check": ("check", "moesaic check, with claims"),
-    "codec_convergence": ("codec_convergence", "validation loss of the demo model under each codec"),
+    "codec_convergence": ("codec_convergence", "BLEU and perplexity under each codec, beside a dense model"),
     "codec_error": ("codec_error", "error and bytes of each codec"),
     "collectives": (
         "collectives",

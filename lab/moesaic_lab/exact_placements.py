@@ -65,6 +65,25 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
     return found.x[:-1].reshape(experts, ep).argmax(1)
 
 
+def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.policies.assign` does."""
+    samples, places = cost.shape
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array, kron, vstack
+
+    once, full = kron(np.eye(samples), np.ones((1, places))), kron(np.ones((1, samples)), np.eye(places))
+    wanted = np.concatenate([np.ones(samples), room])
+    found = milp(
+        cost.reshape(-1).astype(np.float64),
+        constraints=LinearConstraint(csr_array(vstack([once, full])), wanted, wanted),
+        integrality=np.ones(samples * places),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
+    )
+    assert found.x is not None, f"no assignment of {samples} samples to {places} places: {found.message}"
+    return found.x.reshape(samples, places).argmax(1)
+
+
 def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: float) -> float:
     """Return by which share a policy's placement takes longer than the best one; rates as for `SampleLoad.seconds`."""
     best = load.seconds(best_samples(load, intra, inter), intra, inter)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from moesaic.codecs import CodecSpec
+from moesaic.codecs import CodecSpec, is_coded
 from moesaic.errors import InputError
-from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
+from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.profiling.idle import IdleExperts
 from moesaic.runtime.tasks import Codecs
 
@@ -119,6 +119,9 @@ def virtual_codecs(accelerator: Accelerator) -> Codecs:
     Args:
         accelerator: of the rank.
     """
-    made: dict[str, AbstractCodec] = {name: VirtualCodec(codec(), accelerator) for name, codec in CODECS.items()}
-    made["none"] = codec_named("none")
-    return made.__getitem__
+
+    @cache
+    def made(name: str) -> AbstractCodec:
+        return VirtualCodec(codec_named(name), accelerator) if is_coded(name) else codec_named(name)
+
+    return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -53,6 +53,18 @@ class CodecSpec:
     layer without it. 0 says that decoded rows equal the rows bit for bit, whatever they are."""
     rows_per_block: int = 1
     """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+    option: str = ""
+    """The whole number that may follow the codec's name and a colon, by the name that the implementation and the layout take
+    it under; "" for none."""
+    allowed: range = range(0)
+    """What it may be."""
+    value: int | None = None
+    """What it is; None for the implementation's own."""
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """What the implementation is made with."""
+        return {} if self.value is None else {self.option: self.value}
 
     @property
     def is_lossless(self) -> bool:
@@ -120,22 +132,50 @@ CODECS: dict[str, CodecSpec] = {
     "fp8": CodecSpec(
         implementation="fp8.Fp8", layout=partial(scaled_tiles, width=128, transport="float8_e4m3fn"), tolerance=0.6
     ),
-    "zfp": CodecSpec(implementation="zfp.Zfp", layout=blocks_of_bits, tolerance=0.15, rows_per_block=4),
+    "zfp": CodecSpec(
+        implementation="zfp.Zfp",
+        layout=blocks_of_bits,
+        tolerance=0.15,
+        rows_per_block=4,
+        option="rate",
+        allowed=range(4, 33),
+    ),
 }
-"""All codecs, by the name that `Plan.codec` takes. `NO_CODEC` comes first."""
+"""All codecs, by the name that `Plan.codec` takes, with a colon and a number behind it where there is an option: zfp:12 has 12
+bits per value. `NO_CODEC` comes first."""
 
 
 def is_coded(name: str) -> bool:
-    """Whether rows under the codec of that name are encoded at all; "" stands for no codec."""
+    """Whether rows under a codec are encoded at all; "" stands for no codec."""
     return name not in ("", NO_CODEC)
 
 
-def codec_spec(name: str) -> CodecSpec:
-    """Return what is known of the codec of that name; "" stands for "none".
+def codec_spec(codec: str) -> CodecSpec:
+    """Return what is known of a codec; "" stands for "none". This is the one place that reads what stands behind a colon.
+
+    Args:
+        codec: its name, or the name, a colon and its option.
 
     Raises:
-        InputError: there is no such codec.
+        InputError: there is no such codec, or it does not take that option.
     """
+    name, colon, text = codec.partition(":")
     if name and name not in CODECS:
-        raise InputError(f"codec {name!r} is unknown: write one of {', '.join(CODECS)}")
-    return CODECS[name or NO_CODEC]
+        known = ", ".join(f"{each}:{spec.option.upper()}" if spec.option else each for each, spec in CODECS.items())
+        raise InputError(f"codec {codec!r} is unknown: write one of {known}")
+    spec = CODECS[name or NO_CODEC]
+    if not colon:
+        return spec
+    if not spec.option:
+        raise InputError(f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon")
+    value = int(text) if text.isascii() and text.isdecimal() else -1
+    if value not in spec.allowed:
+        allowed = f"{spec.option} as a whole number from {spec.allowed[0]} to {spec.allowed[-1]}"
+        raise InputError(f"codec {codec!r}: write {allowed}, such as {name}:8")
+    layout = partial(spec.layout, **{spec.option: value})
+    return replace(spec, layout=layout, value=value, tolerance=spec.tolerance * 2.0 ** (8 - value))
+
+
+def name_of(codec: str) -> str:
+    """Return a codec's name without its option."""
+    return codec.partition(":")[0]

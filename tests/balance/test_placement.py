@@ -331,8 +331,6 @@ def test_options_reach_the_policies() -> None:
 
 def test_a_load_that_does_not_fit_is_refused() -> None:
     homes, copies = Homes.start(4, 1), np.ones((4, 4), dtype=np.int64)
-    with pytest.raises(InputError, match=r"needs mesh\.tp=1, got 2"):
-        SampleLoad(Grid(world=4, ep=4, tp=2), homes, copies, None)
     with pytest.raises(InputError, match="over 4 ranks does not fit a mesh of 2"):
         SampleLoad(Grid(world=2, ep=2), homes, copies, None)
     with pytest.raises(InputError, match=r"following of shape \(4, 3\) does not fit"):

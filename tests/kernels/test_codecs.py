@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesaic.codecs import CODECS as CODEC_SPECS
+from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS, AbstractCodec, Bf16, Fp8, Fp16, Identity, Int8, Zfp, codec_named
 from moesaic.kernels.codecs.codec import FLOATS
@@ -225,6 +227,15 @@ def test_codecs_without_a_shared_scale_keep_infinities(name: str) -> None:
 def test_an_unknown_codec_is_one_line() -> None:
     with pytest.raises(InputError, match=r"codec 'morse' is unknown: write one of none, bf16, fp16, int8, fp8, zfp"):
         codec_named("morse")
+
+
+@pytest.mark.parametrize("rate", [4, 12, 32])
+def test_the_number_behind_the_colon_is_the_codecs_option(rate: int) -> None:
+    codec = codec_named(f"zfp:{rate}")
+    assert codec == Zfp(rate=rate)
+    assert codec.num_bytes(8, 16, torch.float32) == codec_spec(f"zfp:{rate}").num_bytes(8, 16, "float32")
+    assert codec.num_bytes(8, 16, torch.float32) == 2 + 8 * 16 * rate // 8 + 1
+    assert codec.spec.tolerance == CODEC_SPECS["zfp"].tolerance * 2.0 ** (8 - rate)
 
 
 def test_zfp_without_its_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

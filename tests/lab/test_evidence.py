@@ -56,10 +56,10 @@ def test_base_and_switch_have_the_parameters_of_the_others() -> None:
 
 def test_runs_that_are_compared_can_be_configured() -> None:
     """A run's configuration refuses a `Plan` where a `StaticPlan` is due."""
-    found = [
-        codec_convergence.configuration(Path("out"), 5, 0, *codecs).plan.codec for codecs in codec_convergence.CODECS
-    ]
-    assert found == [forward for forward, _ in codec_convergence.CODECS]
+    codecs = codec_convergence.CodecConvergenceOptions().codecs
+    plans = [codec_convergence.configuration("demo", Path("out"), 5, 0, each).plan for each in codecs]
+    assert [(plan.codec, plan.backward_codec) for plan in plans] == list(map(codec_convergence.pair, codecs))
+    assert codec_convergence.configuration("seq2seq-tiny", Path("out"), 5, 0, "dense").model.ffn == "dense"
     for _, mesh, plan in same_curves.RUNS:
         assert same_curves.configuration(Path("out"), "float64", 5, mesh, plan).plan == plan
 

@@ -19,6 +19,7 @@ from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Volume
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.compile import moving
@@ -140,11 +141,12 @@ class Costs:
     Args:
         setting: who computes what.
         cluster: on what.
+        plan: of the layers; samples move under those whose results can go straight to new homes.
     """
 
-    def __init__(self, setting: Setting, cluster: ClusterSpec) -> None:
+    def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan = Plan()) -> None:
         self.setting, self._layer = setting, setting.on_a_rank
-        self._plain: Compiled = compile_plan(Plan(), setting.grid, host_runs_compute=cluster.host.runs_compute)
+        self._plain: Compiled = compile_plan(plan, setting.grid, host_runs_compute=cluster.host.runs_compute)
         self._moving = moving(self._plain)
         self._shapes = LayoutIndex(setting.grid, self._layer.num_experts, setting.slots, parts=1)
         self._simulator = Simulator(cluster)
@@ -172,10 +174,16 @@ class Costs:
             calls += [(program, sizes) for program in (self._moving.forward, self._moving.backward)]
         return self._summed(calls)
 
+    def even(self) -> tuple[Simulated, Simulated]:
+        """Return a layer under even routing, forward and backward."""
+        programs = (self._plain.forward, self._plain.backward)
+        there, back = (self._simulator.run(program, self._layer, self.setting.grid) for program in programs)
+        return there, back
+
     def hidden_seconds(self) -> float:
         """Return the simulated time of a forward pass from its start to the end of the experts, under even routing: what a
         decision that is needed when results start to travel can hide behind."""
-        spans = self._simulator.run(self._plain.forward, self._layer, self.setting.grid).timeline.spans
+        spans = self.even()[0].timeline.spans
         return max(span.end for span in spans if span.stage is Stage.EXPERT)
 
     def _summed(self, calls: Sequence[tuple[Program, CallSizes]]) -> tuple[float, int, int]:

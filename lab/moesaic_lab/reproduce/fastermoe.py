@@ -63,8 +63,15 @@ class FasterMoEPass:
     """A layer, forward and backward."""
 
     seconds: float
-    limit: float
-    """What full overlap of its computing and moving would take."""
+    computing: float
+    """Of the busiest GPU, seconds."""
+    moving: float
+    """Of the busiest link, seconds."""
+
+    @property
+    def limit(self) -> float:
+        """What full overlap of its computing and moving would take."""
+        return max(self.computing, self.moving)
 
 
 class FasterMoEBed:
@@ -103,7 +110,23 @@ class FasterMoEBed:
         ]
         computing = sum(run.compute_seconds for run in runs)
         moving = sum(run.communication_seconds for run in runs)
-        return FasterMoEPass(sum(run.seconds for run in runs), max(computing, moving))
+        return FasterMoEPass(sum(run.seconds for run in runs), computing, moving)
+
+    def predicted(self, counts: np.ndarray) -> tuple[float, float]:
+        """Return what equations 1 and 2 say of a layer, forward and backward: computing and moving, seconds.
+
+        Equation 2 takes the busiest directed link: out of each run of GPUs that has one, and into it.
+        """
+        ranks = np.arange(len(counts))
+        node, found = ranks // self.spec.devices_per_node, []
+        for link in self.spec.links:
+            run = ranks // link.devices
+            crosses = run[:, None] != run[None, :]
+            if link.carries != "all":
+                crosses &= (node[:, None] != node[None, :]) == (link.carries == "outside")
+            rows = max(np.bincount(run, (counts * crosses).sum(axis)).max() for axis in (0, 1))
+            found.append(rows * self.model.dim * 4 / link.slowest)
+        return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(found)
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
         """Return the time of a layer with shadows: their weights out, the layer, their gradients back."""
@@ -129,6 +152,21 @@ class FasterMoEBed:
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
         exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
         return 3 * float(each.sum()) + exchange * (1.5 if stage == 3 else 1.0)
+
+
+def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[float, float]:
+    """Return R^2 of equations 2 and 1, moving and computing, against the simulator's layers of every skew and order of experts."""
+    pairs = []
+    for bed in beds:
+        for skew in skews:
+            for seed in SEEDS:
+                counts = bed.counts(skew, seed)
+                run = bed.run(PLAIN, counts)
+                pairs.append((*bed.predicted(counts), run.computing, run.moving))
+    table = np.array(pairs)
+    predicted, found = table[:, :2], table[:, 2:]
+    computing, moving = 1 - ((found - predicted) ** 2).sum(0) / ((found - found.mean(0)) ** 2).sum(0)
+    return float(moving), float(computing)
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,15 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     return tuple(np.exp(found.x).tolist())
 
 
+def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
+    def rate(book: Book, cells: Named) -> float:
+        dense = tutel.SWIN_BATCH * 2 * tutel.SWIN_DENSE * (3 if tutel.SWIN_TRAINS[name] else 1)
+        _, moe = tutel.swin_seconds(tutel.TutelCluster(book), 8, name)
+        return dense / (tutel.SWIN_BATCH / cells[f"tutel.swin.{name}.tutel.8"] - moe) / 1e12
+
+    return rate
+
+
 def _netmoe_nic(book: Book, cells: Named) -> float:
     def scatter(tried: Book) -> float:
         return netmoe.NetMoECluster(tried).table4_ms(16)[0]
@@ -243,6 +252,8 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Found]] = {
     ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched"): _tutel_network,
     ("tutel.connection", "tutel.issue"): _tutel_pipelining,
     ("tutel.einsum",): _tutel_einsum,
+    ("tutel.swin.train",): _tutel_swin("train"),
+    ("tutel.swin.infer",): _tutel_swin("infer"),
     ("netmoe.nic",): _netmoe_nic,
     ("netmoe.tflops", "netmoe.launch"): _netmoe_computing,
     ("netmoe.concentration",): _netmoe_concentration,

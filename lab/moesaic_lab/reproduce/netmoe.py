@@ -14,7 +14,6 @@ import numpy as np
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Tflops
-from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, dirichlet_counts
 from moesaic.plan import Plan, compile_plan
@@ -22,6 +21,8 @@ from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Stage
 from moesaic.program.timeline import Span
+from moesaic_lab.netmoe.setting import Costs, Setting, paper_cluster, travel
+from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
@@ -29,6 +30,8 @@ MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
 SAMPLES, LENGTH, TOP_K, PER_NODE, DRAWS = 4, 1024, 2, 8, 20
 """Samples per device, tokens of each, experts per token, devices of a node, draws that a mean is taken over."""
 MIB = 2**20
+JOURNEY = 6
+"""MoE layers over which the time of one is taken, where samples move between them; the last takes them home."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +104,59 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     return PlacedSamples(*np.mean(found, axis=0).tolist())
 
 
-class NetMoECluster:
-    """Two nodes of the cluster, for Table 4.
+@dataclass(frozen=True)
+class EndToEnd:
+    """A step of a model under three systems, seconds."""
+
+    fastmoe: float
+    """All tokens out, all experts, all tokens back. SmartMoE's time too: experts are evenly loaded, so it moves none."""
+    fastermoe: float
+    """With the smart schedule, in groups of four devices; nothing is shadowed under even loads."""
+    netmoe: float
+
+
+def end_to_end(book: Book, model: str, nodes: int, per_node: int) -> EndToEnd:
+    """Return what whole steps take: MoE layers by samples as `placed` draws them, and what stands around them.
 
     Args:
         book: tells the constants.
+        model: a key of `MODELS`.
+        nodes: of the cluster.
+        per_node: devices of each in use.
+    """
+    dim, devices = MODELS[model], nodes * per_node
+    layer = replace(workload(devices, dim, 1), tokens=LENGTH)
+    setting = Setting(nodes=nodes, per_node=per_node, slots=SAMPLES, layer=layer, num_layers=JOURNEY)
+    concentration = book.constant("netmoe.concentration") / layer.num_experts
+    counts = [
+        dirichlet_counts(setting.samples, layer, concentration=concentration, seed=number) for number in range(JOURNEY)
+    ]
+    spec = NetMoECluster(book, nodes, per_node).spec
+    plain, smart = Costs(setting, spec), Costs(setting, spec, Plan(peer_groups=max(devices // 4, 1)))
+    step = WholeStep(f"netmoe-gpt-{model.lower()}", spec, setting.grid, layer.num_experts, SAMPLES)
+    around = step.around_seconds(*plain.even())
+    layers = step.model.moe_layers / JOURNEY
+    journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
+    seconds = (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
+    return EndToEnd(*(around + layers * each for each in seconds))
+
+
+class NetMoECluster:
+    """Some nodes of the cluster.
+
+    Args:
+        book: tells the constants.
+        nodes: in use.
+        per_node: devices of each in use.
     """
 
-    def __init__(self, book: Book) -> None:
-        self.book = book
+    def __init__(self, book: Book, nodes: int = 2, per_node: int = PER_NODE) -> None:
+        self.book, self._nodes, self._per_node = book, nodes, per_node
 
     @cached_property
     def spec(self) -> ClusterSpec:
         """The cluster: its preset with the constants in place."""
-        spec = read_cluster("netmoe", nodes=2)
+        spec = paper_cluster(self._nodes, self._per_node)
         nvlink, nic = spec.links
         nic = replace(nic, gbps=(self.book.constant("netmoe.nic"),))
         device = replace(spec.device, tflops=Tflops(fp32=self.book.constant("netmoe.tflops")))

@@ -20,14 +20,24 @@ from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book
 
 COLUMNS = (("a", 8), ("b", 8), ("b", 16), ("b", 32))
 """Testbed and GPUs of the table's columns."""
 SIZES = ((2, 2), (2, 4), (4, 2), (4, 4))
 """m and s of its rows: ranks of a tensor group, shards of an expert."""
-PLANS = {"baseline": Plan(schedule="baseline"), "s1": Plan(), "s2": Plan(schedule="s2", overlap_gather=True)}
-"""The schedules; S2 with its last all-to-all and all-gather overlapped (SAA)."""
+PLANS = {
+    "baseline": Plan(schedule="baseline"),
+    "s1": Plan(),
+    "s2": Plan(schedule="s2", overlap_gather=True),
+    "s2 in turn": Plan(schedule="s2"),
+}
+"""The schedules; S2 with its last all-to-all and all-gather overlapped (SAA), and one after the other."""
+MODELS = {"bert": ("parm-bert-base", 512), "gpt2": ("parm-gpt2", 1024)}
+"""Presets of the models of Table V, and their lengths."""
+STEP_SEQUENCES, STEP_FACTOR = 4, 1.2
+"""Sequences of each tensor group, and the capacity factor, in Table V, which gives neither."""
 BATCHES, LENGTHS, WIDTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1.2, 2.4)
 RESERVE_GIB = 1.0
 """What the framework takes of a device's memory."""
@@ -93,6 +103,26 @@ class Testbed:
             found.append(ParmTimes(workload, count, seconds, compute))
         return found
 
+    def steps_ms(self, model: str, world: int) -> dict[str, float]:
+        """Return a training step of Table V by schedule, milliseconds; gradients' exchange is left out, as in the paper.
+
+        Args:
+            model: a key of `MODELS`.
+            world: GPUs; m = s = 4.
+        """
+        name, length = MODELS[model]
+        grid = self.grid(world, 4, 4)
+        step = WholeStep(name, self.cluster, grid, world // 4, STEP_SEQUENCES)
+        layer = replace(step.model.layer, top_k=self.top_k, capacity_factor=STEP_FACTOR)
+        assert layer.tokens == STEP_SEQUENCES * length
+        found = {}
+        for schedule in ("baseline", "s1", "s2"):
+            plan = self.compiled(schedule, grid)
+            there, back = (self.simulator.run(program, layer, plan.grid) for program in (plan.forward, plan.backward))
+            around = step.around_seconds(there, back, exchanges=False)
+            found[schedule] = 1e3 * (around + step.model.moe_layers * (there.seconds + back.seconds))
+        return found
+
     def grid(self, world: int, m: int, s: int) -> Grid:
         """Return the mesh: every rank in one copy of the experts, shards and tensor groups innermost (papers.md 1.1)."""
         per_node = self.cluster.devices_per_node
@@ -141,6 +171,12 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
 def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
     """Return the average speed-up of a schedule over the baseline, every layer of the sweep alike."""
     return float(np.average([each.speedup(schedule) for each in times], weights=[each.count for each in times]))
+
+
+def saa_gain(times: Sequence[ParmTimes]) -> float:
+    """Return the mean over layers of S2's time with all-to-all and all-gather one after the other, over that with SAA."""
+    found = [each.seconds["s2 in turn"] / each.seconds["s2"] for each in times]
+    return float(np.average(found, weights=[each.count for each in times]))
 
 
 def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:

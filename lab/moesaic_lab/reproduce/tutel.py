@@ -41,20 +41,24 @@ class TutelLayer:
     hidden: int
     experts_per_gpu: float = 2.0
     factor: float = 1.0
+    top_k: int = 2
+    is_cut: bool = True
+    """Where there are fewer experts than GPUs they are cut in shards; False: they are copied."""
 
     @property
     def workload(self) -> Workload:
         """The layer."""
         return Workload(
-            tokens=self.tokens, num_experts=round(self.gpus * self.experts_per_gpu), top_k=2, dim=self.dim,
+            tokens=self.tokens, num_experts=round(self.gpus * self.experts_per_gpu), top_k=self.top_k, dim=self.dim,
             hidden=self.hidden, matrices=2, dtype="fp16", capacity_factor=self.factor,
         )  # fmt: skip
 
     @property
     def grid(self) -> Grid:
-        """The mesh; experts are cut in shards where there are fewer than GPUs."""
+        """The mesh; experts are cut in shards, or copied, where there are fewer than GPUs."""
         shards = max(1, round(1 / self.experts_per_gpu))
-        return Grid(world=self.gpus, ep=self.gpus // shards, etp=shards, ranks_per_node=PER_NODE)
+        etp = shards if self.is_cut else 1
+        return Grid(world=self.gpus, ep=self.gpus // shards, etp=etp, ranks_per_node=PER_NODE)
 
     @property
     def rows_per_message(self) -> float:
@@ -111,9 +115,10 @@ class TutelCluster:
             simulator.run(made.backward, layer.workload, made.grid),
         )
 
-    def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> float:
-        """Return the time of a layer, forward and backward."""
-        return sum(run.seconds for run in self.runs(plan, layer, flexible=flexible))
+    def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True) -> float:
+        """Return the time of a layer, forward and, where it trains, backward."""
+        there, back = self.runs(plan, layer, flexible=flexible)
+        return there.seconds + (back.seconds if trains else 0.0)
 
     def with_r(self, r: int, layer: RLayer, factor: float) -> float:
         """Return the time of a layer of the map of parallelism under Tutel's r, forward and backward."""
@@ -128,21 +133,21 @@ class TutelCluster:
         computing = sum(run.compute_seconds for run in runs)
         return 1e3 * computing, 1e3 * (sum(run.seconds for run in runs) - computing)
 
-    def by_plan(self, layer: TutelLayer) -> dict[tuple[AllToAll, int], float]:
+    def by_plan(self, layer: TutelLayer, *, trains: bool = True) -> dict[tuple[AllToAll, int], float]:
         """Return the time of a layer by all-to-all and degree."""
         return {
-            (algorithm, degree): self.seconds(Plan(all_to_all=algorithm, chunks=degree), layer)
+            (algorithm, degree): self.seconds(Plan(all_to_all=algorithm, chunks=degree), layer, trains=trains)
             for algorithm in ALGORITHMS
             for degree in DEGREES
         }
 
-    def einsum_seconds(self, layer: TutelLayer) -> float:
+    def einsum_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
         """Return the time of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
 
         One of each forward, two of each backward: 2 * tokens * copies * dim operations each time.
         """
         operations = 2.0 * layer.tokens * layer.workload.copies * layer.dim
-        return 6 * operations / (self.book.constant("tutel.einsum") * 1e12)
+        return (6 if trains else 2) * operations / (self.book.constant("tutel.einsum") * 1e12)
 
 
 def connections(gpus: int, all_to_all: AllToAll) -> int:
@@ -167,7 +172,7 @@ def cluster(book: Book, gpus: int, rows: float | None = None, peers: int | None 
     nvlink, nic = spec.links
     rate = book.constant("tutel.nic") * (spec.nodes / 2) ** -book.constant("tutel.fabric")
     held = connections(gpus, "linear") if peers is None else peers
-    rate = min(rate, held * book.constant("tutel.connection"))
+    rate = min(rate, max(held, 1) * book.constant("tutel.connection"))
     nic = replace(nic, gbps=(rate,), message_us=nic.message_us + 1e-3 * book.constant("tutel.message") * held)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
@@ -177,6 +182,46 @@ def cluster(book: Book, gpus: int, rows: float | None = None, peers: int | None 
     return replace(
         spec, device=device, links=(nvlink, nic), host=replace(spec.host, task_us=book.constant("tutel.issue"))
     )
+
+
+SWIN_LAYERS = ((9, 144, 512), (1, 36, 1024))
+"""MoE layers of SwinV2-MoE-B at 192 x 192: how many, tokens of a picture, width."""
+SWIN_BATCH, SWIN_EXPERTS, SWIN_DENSE = 128, 32, 11.78e9
+"""Pictures per GPU, which the paper does not tell; experts of each layer; operations of a picture, multiply and add as one."""
+SWIN_TRAINS = {"train": True, "infer": False}
+
+
+def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
+    """Return what the MoE layers of SwinV2-MoE-B take per batch, seconds: Fairseq's, and Tutel's by the best plan.
+
+    Args:
+        bed: the cluster.
+        gpus: in use.
+        name: train or infer.
+    """
+    trains, fairseq, tutel = SWIN_TRAINS[name], 0.0, 0.0
+    for count, tokens, dim in SWIN_LAYERS:
+        layer = TutelLayer(
+            gpus=gpus, tokens=SWIN_BATCH * tokens, dim=dim, hidden=4 * dim, experts_per_gpu=SWIN_EXPERTS / gpus, top_k=1
+        )
+        copied = replace(layer, is_cut=False)  # Fairseq's experts cannot be cut
+        plain = bed.seconds(Plan(), copied, flexible=False, trains=trains)
+        fairseq += count * (plain + bed.einsum_seconds(layer, trains=trains))
+        gathered = (0, 1) if layer.grid.etp > 1 else ()
+        by_r = [bed.seconds(Plan(gather_weights=r), layer, trains=trains) for r in gathered]
+        tutel += count * min(*bed.by_plan(layer, trains=trains).values(), *by_r)
+    return fairseq, tutel
+
+
+def swin_pictures(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
+    """Return pictures per second and GPU of SwinV2-MoE-B, with Fairseq's layers and with Tutel's; arguments as before.
+
+    What is dense takes its operations over a rate that was fitted, three times as many in training.
+    """
+    dense = SWIN_BATCH * 2 * SWIN_DENSE * (3 if SWIN_TRAINS[name] else 1)
+    rate = bed.book.constant(f"tutel.swin.{name}") * 1e12
+    fairseq, tutel = (SWIN_BATCH / (dense / rate + moe) for moe in swin_seconds(bed, gpus, name))
+    return fairseq, tutel
 
 
 def big(gpus: int) -> TutelLayer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,33 +59,16 @@ def continuations(options: SampleOptions) -> list[str]:
     Raises:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
-    from moesaic.configfile import override
     from moesaic.models.gpt import generate
-    from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
-    from moesaic.train.checkpoint import CONFIG, load_checkpoint, load_into
-    from moesaic.train.config import TrainConfig
-    from moesaic.train.machine import pick_device
-    from moesaic.train.run_folder import CHECKPOINTS, read_config
-    from moesaic.train.state import tokenizer_of
-    from moesaic.train.tokenizer import saved_tokenizer
+    from moesaic.models.seq2seq import EncoderDecoder, translate
+    from moesaic.train.trained import load_trained
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    folder = Path(options.run)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no run there: name the folder that moesaic train wrote")
-    config = override(TrainConfig(), read_config(folder / CONFIG, say), source=str(folder / CONFIG))
-    saved = load_checkpoint(folder / CHECKPOINTS, say)
-    if not saved.extra.get("has_text", True):
-        raise InputError(f"{folder}: the run was trained on .bin tokens, whose text is not known")
-    tokenizer = saved_tokenizer(config.data, tokenizer_of(saved, folder))
-    assert tokenizer is not None, "the run's folder has it"
-    if config.model.block.kind == "encoder":
-        raise InputError(f"{folder}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder")
-    model = make_language_model(config.model, saved.vocab_size)
-    load_into(model, saved, config.model, saved.vocab_size)
-    model.to(pick_device(options.device)).eval()
+    trained = load_trained(Path(options.run), options.device)
+    if trained.config.model.block.kind == "encoder":
+        raise InputError(
+            f"{options.run}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder"
+        )
+    model, tokenizer = trained.model, trained.tokenizer
     prompts = [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt]
     if isinstance(model, EncoderDecoder):
         return list(map(tokenizer.decode, translate(model, prompts)))

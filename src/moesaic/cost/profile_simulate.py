@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from moesaic.codecs import name_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import Rates, compute_seconds, rates_of
 from moesaic.cost.events import Events, Graph, graph_of
@@ -181,7 +182,7 @@ class ProfileTiming(AbstractTiming):
             return compute_seconds(task, slots, volumes, self._rates(dtype))
         if not is_lossy(task, slots):
             return np.zeros(volumes.num_actors)
-        rates, both_ways = self._rates(dtype), self.profile.codecs.get(task.codec, 0.0)
+        rates, both_ways = self._rates(dtype), self.profile.codecs.get(name_of(task.codec), 0.0)
         if both_ways and self._virtual_flops is None:
             rates = replace(rates, codec=2 * both_ways / self.profile.host.sharing)
         return compute_seconds(task, slots, volumes, rates)

@@ -14,7 +14,7 @@ import numpy as np
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import NO_REPLICATION
-from moesaic.codecs import CODECS
+from moesaic.codecs import codec_spec
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.held import ExpertSizes, HeldBytes
 from moesaic.cost.simulate import Simulator
@@ -85,7 +85,7 @@ class Compiled:
     @property
     def capacity_multiple(self) -> int:
         """What a padded capacity is rounded up to, so that its rows split evenly over tp, shards and chunks."""
-        blocks = max(CODECS[codec].rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
+        blocks = max(codec_spec(codec).rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
         chunks = self.plan.chunks
         return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
 

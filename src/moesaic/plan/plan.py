@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.policy import NO_REPLICATION
-from moesaic.codecs import CODECS, NO_CODEC, is_coded
+from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -31,15 +31,15 @@ _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 MOST_CHUNKS = 256
 """Of a layer; no fewer rows are worth a message, and the order of tasks is found in time that grows with its square."""
 
+Codec: TypeAlias = str
+"""A codec by its name, with its option behind a colon; see `moesaic.codecs.codec_spec`."""
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
-    Codec: TypeAlias = str
     Replication: TypeAlias = str
     Order: TypeAlias = str
     Schedule: TypeAlias = str
 else:
     AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
-    Codec = Literal[tuple(CODECS)]
     Replication = Literal[(NO_REPLICATION, *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
@@ -69,7 +69,8 @@ class StaticPlan:
     once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node and once per rank there;
     deepep, DeepEP's kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
     codec: Codec = NO_CODEC
-    """Of rows that cross ep in the forward pass; docs/codecs.md says what each loses."""
+    """Of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp, which takes its bits per value behind a
+    colon (zfp:12); docs/codecs.md says what each loses."""
     backward_codec: Codec = NO_CODEC
     """Of gradients that cross ep."""
     order: Order = "optsche"
@@ -83,9 +84,16 @@ class StaticPlan:
             "all_to_all": (*ALL_TO_ALLS, *_OTHERS),
             "order": ORDERS,
         }
-        for name, known in (*names.items(), ("codec", CODECS), ("backward_codec", CODECS)):
+        for name, known in names.items():
             if getattr(self, name) not in known:
                 raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
+        for name in ("codec", "backward_codec"):
+            if not getattr(self, name):
+                raise InputError(f"plan.{name}='' is unknown: write {NO_CODEC} for no codec")
+            try:
+                codec_spec(getattr(self, name))
+            except InputError as error:
+                raise InputError(f"plan.{name}: {error}") from error
         for name in ("chunks", "peer_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan.{name}={getattr(self, name)}: must be at least 1")
@@ -113,7 +121,7 @@ class StaticPlan:
     @property
     def is_lossless(self) -> bool:
         """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
-        return CODECS[self.codec].is_lossless and CODECS[self.backward_codec].is_lossless
+        return codec_spec(self.codec).is_lossless and codec_spec(self.backward_codec).is_lossless
 
 
 @dataclass(frozen=True, kw_only=True)

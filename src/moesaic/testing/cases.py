@@ -15,7 +15,7 @@ from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
-from moesaic.codecs import CODECS, is_coded
+from moesaic.codecs import CODECS, codec_spec, is_coded
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
@@ -85,7 +85,7 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
-        by_rows = all(CODECS[codec].rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
+        by_rows = all(codec_spec(codec).rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
         plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
         plain = plain and not self.capacity.is_padded and not self.plan.replicates and not self.experts_move
         plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
@@ -96,7 +96,7 @@ class Case:
         """The largest error relative to the largest expected value that passes."""
         if self.is_exact:
             return TOLERANCES[self.precision]
-        lossy = sum(CODECS[codec].tolerance for codec in (self.plan.codec, self.plan.backward_codec))
+        lossy = sum(codec_spec(codec).tolerance for codec in (self.plan.codec, self.plan.backward_codec))
         return TOLERANCES[self.precision] + lossy
 
     @property
@@ -187,7 +187,7 @@ def missing_codecs() -> list[str]:
 
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan, whether or not they go together."""
-    codec = rng.choice(LOSSY) if rng.random() < 0.15 else "none"
+    codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     return Plan(
         schedule=rng.choice([name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic_lab.reproduce.fastermoe import GPT_S, PLAIN, FasterMoEBed
+from moesaic_lab.reproduce.fastermoe import GPT, GPT_S, PLAIN, FasterMoEBed, predictor_r2
 from moesaic_lab.reproduce.fastermoe_model import (
     FasterMoEMachine,
     ideal,
@@ -111,3 +111,18 @@ def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
     assert three > two
     nbytes = 16 * 2 * 1024 * 2048 * 4
     assert three - two > 0.5 * nbytes / bed.nic
+
+
+def test_equations_1_and_2_are_the_busiest_gpu_and_the_busiest_directed_link() -> None:
+    bed = FasterMoEBed(GPT_S)
+    counts = np.zeros((16, 16), dtype=np.int64)
+    counts[0, 8], counts[1, 9], counts[2, 2] = 100, 100, 500  # two cross to the other node, one stays where it is
+    computing, moving = bed.predicted(counts)
+    assert computing == pytest.approx(3 * bed.machine.compute_seconds(500))
+    assert moving == pytest.approx(4 * 200 * 1024 * 4 / bed.nic)
+
+
+def test_the_predictor_explains_what_the_simulator_finds() -> None:
+    moving, computing = predictor_r2([FasterMoEBed(GPT_S), FasterMoEBed(GPT)], (0.0, 1.2))
+    assert 0.95 < moving <= 1
+    assert 0.95 < computing <= 1

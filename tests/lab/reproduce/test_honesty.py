@@ -16,7 +16,7 @@ BOOK = read_book()
 QUICK = (
     "schemoe.nic", "parm.a.link", "parm.a.message", "parm.b.link", "parm.b.message", "schemoe.turn", "schemoe.tflops",
     "schemoe.codec", "schemoe.rest.layer", "schemoe.rest.fixed", "schemoe.issue", "tutel.tflops", "netmoe.nic",
-    "netmoe.tflops", "netmoe.launch",
+    "netmoe.tflops", "netmoe.launch", "tutel.swin.train", "tutel.swin.infer",
 )  # fmt: skip
 """Constants that are found in a second."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic_lab.reproduce.netmoe import MODELS, NetMoECluster, before_mib, placed
+from moesaic_lab.reproduce.netmoe import MODELS, NetMoECluster, before_mib, end_to_end, placed
 from moesaic_lab.reproduce.records import read_book
 
 
@@ -33,3 +33,9 @@ def test_scatter_grows_with_the_samples_and_computing_has_a_fixed_part() -> None
     (scatter2, compute2), (scatter4, compute4) = bed.table4_ms(2), bed.table4_ms(4)
     assert scatter4 / scatter2 == pytest.approx(2.0, rel=0.02)
     assert 1.2 < compute4 / compute2 < 2.0
+
+
+def test_moving_samples_makes_whole_steps_faster_but_not_by_more_than_their_volume() -> None:
+    """Half of the volume between nodes is the least that is left, so no step can be twice as fast."""
+    found = end_to_end(read_book(), "S", 2, 2)
+    assert 1 < found.fastmoe / found.netmoe < 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moesaic.cost.workload import Workload
-from moesaic.plan.algorithm1 import CostLine, Operations, corrected, operations, published
+from moesaic.plan.algorithm1 import RULES, CostLine, Operations, corrected, operations, published
 from moesaic.program.grid import Grid
+from moesaic_lab.reproduce import parm, parm_report
+from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.parm import ParmTimes, layers, mean_speedup, shares
 from moesaic_lab.reproduce.parm import Testbed as Bed
-from moesaic_lab.reproduce.records import read_book
+from moesaic_lab.reproduce.records import Reproduction, read_book
 
 BOOK = read_book()
 LAYER = Workload(tokens=1000, num_experts=4, top_k=2, dim=10, hidden=8, matrices=2, dtype="fp32")
@@ -85,3 +87,34 @@ def test_layers_that_do_not_fit_into_memory_are_dropped() -> None:
     all_sizes = [layer.tokens * layer.dim for layer, _ in layers(8, 4, bed.top_k)]
     assert max(sizes) < max(all_sizes)
     assert min(sizes) == min(all_sizes)
+
+
+@pytest.fixture(scope="module")
+def small() -> Reproduction:
+    """The whole report over two layers of each of two cells."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BATCHES", (2,)), ("LENGTHS", (512,)), ("WIDTHS", (1024,))):
+            patch.setattr(parm, name, value)
+        patch.setattr(parm_report, "COLUMNS", (("a", 8), ("b", 32)))
+        patch.setattr(parm_report, "SIZES", ((4, 4),))
+        return parm_report.reproduce(read_book())
+
+
+def test_the_report_sets_overlap_and_whole_steps_beside_the_table(small: Reproduction) -> None:
+    found = {row.cell.name: row for row in small.rows}
+    assert set(RULES) == set(parm_report.RULE_WORDS)
+    assert 0.9 < found["parm.saa.a"].ours < 1.3
+    for bed in ("a", "b"):
+        for model in ("bert", "gpt2"):
+            plain, chosen = (found[f"parm.step.{model}.{bed}.{way}"] for way in ("baseline", "parm"))
+            assert plain.role == chosen.role == "kept back"
+            assert 1 < plain.ours / chosen.ours < 6, "attention and the output take the same under every schedule"
+
+
+def test_steps_leave_out_the_exchange_of_gradients() -> None:
+    bed = Bed(read_book(), "a")
+    grid = bed.grid(8, 4, 4)
+    step = WholeStep("parm-gpt2", bed.cluster, grid, 2, 4)
+    plan = bed.compiled("s1", grid)
+    runs = [bed.simulator.run(program, step.model.layer, plan.grid) for program in (plan.forward, plan.backward)]
+    assert 0 < step.around_seconds(*runs, exchanges=False) < step.around_seconds(*runs)

@@ -17,6 +17,7 @@ from moesaic_lab.reproduce.tutel import (
     connections,
     single,
     sweep,
+    swin_pictures,
 )
 
 BOOK = read_book()
@@ -86,3 +87,11 @@ def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large
     many, large = RLayer(tokens=4096, hidden=2048), RLayer(tokens=1024, hidden=32768)
     assert bed.with_r(0, many, 8.0) < bed.with_r(4, many, 8.0)
     assert bed.with_r(4, large, 1.0) < bed.with_r(0, large, 1.0)
+
+
+def test_pictures_per_second_are_those_the_dense_part_was_fitted_to() -> None:
+    bed = TutelCluster(read_book())
+    fairseq, tutel = swin_pictures(bed, 8, "train")
+    assert tutel == pytest.approx(274.0, rel=1e-3)
+    assert fairseq < tutel
+    assert swin_pictures(bed, 8, "infer")[1] == pytest.approx(1053.0, rel=1e-3)

@@ -17,6 +17,9 @@ is far smaller. Both ways are exact, and deterministic: all ranks get the same a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 
 from moesaic.balance.samples.placer import LEAST_GAIN, REST, AbstractPlacer, Homes, SampleLoad, check
@@ -26,6 +29,8 @@ SEATS_MOST = 96
 """Up to so many samples the matrix of repeated columns is solved, above the flow; both take about as long there."""
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Of the links within nodes, that are tried."""
+Solver: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""From costs, (samples, places) int64, and the room of each place to the place of each sample."""
 _UNITS = 2**20
 """Costs are whole numbers, so that every rank adds up the same: of this many parts of the largest one."""
 
@@ -37,21 +42,22 @@ class TwoStage(AbstractPlacer):
         least_gain: share of the rows between nodes (within them, where there is one node) that a move must save, else
             nobody moves; from 0 to below 1.
         rest: passes in which it is not asked after some in which nobody moved: to decide costs as much where nobody does.
+        solve: what solves an assignment; as `assign`, which is the default.
 
     Raises:
         InputError: for what is no share.
     """
 
-    def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST) -> None:
+    def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None) -> None:
         check(least_gain, rest)
-        self.least_gain, self.rest = least_gain, rest
+        self.least_gain, self.rest, self._solve = least_gain, rest, solve or assign
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the homes of the two assignments, or the present ones if they gain too little."""
         rank = load.homes.rank.copy()
         for ranks in load.replicas:
             samples = np.flatnonzero(np.isin(rank, ranks))
-            rank[samples] = _placed(load, samples, ranks)
+            rank[samples] = _placed(load, samples, ranks, self._solve)
         found = Homes.of_ranks(rank, load.grid.world)
         before, after = load.volume(load.homes), load.volume(found)
         if (after.inter, after.intra) >= (before.inter, before.intra):
@@ -62,20 +68,20 @@ class TwoStage(AbstractPlacer):
         return found if saved >= self.least_gain * of else load.homes
 
 
-def _placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+def _placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray, solve: Solver) -> np.ndarray:
     """Return the rank of each of a replica's samples, (samples,) int64."""
     intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
     now, slots = load.homes.rank[samples], load.homes.slots
     nodes, first = np.unique(load.node[ranks], return_index=True)
     room = np.array([slots * (load.node[ranks] == node).sum() for node in nodes])
     stays = load.node[now][:, None] == nodes[None, :]
-    node = nodes[assign(_weighed(inter[:, first], stays), room)]
+    node = nodes[solve(_weighed(inter[:, first], stays), room)]
     found = np.empty(len(samples), dtype=np.int64)
     for each in nodes:
         here, members = np.flatnonzero(node == each), load.node[ranks] == each
         stays = now[here][:, None] == ranks[members][None, :]
         cost = _weighed(intra[np.ix_(here, members)], stays)
-        found[here] = ranks[members][assign(cost, np.full(int(members.sum()), slots))]
+        found[here] = ranks[members][solve(cost, np.full(int(members.sum()), slots))]
     return found
 
 

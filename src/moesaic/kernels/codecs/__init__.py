@@ -26,13 +26,12 @@ CODECS = {name: _class_of(spec.implementation) for name, spec in codecs.CODECS.i
 
 
 def codec_named(name: str) -> AbstractCodec:
-    """Return the codec of that name with its default options.
+    """Return a codec by its name, with the option that stands behind a colon there.
 
     Raises:
         InputError: there is no such codec, or a package that it needs is not installed.
     """
-    codecs.codec_spec(name)
-    codec = CODECS[name or "none"]()
+    codec = _class_of(codecs.codec_spec(name).implementation)(**codecs.codec_spec(name).arguments)
     codec.check_available()
     return codec
 

@@ -21,8 +21,7 @@ where a lower rate does not, only the range of the integers bounds the error: 3 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.codecs import CodecSpec, blocks_of_bits
+from moesaic.codecs import CodecSpec, codec_spec
 from moesaic.errors import InputError
 from moesaic.kernels.code_formats import (
     ZFP_BLOCK,
@@ -44,8 +43,6 @@ from moesaic.kernels.code_formats import (
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.pick import codes_by_triton
 
-RATES = range(4, 33)
-"""Bits per value that are accepted. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
 MOST_VALUES = 2**28
 """The Triton kernels count the bits of so many values with 32-bit integers; more go over the CPU."""
 
@@ -68,19 +65,17 @@ class Zfp(AbstractCodec):
     name: ClassVar[str] = "zfp"
 
     rate: int = 8
-    """Bits per value, 4 to 32."""
+    """Bits per value, 4 to 32. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.rate, bool) or not isinstance(self.rate, int) or self.rate not in RATES:
-            allowed = f"a whole number of bits from {RATES[0]} to {RATES[-1]}"
-            raise InputError(f"codec zfp: rate is {self.rate!r}: write {allowed} per value, such as 8")
+        codec_spec(f"{self.name}:{self.rate!r}")
 
     def check_available(self) -> None:
         _zfpy()
 
     @property
     def spec(self) -> CodecSpec:
-        return replace(super().spec, layout=partial(blocks_of_bits, rate=self.rate))
+        return codec_spec(f"{self.name}:{self.rate}")
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         if codes_by_triton(rows.device, rows.dtype) and rows.numel() <= MOST_VALUES:
