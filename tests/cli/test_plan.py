@@ -129,7 +129,7 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
         (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small"),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
-        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not there yet: leave it at 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not searched: leave it at 1"),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
