@@ -224,7 +224,7 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
         return found
 
     def off(of: ClusterProfile, some: np.ndarray) -> np.ndarray:
-        return np.array([_seconds(of, layers[n]) / layers[n].seconds - 1 for n in np.flatnonzero(some)])
+        return np.array([_seconds(of, layers[n]) / layers[n].seconds - 1 for n in np.flatnonzero(some).tolist()])
 
     def errors(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([off(made(logs), ~held), TRUST * logs])
