@@ -132,7 +132,7 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
         (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small"),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
-        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not there yet: leave it at 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not searched: leave it at 1"),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
@@ -205,13 +205,17 @@ def hub(tmp_path: Path) -> list[str]:
 
 
 def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsys: pytest.CaptureFixture) -> None:
-    flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64"
+    flags = (
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 --enable-zero-bubble"
+    )
+    flags += " --recompute-modules moe_act layernorm --fp8-format hybrid --num-distributed-optimizer-instances 1"
     assert main([*hub, "--price-per-hour", "2", "--explain", flags]) == 0
     text = capsys.readouterr().err
     for words in (
         "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
         "a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step",
         "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
+        "your parts: attention", "pipeline", "; memory: weights",
     ):  # fmt: skip
         assert words in text
 
@@ -229,10 +233,20 @@ def test_a_layout_is_printed_in_the_words_of_another_system(
     assert all(line.startswith("--") for line in printed.splitlines())
 
 
+def test_somebodys_layout_is_printed_in_the_words_of_another_system(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble --micro-batch-size 2"
+    assert main([*hub, "--ep", "8", "--explain", flags, "--emit", "torchtitan"]) == 0
+    printed = capsys.readouterr().out
+    assert "--parallelism.pipeline_parallel_schedule InterleavedZeroBubble" in printed
+    assert "--parallelism.expert_parallel_degree 4" in printed
+
+
 def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
     hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 40, "hidden_size": 2048}))
+    (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 60, "hidden_size": 2048}))
     assert main([*hub, "--seq-len", "32768", "--ep", "8"]) == 0
     assert "activations are recomputed: without that it fits no layout" in capsys.readouterr().err
 
@@ -243,7 +257,7 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
         (["--gpus", "12"], "12 devices are no whole nodes of dgx-h100, which have 8: try 8"),
         (["--nodes", "2"], "--nodes and --gpus both say how large the cluster is"),
         (["--price-per-hour", "-1"], "--price-per-hour -1.0: must be a finite number above 0"),
-        (["--explain", "--nothing"], "no flag of Megatron that splits a model is there"),
+        (["--explain", "--nothing"], "no flag of Megatron or torchtitan that splits a model is there"),
         (["--emit", "megatrom"], "megatrom"),
     ],
 )

@@ -91,7 +91,7 @@ class PlanOptions:
     innermost: Literal["etp", "ep"] | None = None
     """Keep the order of etp and ep."""
     pp: int = 1
-    """Pipeline stages: the runtime has none yet, so 1."""
+    """Pipeline stages: none are searched, so 1; explain predicts a layout that has them."""
     schedules: tuple[Schedule, ...] = LOSSLESS.schedules
     """Schedules to try."""
     all_to_alls: tuple[AllToAll, ...] = LOSSLESS.all_to_alls
@@ -115,7 +115,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.pp != 1:
-            raise InputError(f"--pp {self.pp}: pipeline stages are not there yet: leave it at 1")
+            raise InputError(
+                f"--pp {self.pp}: pipeline stages are not searched: leave it at 1, and give a layout that has them to --explain"
+            )
         for name in ("tp", "ep", "etp", "nodes", "gpus", "top", "batch_size", "accumulation", "seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -105,7 +105,7 @@ def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
     ordered = sorted(layers)
     medians = {
         "processor time of plans": profile.errors.host_median,
-        "whole layers": ordered[len(ordered) // 2] if ordered else 0.0,
+        "whole layers": max(profile.errors.layers_median, ordered[len(ordered) // 2] if ordered else 0.0),
     }
     found = [
         f"{name} {medians[name]:.0%} off, at most {limit:.0%}"

@@ -142,6 +142,8 @@ class Errors:
     """Movements of sizes that were held out, at worst."""
     spread: float = 0.0
     """Interquartile range of repeats over their median, at worst."""
+    layers_median: float = 0.0
+    """Time by the wall clock of whole layers under plans that were held out: the median."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,17 +1,21 @@
-"""Host costs from the processor time of whole layers, and links from timed movements; refuses to fit noise."""
+"""Host costs from the processor time of whole layers, and links from timed movements; refuses to fit noise. Then both are
+brought to the time that whole layers took by the wall clock, which processor time alone does not tell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from moesaic.cost.fit import MAX_SPREAD
-from moesaic.cost.profile import HostCosts
-from moesaic.cost.profile_simulate import FEATURES
+from moesaic.cost.profile import ClusterProfile, HostCosts
+from moesaic.cost.profile_simulate import FEATURES, profiled_simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+from moesaic.program.task import Program
 
 HELD_OUT = 4
 """Every so-manieth measurement is kept from the fit, and the fit is checked on it."""
@@ -167,3 +171,74 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], wha
     credit = max(num_bytes[-1] * slope - medians[-1], 0.0)
     found = LinkFit(latency=medians[0], bytes_per_second=1 / slope, credit=credit)
     return found, abs(found.seconds(num_bytes[held]) / medians[held] - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedLayer:
+    """A layer whose forward and backward pass were timed by the wall clock."""
+
+    forward: Program
+    backward: Program
+    grid: Grid
+    workload: Workload
+    seconds: float
+    virtual_flops: float
+    """As of `ProfileTiming`."""
+
+
+OF_HOST = ("layer", "task", "wait", "message", "byte", "transport_byte")
+"""Costs that are brought to wall times."""
+LEAST = 1e-6
+"""Seconds, or of a byte LEAST / 1e3, from which what was found to cost nothing is tried."""
+TRUST = 0.05
+"""A cost that is e times what processor time says counts as much as a layer that is off by this."""
+
+
+def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[ClusterProfile, float]:
+    """Return a profile whose host costs, latencies and credits make layers take the time that they took, and its median error.
+
+    Every fourth layer is held out. If it is not predicted better than before, the profile stays as it is.
+
+    Args:
+        profile: fitted to processor time and movements.
+        layers: of many plans, none of them with products of the host.
+
+    Returns:
+        the profile, and the median error on the layers that were held out, as a share.
+    """
+    held = np.arange(len(layers)) % HELD_OUT == HELD_OUT - 1
+    links = [name for name in ("inside", "outside") if getattr(profile, name).all_senders]
+    host, start = profile.host, []
+    for name in OF_HOST:
+        start.append(max(getattr(host, name), LEAST / 1e3 if name.endswith("byte") else LEAST))
+    for name in links:
+        link = getattr(profile, name)
+        start += [max(link.latency_seconds, LEAST), max(link.credit_seconds, LEAST)]
+
+    def made(logs: np.ndarray) -> ClusterProfile:
+        values = iter((np.exp(logs) * start).tolist())
+        found = replace(profile, host=replace(host, **{name: next(values) for name in OF_HOST}))
+        for name in links:
+            link = replace(getattr(profile, name), latency_seconds=next(values), credit_seconds=next(values))
+            found = replace(found, **{name: link})
+        return found
+
+    def off(of: ClusterProfile, some: np.ndarray) -> np.ndarray:
+        return np.array([_seconds(of, layers[n]) / layers[n].seconds - 1 for n in np.flatnonzero(some).tolist()])
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([off(made(logs), ~held), TRUST * logs])
+
+    before = float(np.median(np.abs(off(profile, held)))) if held.any() else 0.0
+    if held.sum() == 0 or (~held).sum() < len(start):
+        return profile, before
+    fitted = least_squares(
+        errors, np.zeros(len(start)), loss="soft_l1", f_scale=USUAL_ERROR, diff_step=1e-2, xtol=1e-3, ftol=1e-3
+    )
+    after = float(np.median(np.abs(off(made(fitted.x), held))))
+    return (made(fitted.x), after) if after < before else (profile, before)
+
+
+def _seconds(profile: ClusterProfile, layer: TimedLayer) -> float:
+    simulator = profiled_simulator(profile, virtual_flops=layer.virtual_flops)
+    return simulator.layer_seconds(layer.forward, layer.backward, layer.workload, layer.grid)

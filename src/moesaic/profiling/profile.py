@@ -14,7 +14,7 @@ from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
 from moesaic.cost.movement import movements_of
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, MachineInfo, Versions
-from moesaic.cost.profile_fit import HostFit, Sample, fit_host, fit_link
+from moesaic.cost.profile_fit import Sample, TimedLayer, calibrate, fit_host, fit_link
 from moesaic.cost.profile_simulate import FEATURES, host_features, layer_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.profiling.collectives import collectives
@@ -24,6 +24,8 @@ from moesaic.profiling.links import TimedMovements, movements, partners
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 
+NO_TIME = 1e30
+"""Operations per second of products that take no time, as the calibration layers' do."""
 Progress = Callable[[str, float], None]
 """Told what is measured now, and the share of all that is done."""
 
@@ -109,32 +111,36 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
         InputError: where the times are noise.
     """
     shared = statistics.median(measured.sharing)
-    nodes = measured.world // measured.ranks_per_node
     rough = _with_links(measured, HostCosts(sharing=shared))[0]
     simulator = profiled_simulator(rough)
     samples = [Sample(_features(simulator, each), step.processor) for each, step in measured.steps]
     host = fit_host(samples, shared)
     profile, link_error = _with_links(measured, host.costs)
-    return _finished(profile, measured, host, link_error, nodes)
-
-
-def _finished(
-    profile: ClusterProfile, measured: MeasuredMachine, host: HostFit, link_error: float, nodes: int
-) -> ClusterProfile:
+    layers = [
+        TimedLayer(
+            forward=each.compiled.forward, backward=each.compiled.backward, grid=each.compiled.grid,
+            workload=each.workload, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
+        ) for each, step in measured.steps
+    ]  # fmt: skip
+    calibrated, layer_error = calibrate(profile, layers)
     return replace(
-        profile,
+        calibrated,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         machine=MachineInfo.here(),
         versions=Versions.here(),
         errors=Errors(
-            host_median=host.median_error, host_worst=host.worst_error, links_worst=link_error, spread=host.spread
+            host_median=host.median_error,
+            host_worst=host.worst_error,
+            links_worst=link_error,
+            spread=host.spread,
+            layers_median=layer_error,
         ),
     )
 
 
 def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[float, ...]:
-    """Return how far predicted times of the calibration layers are off, as shares; wall times took no part in any fit."""
-    simulator = profiled_simulator(profile, virtual_flops=1e30)
+    """Return how far predicted times of the calibration layers are off, as shares; three quarters of them were fitted to."""
+    simulator = profiled_simulator(profile, virtual_flops=NO_TIME)
     found = []
     for each, step in measured.steps:
         compiled = each.compiled

@@ -1,0 +1,66 @@
+"""Profiles brought to wall times: costs that processor time got wrong are found, and nothing is changed without evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts
+from moesaic.cost.profile_fit import TimedLayer, calibrate
+from moesaic.cost.profile_simulate import profiled_simulator
+from moesaic.cost.workload import Workload
+from moesaic.plan import Plan, compile_plan
+from moesaic.program.grid import Grid
+
+GRID = Grid(world=2, ep=2, ranks_per_node=2)
+RIGHT = ClusterProfile(
+    ranks_per_node=2,
+    inside=LinkCosts(latency_seconds=2e-4, credit_seconds=5e-4, one_sender=2e7, all_senders=2e7),
+    host=HostCosts(layer=2e-3, task=4e-5, wait=2e-4, message=1e-4, byte=4e-10, transport_byte=6e-10, sharing=1.5),
+)
+WRONG = replace(
+    RIGHT,
+    host=replace(RIGHT.host, layer=1e-3, task=8e-5, wait=1e-4),
+    inside=replace(RIGHT.inside, latency_seconds=5e-5),
+)
+
+
+def seconds(profile: ClusterProfile, layer: TimedLayer) -> float:
+    simulator = profiled_simulator(profile, virtual_flops=layer.virtual_flops)
+    return simulator.layer_seconds(layer.forward, layer.backward, layer.workload, layer.grid)
+
+
+def layers(profile: ClusterProfile, tokens: tuple[int, ...]) -> list[TimedLayer]:
+    """Layers that take what a profile says."""
+    found = []
+    for count in tokens:
+        for chunks in (1, 2, 4):
+            compiled = compile_plan(Plan(chunks=chunks), GRID, host_runs_compute=True)
+            workload = Workload(tokens=count, num_experts=4, top_k=2, dim=64, hidden=64, dtype="fp32")
+            each = TimedLayer(
+                forward=compiled.forward, backward=compiled.backward, grid=compiled.grid, workload=workload, seconds=1.0,
+                virtual_flops=1e30,
+            )  # fmt: skip
+            found.append(replace(each, seconds=seconds(profile, each)))
+    return found
+
+
+def test_layers_that_were_held_out_are_predicted_by_what_the_others_took() -> None:
+    timed = layers(RIGHT, (32, 128, 512, 2048))
+    found, error = calibrate(WRONG, timed)
+    before = [abs(seconds(WRONG, each) / each.seconds - 1) for each in timed[3::4]]
+    after = [abs(seconds(found, each) / each.seconds - 1) for each in timed[3::4]]
+    assert max(after) < 0.5 * max(before)
+    assert error == pytest.approx(sorted(after)[1])
+    # Only what wall times tell of is touched.
+    assert replace(found, host=WRONG.host, inside=WRONG.inside) == WRONG
+    assert (found.host.sharing, found.inside.all_senders) == (WRONG.host.sharing, WRONG.inside.all_senders)
+
+
+def test_a_profile_that_is_right_or_has_too_few_layers_stays() -> None:
+    timed = layers(RIGHT, (32, 128, 512, 2048))
+    assert calibrate(RIGHT, timed) == (RIGHT, 0.0)
+    few, error = calibrate(WRONG, timed[:4])
+    assert few == WRONG
+    assert error == pytest.approx(abs(seconds(WRONG, timed[3]) / timed[3].seconds - 1))
