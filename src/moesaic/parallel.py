@@ -203,8 +203,8 @@ def _shard(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Make a module a unit of FSDP2, gathered in a dtype, whose gradients are summed over `mesh` and divided by `divide_by`."""
-    stored = next(module.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and stored, cast_forward_inputs=False)
+    summed_in = None if dtype is None else next(module.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dim(parameter, mesh.size()))

@@ -34,6 +34,7 @@ def test_every_tile_on_offer_fits_the_device(device, sizes, itemsize):
             assert shared_bytes(tile, shape) <= device.shared_bytes
             assert not tile.descriptors or device.capability >= (9, 0)
             assert min(tile.rows, tile.columns, tile.depth) >= 16
+            assert not (tile.programs and shape.is_doubled), "the assembler serialises the products of such a tile"
 
 
 def test_few_rows_per_expert_make_low_tiles():
