@@ -47,7 +47,7 @@ from moesaic_lab.tables import Column, table
 
 DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dense experts, situation by situation."
 WORLDS = (2, 4)
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(minutes=5)
 SYSTEMS_ASKED = 4
 """Packages of others, as a target."""
 NEXT_TO_NOTHING = 1e-30
