@@ -81,5 +81,15 @@ def test_an_exported_layer_computes_what_the_layer_does():
     assert float(difference[1]) < 1e-6
 
 
+def test_the_page_shows_lines_of_every_recipe():
+    parts = (FOLDER.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    shown = {re.search(r"recipes/(\w+)\.py", part)[1]: re.findall(r"^    (\S.*)$", part, re.M) for part in parts}
+    assert set(shown) == {*EQUAL, *OTHERS, "export"}
+    for name, lines in shown.items():
+        written = {line.strip() for line in (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()}
+        assert lines
+        assert set(lines) <= written, name
+
+
 def test_every_recipe_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == {*EQUAL, *OTHERS, "export", "tiny"}

@@ -6,6 +6,10 @@ twice, under transformers' own exchange as well.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -71,3 +75,17 @@ def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.Monk
 def test_the_extra_brings_what_transformers_asks_for_on_several_ranks():
     named = [line for line in metadata.requires("moesaic") or () if "extra == 'transformers'" in line.replace('"', "'")]
     assert any(line.startswith("accelerate") for line in named), named
+
+
+@pytest.mark.slow
+def test_the_two_lines_of_the_readme_run_under_torchrun_on_four(tmp_path: Path) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(import os, tempfile, torch\n.*?)```", readme, re.DOTALL)
+    said = "assert model.model.layers[0].mlp.experts.num_experts == 8 // ranks\nassert ids.shape == (2, 10)\n"
+    (tmp_path / "two_lines.py").write_text(block + said)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(tmp_path / "two_lines.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch], capture_output=True, text=True, timeout=400, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -146,6 +146,11 @@ def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
     assert "no configuration there: name the model's config.json" in refusal(hub, tmp_path / "o", to="moesaic")
     (tmp_path / "config.json").write_text(config)
     moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
+    (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))
+    assert re.search(
+        r"no configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
+        refusal(hub, tmp_path / "p", to="moesaic"),
+    )
     table = json.loads(config) | {"quantization_config": {"quant_method": "gptq"}}
     (hub / "config.json").write_text(json.dumps(table))
     assert "the weights are quantized" in refusal(hub, tmp_path / "p", to="moesaic")

@@ -16,7 +16,7 @@ except ImportError as error:
         f"moesaic.transformers needs transformers 5.23 or later ({error}): pip install 'moesaic[transformers]'"
     ) from None
 
-from moesaic.transformers.backend import experts_forward
+from moesaic.transformers.backend import experts_forward, tell_where_no_experts_are
 from moesaic.transformers.expert_parallel import (
     MoesaicEP,
     complete_sizes,
@@ -29,5 +29,6 @@ ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
 complete_sizes()
 refuse_uneven_experts()
+tell_where_no_experts_are()
 
 __all__ = ["MoesaicEP", "experts_forward", "register_plan", "use_plan"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.routing.capacity import count
-from moesaic.transformers.experts import refusal, run_tokens
+from moesaic.transformers.experts import FLAGS, refusal, run_tokens
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -39,6 +41,33 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     counts = count(expert, None, self.num_experts)
     permutation = sort_by_expert(token, expert, counts, num_tokens, None if self._is_expert_parallel else top_k)
     return run_tokens(self, hidden_states, weight, permutation)
+
+
+def tell_where_no_experts_are() -> None:
+    """Let loading a model and `set_experts_implementation` say where "moesaic" changes nothing, which transformers does not."""
+    load, choose = PreTrainedModel.from_pretrained.__func__, PreTrainedModel.set_experts_implementation
+
+    @wraps(load)
+    def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
+        loaded = load(cls, *args, **options)
+        _tell(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    @wraps(choose)
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        choose(self, experts_implementation)
+        if experts_implementation == "moesaic":
+            _tell(self, is_asked=True)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    PreTrainedModel.set_experts_implementation = set_experts_implementation
+
+
+def _tell(model: Any, is_asked: bool = False) -> None:
+    is_asked = is_asked or getattr(model.config, "_experts_implementation", None) == "moesaic"
+    if is_asked and not any(hasattr(module, FLAGS[0]) for module in model.modules()):
+        name = type(model).__name__
+        say(f'{name} has no experts with transformers\' interface: experts_implementation="moesaic" changes nothing')
 
 
 def say(line: str) -> None:

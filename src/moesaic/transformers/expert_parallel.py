@@ -100,11 +100,13 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
         plan: which of the equivalent ways the experts run in.
 
     Raises:
-        InputError: for a name that transformers has for something else.
+        InputError: for a name that transformers has for something else, or what is no plan.
     """
     known: Any = EPImplementationInterface()
     if name in known and not isinstance(known[name], partial):
         raise InputError(f"ep_implementation={name!r} is taken: choose another name for the plan")
+    if not isinstance(plan, Plan | Compiled):
+        raise InputError(f"register_plan: a plan is a moesaic.Plan, not {type(plan).__name__}: write Plan(...)")
     EPImplementationInterface.register(name, partial(MoesaicEP, plan=plan))
 
 

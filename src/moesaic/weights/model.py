@@ -122,8 +122,10 @@ def read_config(folder: Path, named: Path | None) -> Any:
         quantized = table.pop("quantization_config", None)  # what is read is not quantized any more
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # its own checks raise whatever they like
+        said = " ".join(str(error).split())
         raise InputError(
-            f"{path}: is no configuration of transformers ({' '.join(str(error).split()):.200})"
+            f"{path}: is no configuration that transformers {transformers.__version__} knows ({said:.80}): update "
+            "transformers, or name the model's config.json with --config"
         ) from error
     method = (quantized or {}).get("quant_method")
     if quantized and method not in METHODS:
