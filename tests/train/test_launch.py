@@ -95,18 +95,13 @@ def free_port() -> int:
 
 
 def start(
-    config: TrainConfig,
-    folder: Path,
-    *flags: str,
-    script: Path | None = None,
-    elastic: tuple[str, ...] = (),
-    ranks: int = 2,
+    config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
-    """Start ranks by torchrun, with flags of ours and of its own."""
+    """Start two ranks by torchrun, with flags of ours and of its own."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
     elastic = elastic or ("--master-port", str(free_port()))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *elastic, *program]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *elastic, *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     words += ["train", "--config", str(file), *flags]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
