@@ -139,9 +139,11 @@ def test_links_that_became_slower_have_plans_searched_again(world) -> None:
     starts = [step for step, why, _, _ in decisions(folder / "drifted") if why == "start"]
     assert starts == [0, 0], "each table begins with what is predicted"
     before, after = (
-        each["plan"]["estimated_seconds"] for each in lines(folder / "drifted", "train") if each["step"] in (10, 12)
+        each["plan"]["estimated_seconds"] for each in lines(folder / "drifted", "train") if each["step"] in (1, 12)
     )
-    assert after > before, "the slower links are in the predictions"
+    assert after > before, (
+        "nothing is measured yet in the first step of a table, and the slower links are in its predictions"
+    )
     assert_same_run(folder / "plain", folder / "drifted")
 
 

@@ -149,9 +149,9 @@ sys.exit(main(sys.argv[1:]))
 """Steps of a run whose ranks will change again last long enough for that."""
 
 
-def node(folder: Path, port: int, script: Path) -> Forked:
-    """Start a node of two ranks among one to two."""
-    words = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
+def node(folder: Path, port: int, script: Path, nodes: str = "1:2") -> Forked:
+    """Start a node of two ranks among so many."""
+    words = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
     words += ["--rdzv-conf", "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=30", "--rdzv-id", "any"]
     words += [str(script), "train", "--config", str(folder / "given.json")]
@@ -196,8 +196,11 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
     for path in list_checkpoints(twin / "checkpoints"):
         if int(path.name[5:]) > resumed:
             shutil.rmtree(path)
-    plain = start(replace(config, out=str(twin)), tmp_path, ranks=worlds[-1])
-    text, err = plain.communicate(timeout=300)
-    assert plain.returncode == 0, text + err
+    (tmp_path / "again").mkdir()
+    write_config(replace(config, out=str(twin)), tmp_path / "again" / "given.json")
+    count, port = worlds[-1] // 2, free_port()
+    again = [node(tmp_path / "again", port, script, nodes=str(count)) for _ in range(count)]
+    said = [each.communicate(timeout=400)[0] for each in again]
+    assert [each.returncode for each in again] == [0] * count, said
     assert losses(twin) == losses(run)
     assert_same(parameters(twin), parameters(run))

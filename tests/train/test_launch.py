@@ -97,18 +97,13 @@ def free_port() -> int:
 
 
 def command(
-    config: TrainConfig,
-    folder: Path,
-    *flags: str,
-    script: Path | None = None,
-    elastic: tuple[str, ...] = (),
-    ranks: int = 2,
+    config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return the words behind `python` that start ranks by torchrun, with flags of ours and of its own."""
+    """Return the words behind `python` that start two ranks by torchrun, with flags of ours and of its own."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
     elastic = elastic or ("--master-port", str(free_port()))
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *elastic, *program]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *elastic, *program]
     return [*words, "train", "--config", str(file), *flags]
 
 
