@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.errors import InputError
 from moesaic_lab.gpu import command
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
@@ -76,3 +77,10 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= set(FILES)
     assert json.loads((tmp_path / "compiled.json").read_text())["failures"] == []
     assert {claim.name for claim in found.claims if claim.value is not None} >= {"gpu.host_waits.linear.padded"}
+
+
+def test_unknown_words_are_refused_in_one_line() -> None:
+    for words in (["x"], ["--seconds", "y"]):
+        with pytest.raises(InputError, match="--help lists all") as refused:
+            command.main(words)
+        assert "\n" not in str(refused.value)

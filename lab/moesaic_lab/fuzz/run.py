@@ -370,6 +370,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(said),
                 mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
+                mock.patch("moesaic_lab.gpu.command.run", side_effect=_ParsedError),
             ):
                 code = main.main([name, *words])
         finally:
