@@ -1,7 +1,8 @@
 """A long run on four processes whose plans, policies and checkpoints change all the time: memory, descriptors and threads.
 
 Every rank looks at itself after each round of all plans. Growth compares medians: of the last sixth of the looks with those of
-the first sixth after a third of the time, by when every cache is warm; the largest of the ranks counts.
+the first sixth after a third of the time, by when every cache is warm; the largest of the ranks counts. A run that is
+interrupted tells what it saw until then, and that it was.
 
 moesaic soak --json benchmarks/results/soak.json
 """
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import resource
+import signal
 import tempfile
 import threading
 import time
@@ -29,7 +31,7 @@ from rich.console import Console
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moesaic.configfile import override
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.testing.processes import leave, start_ranks
@@ -62,6 +64,8 @@ SMALL: dict[str, Any] = {
     "mesh": {"ep": 4},
 }  # fmt: skip
 """What the demo model is made small by."""
+STOP = "stop"
+"""A file that ends the run after the round that is going on."""
 LOOKED = ("rss", "descriptors", "threads")
 
 
@@ -83,24 +87,34 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
         words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
         ended = pool.submit(start_ranks, WORLD, _rank, folder, 60 * options.minutes)
-        started = time.monotonic()
+        started, is_interrupted = time.monotonic(), False
         while not ended.done():
-            told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
-            time.sleep(0.5)
-        ended.result()
+            try:
+                told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
+                time.sleep(0.5)
+            except KeyboardInterrupt:
+                is_interrupted = True
+                (folder / STOP).touch()
+        try:
+            ended.result()
+        except Exception as error:
+            minutes = (time.monotonic() - started) / 60
+            reason = " ".join(str(error).strip().splitlines()[-1:])
+            raise TrainingError(f"a rank ended after {minutes:.1f} of {options.minutes:g} minutes: {reason}") from error
         looks = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
-    return [_row(rank, found) for rank, found in enumerate(looks)]
+    return [_row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(looks)]
 
 
 def _rank(rank: int, folder: Path, seconds: float) -> None:
     """Train until the time is over, look at this process after every round, and write down what was seen."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process says when to stop
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     looks: list[dict[str, float]] = []
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
         started = time.monotonic()
-        while not trainer.ranks.largest(torch.tensor(float(time.monotonic() - started > seconds))):
+        while not trainer.ranks.largest(torch.tensor(float(_is_over(folder, time.monotonic() - started, seconds)))):
             for plan in PLANS:
                 for layer in layers:
                     layer.use_plan(plan)
@@ -111,6 +125,10 @@ def _rank(rank: int, folder: Path, seconds: float) -> None:
             looks.append(_look(time.monotonic() - started, trainer.state.step))
     (folder / f"{rank}.json").write_text(json.dumps(looks), encoding="utf-8")
     leave()
+
+
+def _is_over(folder: Path, passed: float, seconds: float) -> bool:
+    return passed > seconds or (folder / STOP).exists()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -68,6 +69,16 @@ def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
         (TrainingError("went wrong"), 1, "moesaic sample: went wrong"),
         (KeyboardInterrupt(), 130, "moesaic sample: interrupted"),
         (
+            OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300),
+            2,
+            f"moesaic sample: {'x' * 200}: cannot be reached (File name too long): name another path",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "a\nb"),
+            2,
+            "moesaic sample: a\\nb: cannot be reached (Permission denied): name another path",
+        ),
+        (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             2,
             'moesaic sample: needs the package torch: pip install "moesaic[train]"',
@@ -90,7 +101,10 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("x", name="moesaic.lost"), ZeroDivisionError(), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error",
+    [ModuleNotFoundError("x", name="moesaic.lost"), OSError(errno.EIO, "x"), ZeroDivisionError(), SystemExit(3)],
+)
 def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
     def fail(words):
         raise error

@@ -80,10 +80,12 @@ def test_recorded_counts(tmp_path: Path) -> None:
     assert (read_counts(tmp_path / "a.csv") == counts).all()
     (tmp_path / "b.csv").write_text("1,2\n3,-4\n")
     (tmp_path / "c.csv").write_text("1,x\n")
+    (tmp_path / "z.npy").write_bytes(b"PK\3\4")
     for name, line in (
         ("b.csv", "whole numbers"),
         ("c.csv", "does not parse"),
         ("d.npy", "cannot be read"),
+        ("z.npy", "does not parse"),
         ("e.txt", "use .npy or .csv"),
     ):
         with pytest.raises(InputError, match=line):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.errors import InputError
 from moesaic_lab.gpu import command, profile
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
@@ -96,3 +97,10 @@ def test_two_steps_may_write_to_one_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(command, "steps", lambda *_, **__: lines)
     run(tmp_path, dry=True)
     assert (tmp_path / "tests.txt").read_text() == "tests\nsanitizer\n"
+
+
+def test_unknown_words_are_refused_in_one_line() -> None:
+    for words in (["x"], ["--seconds", "y"]):
+        with pytest.raises(InputError, match="--help lists all") as refused:
+            command.main(words)
+        assert "\n" not in str(refused.value)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
+
 import pytest
 
-from moesaic.errors import InputError
-from moesaic_lab.soak import BENCHMARK, claims, growth
+from moesaic.errors import InputError, TrainingError
+from moesaic_lab import soak
+from moesaic_lab.soak import BENCHMARK, SoakOptions, claims, growth
 
 
 def test_growth_is_told_from_the_noise_and_from_the_warming_up() -> None:
@@ -27,6 +32,37 @@ def test_a_leak_of_one_rank_is_a_claim_that_does_not_hold() -> None:
         "soak.threads_growth": True,
         "soak.minutes": True,
     }
+
+
+def test_an_interrupted_run_tells_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [{"seconds": 60.0 * n, "step": n, "rss": 100.0, "descriptors": 9, "threads": 3} for n in range(12)]
+
+    def ranks(world: int, function: object, folder: Path, seconds: float) -> None:
+        while not soak._is_over(folder, 0, seconds):
+            time.sleep(0.01)
+        for rank in range(world):
+            (folder / f"{rank}.json").write_text(json.dumps(looks))
+
+    def interrupt(what: str) -> None:
+        if not heard:
+            heard.append(what)
+            raise KeyboardInterrupt
+
+    heard: list[str] = []
+    monkeypatch.setattr(soak, "start_ranks", ranks)
+    rows = soak.measure(SoakOptions(), None, interrupt)
+    assert [(row["interrupted"], row["minutes"]) for row in rows] == [(True, 11)] * 4
+    assert {claim.name: claim.holds for claim in claims(rows)}["soak.minutes"] is False
+    assert heard == ["0.0 of 30 minutes"]
+
+
+def test_a_rank_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(*arguments: object) -> None:
+        raise RuntimeError("process 3 terminated with signal SIGKILL")
+
+    monkeypatch.setattr(soak, "start_ranks", ranks)
+    with pytest.raises(TrainingError, match=r"a rank ended after 0\.0 of 30 minutes: process 3 terminated"):
+        soak.measure(SoakOptions(), None, lambda what: None)
 
 
 def test_no_time_is_refused() -> None:

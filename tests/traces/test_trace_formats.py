@@ -184,8 +184,9 @@ def test_a_damaged_archive_is_refused(tmp_path, data):
         FORMATS["llama.cpp"].read(path, ReadOptions(top_k=1))
 
 
-def test_an_empty_array_is_refused(tmp_path):
+@pytest.mark.parametrize("data", [b"", b"PK\3\4"])
+def test_what_is_no_array_is_refused(tmp_path, data):
     path = tmp_path / "a.npy"
-    path.write_bytes(b"")
+    path.write_bytes(data)
     with pytest.raises(InputError, match="holds no routed experts"):
         FORMATS["vllm"].read(path, ReadOptions())

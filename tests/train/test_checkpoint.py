@@ -263,6 +263,10 @@ DAMAGES = {
         lambda folder: ((folder / "state.json").write_text("[" * 100_000), seal(folder)),
         "RecursionError",
     ),
+    "state without a vocabulary": (
+        lambda folder: rewrite(folder, lambda state: state.update(vocab_size=[])),
+        "state.json has a vocabulary of []",
+    ),
     "state of another step": (lambda folder: rewrite(folder, lambda state: state.update(step=9)), "is of step 9"),
     "missing checksums": (lambda folder: (folder / SUMS).unlink(), "SHA256SUMS is missing"),
     "empty checksums": (lambda folder: (folder / SUMS).write_text(""), "state.json has no checksum"),

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,29 @@ def test_verify_finds_a_flipped_bit_and_names_the_expert(hub: Path, tmp_path: Pa
     err = capsys.readouterr().err
     line = "expert 2 of model.layers.0.mlp.experts (weights) is not what the receipt says: convert or fetch it again"
     assert err == f"moesaic convert: {out}: {line}\n"
+
+
+def test_a_receipt_of_fewer_experts_is_not_that_of_the_output(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)
+    receipt = json.loads((tmp_path / "out" / RECEIPT).read_text())
+    receipt["sha256"]["weights"]["model.layers.0.mlp.experts"].pop()
+    (tmp_path / "out" / RECEIPT).write_text(json.dumps(receipt))
+    with pytest.raises(
+        InputError, match=r"expert 3 of model\.layers\.0\.mlp\.experts \(weights\) is not what the receipt"
+    ):
+        verify(tmp_path / "out")
+
+
+def test_a_list_that_places_a_part_where_none_begins_is_refused(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="torchtitan", logits=False)
+    listed = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(listed.read_bytes())
+    index = next(index for index in metadata.storage_data if index.offset)
+    metadata.storage_data[replace(index, offset=torch.Size(each + 1 for each in index.offset))] = (
+        metadata.storage_data.pop(index)
+    )
+    listed.write_bytes(pickle.dumps(metadata))
+    assert "the list of tensors is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
 
 
 def test_verify_wants_a_receipt(hub: Path) -> None:

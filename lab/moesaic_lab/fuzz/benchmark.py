@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -92,7 +92,8 @@ def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[
             if not started or started[-1][1].poll() is not None:
                 started.append(stack.enter_context(_worker(engine, only)))
             line, process = started[-1]
-            line.send((inputs, number))
+            with suppress(ConnectionError):  # one that has died is found by listening to it
+                line.send((inputs, number))
             return _heard(line, process, lambda what: told(f"{engine}, batch {number}: {what}"))
 
         yield hand

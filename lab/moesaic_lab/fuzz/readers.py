@@ -11,7 +11,7 @@ import json
 import struct
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,9 +260,10 @@ def _elements(tensors: Mapping[str, Readable]) -> object:
 def _restored(folder: Path) -> None:
     """Read a checkpoint as a rank of several does."""
     checkpoint = load_checkpoint(folder / "checkpoints", _silent, with_tensors=False)
-    config = replace(_train_config(folder / "config.json"), model=checkpoint.model_config)
-    require_architecture(checkpoint, config.model, checkpoint.vocab_size)
-    model = make_model(config, checkpoint.vocab_size)
+    config = _train_config(folder / "config.json")
+    vocab_size = load_corpus(config.data).vocab_size
+    require_architecture(checkpoint, config.model, vocab_size)
+    model = make_model(config, vocab_size)
     load_sharded(model, make_optimizer(model, config.optimizer, torch.device("cpu")), checkpoint)
 
 

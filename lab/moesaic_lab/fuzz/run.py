@@ -273,7 +273,9 @@ def _commands() -> Iterator[Target]:
 def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
     """Return command lines of the documentation with some edits, and others of the words and flags that the help tells."""
     first, listed = _told([name])
-    known = {(): first} | {(word,): _told([name, word])[0] for word in listed}
+    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
+        (word,): _told([name, word])[0] for word in listed
+    }
     known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
     value = st.one_of(
         st.sampled_from(ODD_WORDS), st.sampled_from(_FILES), st.integers(-3, 70).map(str), st.text(max_size=5)
@@ -351,6 +353,7 @@ def _told(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
 def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
     stops = not is_ours or name in STOPS_AFTER_PARSING
     plain = arguments.parse
+    parsing = [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("parse") is plain]
 
     def parse(*args: Any, **options: Any) -> Any:
         found = plain(*args, **options)
@@ -360,21 +363,19 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
 
     def take(words: list[str]) -> None:
         said = io.StringIO()
-        before = [
-            (module, module.parse) for module in list(sys.modules.values()) if getattr(module, "parse", None) is plain
-        ]
         try:
-            for module, _ in before:
+            for module in parsing:
                 module.parse = parse  # type: ignore[attr-defined]
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(said),
                 mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
+                mock.patch("moesaic_lab.gpu.command.run", side_effect=_ParsedError),
             ):
                 code = main.main([name, *words])
         finally:
-            for module, own in before:
-                module.parse = own  # type: ignore[attr-defined]
+            for module in parsing:
+                module.parse = plain  # type: ignore[attr-defined]
             for path in Path().glob("out*"):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         lines = said.getvalue().strip().splitlines()

@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+from moesaic.errors import InputError
 from moesaic_lab.claims import Claim, Measurement
 from moesaic_lab.gpu.claims import claims
 from moesaic_lab.gpu.shapes import LAYERS
@@ -246,9 +247,15 @@ def _read(path: Path) -> dict[str, Any]:
     return held
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse words in one line."""
+        raise InputError(f"{message}; --help lists all")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code, 0 whatever the steps found. (No tyro: a borrowed machine may have torch alone.)"""
-    parser = argparse.ArgumentParser(prog="moesaic bench gpu", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = _Parser(prog="moesaic bench gpu", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument(
         "--out", type=Path, default=Path("gpu_results"), help=f"folder of the results: {', '.join(FILES)}"
     )

@@ -6,6 +6,7 @@ Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training f
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -71,6 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output stopped; the interpreter's own flush at exit must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # wherever a path is looked up first
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+            raise
+        where = _in_one_line(str(error.filename))
+        print(
+            f"moesaic {command}: {where:.200}: cannot be reached ({error.strerror}): name another path", file=sys.stderr
+        )
+        return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
             raise

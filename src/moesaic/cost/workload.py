@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -129,7 +130,7 @@ def read_counts(path: Path) -> np.ndarray:
         table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
     except OSError as error:
         raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, EOFError, TokenError, MemoryError, OverflowError) as error:
+    except (ValueError, EOFError, TokenError, MemoryError, OverflowError, BadZipFile) as error:
         raise InputError(f"counts {path}: does not parse ({' '.join(str(error).split())})") from error
     if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
         raise InputError(f"counts {path}: must be an array of numbers")

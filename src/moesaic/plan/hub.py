@@ -147,6 +147,7 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     hidden, activation = found["hidden"], str(table.get("mlp_hidden_act", ""))
     shared = found.get("shared_hidden", found.get("shared_experts", 0) * hidden)
     try:
+        attention, width = _attention(table, found, seq_len)
         return HubShape(
             dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
             dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found),
@@ -159,6 +160,8 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
+    except OverflowError as error:
+        raise InputError(f"{source}: a size is larger than that of any model: correct it") from error
 
 
 def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:

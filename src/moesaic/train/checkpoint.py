@@ -496,6 +496,8 @@ def _checked_state(path: Path) -> dict[str, Any]:
         )
     if type(state["step"]) is not int or state["step"] != _step_of(path):
         raise _DamagedError(f"{STATE} is of step {state['step']}")
+    if type(state["vocab_size"]) is not int:
+        raise _DamagedError(f"{STATE} has a vocabulary of {state['vocab_size']!r}")
     return state
 
 

@@ -190,7 +190,8 @@ def verify(out: str | Path) -> dict[str, Any]:
                 continue
             which = ""
             if isinstance(digest, list) and isinstance(here, list):
-                which = f"expert {next(i for i, pair in enumerate(zip(digest, here)) if pair[0] != pair[1])} of "
+                other = (i for i, pair in enumerate(zip(digest, here)) if pair[0] != pair[1])
+                which = f"expert {next(other, min(len(digest), len(here)))} of "
             raise InputError(
                 f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again"
             )

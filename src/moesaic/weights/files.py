@@ -260,6 +260,10 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         assert isinstance(entry, TensorStorageMetadata)
         offsets = tuple(index.offset or (0,) * len(entry.size))
         extents = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        if offsets not in extents:
+            raise InputError(
+                f"{folder}: no part of {index.fqn} begins at {list(offsets)}: the list of tensors is damaged"
+            )
         parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
     found = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
 DAMAGED = (
     OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError,
-    TokenError, csv.Error, zlib.error,
+    TokenError, BadZipFile, csv.Error, zlib.error,
 )  # fmt: skip
 """What json, csv, numpy and gzip raise for files that are damaged, or that hold something else than was thought."""
 
