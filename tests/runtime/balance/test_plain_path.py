@@ -20,8 +20,9 @@ from moesaic.runtime.expert_parallel import PlainCalls
 SOURCE = Path(moesaic.__file__).parent
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 ORDER = "runtime/expert_order.py"
-BUDGET = "plan/budget.py"
 """Where experts are, once they have moved: part of balancing in a folder that a layer without it reads too."""
+BUDGET = "plan/budget.py"
+"""Memory budgets: planning, which knows them too, imports no runtime."""
 
 
 def entered(plan: Plan, *, placed: bool = False) -> set[str]:
