@@ -52,7 +52,7 @@ PLANS = (
     Plan(codec="int8"),
     Plan(replication="shadow"),
     Plan(replication="spill"),
-    Plan(replication="least_loaded", memory_budget=64),
+    Plan(replication="least_loaded", memory_budget=500_000),
 )
 """Run in turn: schedules, chunks, all-to-alls, codecs, and policies of replication."""
 STEPS_EACH = 3

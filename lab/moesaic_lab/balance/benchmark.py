@@ -71,9 +71,10 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
 
 
 def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:
-    """Return what rows of a part were made of."""
+    """Return what rows of a part were made of; rows of an older form are left out."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == part and names[0] in row]
+    whole = [row for row in rows if row["part"] == part and set(names) <= set(row)]
+    return [kind(**{name: row[name] for name in names}) for row in whole]
 
 
 BENCHMARK = Benchmark(

@@ -114,6 +114,8 @@ LOADS = {"even": 0.0, "half of all to one rank": 3.0, "all to the experts of one
 SHARES = (1.25, 2.0)
 """Budgets, over what a rank holds of plain expert parallelism where loads are even."""
 REPLICATIONS = ("none", "spill", "arbiter")
+PATIENCE = 1800.0
+"""Seconds that a run may take: bytes are counted, and a machine that does much else may take its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
         peak = peak_bytes(step)
         return peak, calls.budget.take() if isinstance(calls, BalancedCalls) else BudgetUse()
 
-    found = run_ranks(GRID.world, rank)
+    found = run_ranks(GRID.world, rank, timeout_seconds=PATIENCE)
     return max(peak for peak, _ in found), found[0][1]
 
 
