@@ -20,7 +20,6 @@ from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
@@ -33,6 +32,7 @@ from moesaic.runtime.balance.budget import BudgetUse, TokenBudget
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, run_case
+from moesaic_lab.recorder import Recorder
 
 
 @pytest.fixture
