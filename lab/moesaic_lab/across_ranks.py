@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import Span, in_turn, over_ranks
+from moesaic_lab.recorder import Recorder
 
 Spans = dict[str, list[Span]]
 """By method, one per repeat."""

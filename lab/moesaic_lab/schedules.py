@@ -22,7 +22,6 @@ from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.comm.recorder import RecordedMessage, Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
@@ -40,6 +39,7 @@ from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import leave
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
 from moesaic_lab.claims import Claim
+from moesaic_lab.recorder import RecordedMessage, Recorder
 from moesaic_lab.tables import Column, byte_size
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128

@@ -19,7 +19,6 @@ from moesaic.cost.even import Even
 from moesaic.cost.hops import check_regular
 from moesaic.cost.movement import ends_of
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.symmetry import Digits, UnlikeError
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -33,6 +32,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Move
 from moesaic.program.task import Lane, Layout, Op
+from moesaic_lab.reproduce.sweep import sweep_simulator
 
 GRIDS = [
     Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),

@@ -12,7 +12,6 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
@@ -23,6 +22,7 @@ from moesaic_lab.layer.claims import claims
 from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob
 from moesaic_lab.layer.run import summed_up
+from moesaic_lab.recorder import Recorder
 from moesaic_testbed import refusal
 from program.even import even_sizes
 

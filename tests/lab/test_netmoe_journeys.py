@@ -11,13 +11,13 @@ import torch
 
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
+from moesaic_lab.recorder import Recorder
 
 LAYER = Workload(tokens=16, num_experts=8, top_k=2, dim=32, hidden=64, matrices=2, dtype="fp32")
 SMALL = Setting(nodes=2, per_node=2, slots=4, layer=LAYER, num_layers=3)

@@ -9,10 +9,10 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.train.claims import claims
 from moesaic_lab.train.config import COMMITTED, Candidate, LayoutConfig, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered

@@ -7,7 +7,6 @@ import torch
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import CODECS
@@ -16,6 +15,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.plan import Codec
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, VirtualCodec, virtual_codecs, virtual_experts
 
 DIM, HIDDEN, EXPERTS = 8, 16, 4

@@ -17,7 +17,6 @@ from meshes import DIM, HIDDEN, compiled, every_rank, make_layer, on_mesh, token
 from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.row_bytes import coded_bytes
 from moesaic.errors import InputError
@@ -30,6 +29,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.routing.losses import LoadBalance
+from moesaic_lab.recorder import Recorder
 
 COLUMNS = {"swiglu": 3 * DIM, "biases": 2 * DIM + 1, "modules": 2 * 6 * DIM + 6 + DIM}
 """Values of a hidden unit, or of a whole expert where it travels whole."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -28,6 +27,7 @@ from moesaic.runtime.balance import slices as slices_module
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.executor import LayerRun, Script, drive, inputs_of, interpret, run_program, script_of
 from moesaic.runtime.tasks import Call
+from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 

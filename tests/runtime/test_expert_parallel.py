@@ -11,7 +11,6 @@ from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, own_expert, pa
 from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.experts import ModuleExperts
 from moesaic.layer import MoE
@@ -21,6 +20,7 @@ from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic_lab.recorder import Recorder
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLANS = {

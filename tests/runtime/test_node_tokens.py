@@ -9,13 +9,13 @@ import torch
 from meshes import make_layer, on_mesh, tokens_of
 
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.routing.peers import CHUNKS
+from moesaic_lab.recorder import Recorder
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),

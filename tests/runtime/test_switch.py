@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -21,6 +20,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic_lab.recorder import Recorder
 
 GRID = Grid(world=4, tp=2, ep=1, etp=4, ranks_per_node=2)
 FLAT = Grid(world=4, ep=2, etp=2, ranks_per_node=2)

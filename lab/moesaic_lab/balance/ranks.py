@@ -16,7 +16,6 @@ from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.samples import TwoStage
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
@@ -33,6 +32,7 @@ from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, p
 from moesaic_lab.balance.router import ToldRouter
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import in_turn, paired, without_collections
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 TOLERANCE = 1e-4

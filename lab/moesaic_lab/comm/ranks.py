@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.comm.mesh import open_transport
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import PlainExperts
 from moesaic.profiling.together import latest, start_together
@@ -27,6 +26,7 @@ from moesaic_lab.bounds import Message
 from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
 from moesaic_lab.measure import Span, in_turn
+from moesaic_lab.recorder import Recorder
 
 CYCLE = 2**18
 """Row numbers repeat after so many, so that they and their columns are exact in float32."""

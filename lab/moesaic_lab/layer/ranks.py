@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
@@ -23,6 +22,7 @@ from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
 from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob, Switch
 from moesaic_lab.measure import in_turn, paired
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 
 SWITCHES = 9

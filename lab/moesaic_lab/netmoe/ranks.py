@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
@@ -31,6 +30,7 @@ from moesaic.runtime.balance.samples.residual import Residual
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.bounds import crossing
 from moesaic_lab.measure import in_turn, without_collections
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 Method = AbstractPlacer | None

@@ -15,7 +15,6 @@ from torch import Tensor
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.layer import MoE, finish_step
 from moesaic.models.moving import MovingGPT
 from moesaic.profiling.steady import hold_still
@@ -29,6 +28,7 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.measure import in_turn
+from moesaic_lab.recorder import Recorder
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and targets of all ranks, (sequences, positions) int64 each."""

@@ -16,12 +16,12 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.memory import GIB, layer_memory
-from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book
+from moesaic_lab.reproduce.sweep import sweep_simulator
 
 COLUMNS = (("a", 8), ("b", 8), ("b", 16), ("b", 32))
 """Testbed and GPUs of the table's columns."""

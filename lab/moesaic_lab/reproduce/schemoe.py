@@ -14,13 +14,13 @@ from dataclasses import replace
 from moesaic.cost.cluster import ClusterSpec, Host, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.memory import GIB
-from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import AllToAll
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Op, Stage
 from moesaic_lab.reproduce.records import Book
+from moesaic_lab.reproduce.sweep import sweep_simulator
 
 GRID = Grid(world=32, ep=32, ranks_per_node=4)
 PLANS = {

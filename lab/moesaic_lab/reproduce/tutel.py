@@ -14,13 +14,13 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec, Tflops
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import AllToAll
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce.records import Book
+from moesaic_lab.reproduce.sweep import sweep_simulator
 
 DEGREES = (1, 2, 4, 8)
 """Parts that a layer is pipelined in."""

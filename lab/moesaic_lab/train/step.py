@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, share_of
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 from moesaic_lab.across_ranks import sent
 from moesaic_lab.bounds import Message
 from moesaic_lab.peers.exchange import AbstractExchange
+from moesaic_lab.recorder import Recorder
 
 PHASES = ("forward", "backward", "reduce", "optimizer")
 """Of a step, in order."""

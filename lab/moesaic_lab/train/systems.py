@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
@@ -29,6 +28,7 @@ from moesaic_lab.peers.absence import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel
+from moesaic_lab.recorder import Recorder
 from moesaic_lab.train.config import Candidate, TrainBenchConfig, TrainCase
 from moesaic_lab.train.step import GivenBatch, TimedStep
 from moesaic_lab.vision.config import SwinConfig

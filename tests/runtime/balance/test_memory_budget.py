@@ -24,7 +24,6 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
@@ -37,6 +36,7 @@ from moesaic.routing.capacity import Capacity
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import budget_by_rows, failures, run_case
+from moesaic_lab.recorder import Recorder
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch import Tensor
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates, GivenOrders
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
@@ -26,6 +25,7 @@ from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.balance.experts import ExpertPlacement, Moved
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic_lab.recorder import Recorder
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 STEPS, EVERY = 6, 2

@@ -12,13 +12,13 @@ from torch import Tensor
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Volume, Weighed
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, Rest
 from moesaic.runtime.balance.samples.residual import Residual
+from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 ELSEWHERE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))

@@ -14,7 +14,6 @@ from torch import Tensor
 from moesaic.balance.samples import Given, Homes, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.recorder import Recorder
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
@@ -28,6 +27,7 @@ from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.runtime.balance.samples.rows import carry
 from moesaic.runtime.data_parallel import average_gradients
+from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 BEFORE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))

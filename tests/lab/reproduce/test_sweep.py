@@ -6,10 +6,10 @@ import pytest
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.sweep import sweep_simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic_lab.reproduce.sweep import sweep_simulator
 
 LAYERS = [
     Workload(
