@@ -426,7 +426,10 @@ class Trainer:
     def _open_metrics(self) -> Metrics | NoMetrics:
         if not self.ranks.is_first:
             return NoMetrics()
-        return Metrics(self.state.folder, start_step=self.state.step, tensorboard=self.config.tensorboard)
+        config = self.config
+        return Metrics(
+            self.state.folder, start_step=self.state.step, tensorboard=config.tensorboard, wandb=config.wandb
+        )
 
     def _save(self) -> None:
         state = self.state
