@@ -33,8 +33,8 @@ ASSUMPTIONS = (
 UNEXPLAINED = (
     "experts that are shadowed: ours are a third of the published share. One Zipf law stands for all iterations, whose hottest "
     "expert is always worth a shadow and whose others are not; recorded loads (SmartMoE's) have several hot experts at a time",
-    "ZeRO-2 and ZeRO-3: the paper's bar is layer 0 of one iteration times the layers, measured with DeepSpeed 0.4.4, whose gathers of "
-    "single tensors start up hundreds of times; equal rings at full rate are faster",
+    "ZeRO-2 and ZeRO-3: the paper's bar is layer 0 of one iteration times the layers, measured with DeepSpeed 0.4.4, whose "
+    "gathers of single tensors start up hundreds of times; equal rings at full rate are faster",
 )
 
 

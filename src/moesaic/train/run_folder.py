@@ -17,7 +17,7 @@ from typing import IO
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import list_checkpoints, remove_checkpoint
-from moesaic.train.metrics import METRICS
+from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:
     import fcntl
@@ -106,7 +106,7 @@ class RunFolder:
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
         own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self.path.glob(FLIGHT.format(rank="*"))]
-        for name in (TOKENIZER, PLAN_TABLE, HANG, METRICS):
+        for name in (TOKENIZER, PLAN_TABLE, HANG, METRICS, WANDB_ID):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:
             path.unlink(missing_ok=True)
