@@ -142,7 +142,10 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
 
 def hub_values(model: GPT) -> dict[str, Tensor]:
     """Return the weights of a model under the names that Mixtral and Qwen3-MoE have in transformers."""
-    values = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight}
+    values: dict[str, Any] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
     values["lm_head.weight"] = (model.unembedding or model.embedding).weight
     for number, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
@@ -159,7 +162,8 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
             dense: Mapping[str, Tensor] = dict(block.ffn.expert.named_parameters())
             values |= {f"{at}.mlp.{theirs}.weight": dense[ours][0] for theirs, ours in names.items()}
-    return {name: value.detach() for name, value in values.items()}
+    found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
+    return found
 
 
 def _attention(attention: Attention) -> dict[str, Tensor]:
